@@ -1,0 +1,51 @@
+"""Language-model losses, statistics and sampling without the vocabulary-sized logits tensor.
+
+Names are imported on first use (PEP 562), so that `import logitless` costs no torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from logitless import losses as losses
+    from logitless.logits import per_token_logps as per_token_logps
+    from logitless.vocab.api import TokenStats as TokenStats
+    from logitless.vocab.api import explain as explain
+    from logitless.vocab.api import linear_cross_entropy as linear_cross_entropy
+    from logitless.vocab.api import token_loss as token_loss
+    from logitless.vocab.api import token_stats as token_stats
+    from logitless.vocab.head import LMHead as LMHead
+
+_MODULE_OF = {
+    "LMHead": "logitless.vocab.head",
+    "TokenStats": "logitless.vocab.api",
+    "token_stats": "logitless.vocab.api",
+    "token_loss": "logitless.vocab.api",
+    "linear_cross_entropy": "logitless.vocab.api",
+    "explain": "logitless.vocab.api",
+    "per_token_logps": "logitless.logits",
+    "losses": "logitless.losses",
+}
+
+__all__ = [  # noqa: PLE0604, PLE0605 - one table feeds both lookup and export
+    *_MODULE_OF,
+]
+
+try:
+    __version__ = version("logitless")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0.0.0"
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}")
+    module = import_module(_MODULE_OF[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_MODULE_OF, "__version__"])

@@ -1,0 +1,41 @@
+"""Every error logitless raises on purpose: what was expected, what was got, what to do, on one line."""
+
+
+class LogitlessError(Exception):
+    """Base of all errors raised on purpose; each subclass is also the builtin error that people expect."""
+
+
+class ShapeError(LogitlessError, ValueError):
+    """Sizes that do not fit together, such as a head and hidden states of different widths."""
+
+
+class DtypeError(LogitlessError, TypeError):
+    """A tensor of a dtype that the operation cannot take, such as float labels."""
+
+
+class DeviceError(LogitlessError, ValueError):
+    """Tensors of one call on different devices."""
+
+
+class LabelError(LogitlessError, ValueError):
+    """A label, candidate or token id outside the vocabulary."""
+
+
+class OptionError(LogitlessError, ValueError):
+    """An option with a value that has no meaning, or that this call does not support."""
+
+
+class BackendError(LogitlessError, RuntimeError):
+    """A backend asked for by name that cannot run here."""
+
+
+class GradientError(LogitlessError, RuntimeError):
+    """A gradient that would be lost or is not defined, such as a double backward."""
+
+
+class DataError(LogitlessError, ValueError):
+    """A corpus or file that cannot be read or is too small."""
+
+
+class ConfigError(LogitlessError, ValueError):
+    """A model name, preset or configuration that does not exist or does not hold together."""

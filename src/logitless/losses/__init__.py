@@ -1,0 +1,1 @@
+"""Losses as pure functions of per-token numbers: one loss per token (per pair for preferences), no vocabulary in sight."""
