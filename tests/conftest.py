@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._dynamo import trace_rules
 
-trace_rules.get_torch_obj_rule_map()  # torch.compile learns once which object is torch.empty: let it see the real one
+# torch.compile learns once which object is torch.empty: let it see the real one.
+trace_rules.get_torch_obj_rule_map()
 
 
 def _poisoned(create):

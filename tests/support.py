@@ -2,7 +2,7 @@
 
     largest_allocation(fn)   bytes of the largest single storage that fn() created
     peak_new_bytes(fn)       most bytes alive at once among the storages that fn() created
-    trace_allocations(fn)    both, plus what is still alive when fn returns (saved for backward, or the result itself)
+    trace_allocations(fn)    both, and what is still alive when fn returns: saved for backward, or its result
 
 Every operator's output is seen, in forward and in backward. Scratch memory inside one operator is not.
 """

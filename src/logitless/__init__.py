@@ -28,9 +28,7 @@ _MODULE_OF = {
     "losses": "logitless.losses",
 }
 
-__all__ = [  # noqa: PLE0604, PLE0605 - one table feeds both lookup and export
-    *_MODULE_OF,
-]
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 try:
     __version__ = version("logitless")
@@ -40,7 +38,9 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 def __getattr__(name: str):
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}")
+        raise AttributeError(
+            f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}"
+        )
     module = import_module(_MODULE_OF[name])
     value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value

@@ -1,0 +1,56 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Two processes with one thread each: faster than one process with two on small tensors.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
+
+.PHONY: demo test test-all lint docs wheel-test bench clean
+
+demo: .venv/train.stamp
+	$(BIN)/logitless train
+
+test: .venv/dev.stamp
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/dev.stamp
+	$(PYTEST)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: .venv/dev.stamp
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m bench.run
+
+# The wheel itself, installed beside the same dependencies, with the source tree out of reach.
+wheel-test: .venv/dev.stamp
+	rm -rf build/wheel
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel/dist . > /dev/null
+	$(BIN)/python -m venv --without-pip build/wheel/venv
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > build/wheel/site
+	$(BIN)/python -m pip --python build/wheel/venv install --quiet --disable-pip-version-check --no-deps build/wheel/dist/*.whl
+	cp -r tests pyproject.toml build/wheel/
+	cd build/wheel && PYTHONPATH="$$(cat site)" OMP_NUM_THREADS=1 venv/bin/python -m pytest -rs -m "not slow" \
+		tests/wheel_smoke.py tests/test_logits.py tests/losses
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/train.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) torch
+	$(PIP) --editable '.[train]'
+	touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) torch
+	$(PIP) --editable '.[train,rl,docs,bench,dev]'
+	touch $@ .venv/train.stamp
+
+clean:
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis
