@@ -1,0 +1,29 @@
+"""Small stable pieces shared by the losses."""
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+
+
+def same_shape(logprob: Tensor, **others: Tensor | None) -> None:
+    """Refuse silent broadcasting: (T,) advantages against (T, T) log-probs would pair the wrong tokens."""
+    for name, other in others.items():
+        if other is not None and other.shape not in (logprob.shape, ()):
+            raise ShapeError(
+                f"{name} must have the log-probs' shape {tuple(logprob.shape)}, got {tuple(other.shape)}: "
+                f"expand one number per sequence with `{name}[:, None].expand_as(logprob)`"
+            )
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) for x < 0, accurate at both ends; x = 0 counts as the nearest number below it."""
+    x = x.clamp_max(-torch.finfo(x.dtype).tiny)
+    near = x > -0.6931471805599453
+    return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+def expm1_minus(x: Tensor) -> Tensor:
+    """e^x - 1 - x, never negative: its series near 0, where the subtraction would leave only rounding."""
+    series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
+    return torch.where(x.abs() < 1e-2, series, torch.expm1(x) - x)

@@ -1,0 +1,231 @@
+"""Policy-gradient losses, KL penalties and the weights that turn per-token losses into a batch's loss.
+
+Shapes: one number per token, (n,) inside `token_loss` or (B, T) on whole batches; the result has the same
+shape. `old_logprob` is the log-prob under the policy that sampled the token, `ref_logprob` under the
+reference: constants. Write `p = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]` for the dense
+`logprob` below.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ._numbers import expm1_minus, same_shape
+
+
+def reinforce(logprob: Tensor, advantages: Tensor) -> Tensor:
+    """Score-function policy gradient.
+
+        loss = -advantages * p
+
+    Reads `logprob`. Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist
+    Reinforcement Learning", Machine Learning 8, 1992.
+    """
+    same_shape(logprob, advantages=advantages)
+    return -advantages * logprob
+
+
+def ppo_clip(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """Clipped importance-weighted policy gradient.
+
+        r = (p - old_logprob).exp()
+        loss = -torch.min(advantages * r, advantages * r.clamp(1 - clip_low, 1 + clip_high))
+
+    Reads `logprob`. Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
+    """
+    _check_clip(clip_low, clip_high)
+    same_shape(logprob, old_logprob=old_logprob, advantages=advantages)
+    ratio = torch.exp(logprob - old_logprob)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(advantages * ratio, advantages * clipped)
+
+
+def grpo(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    ref_logprob: Tensor | None = None,  # (...)
+    clip: float = 0.2,
+    beta: float = 0.04,
+) -> Tensor:
+    """Group-relative policy optimisation: the clipped objective, with a k3 penalty when a reference is given.
+
+        loss = ppo_clip(p, old_logprob, advantages, clip, clip) + beta * kl_k3(p, ref_logprob)
+
+    Reads `logprob`. The advantages come from `group_advantages`, the batch's loss from
+    `token_weights(mask, "sequence")`. Shao et al., "DeepSeekMath", arXiv:2402.03300.
+    """
+    surrogate = ppo_clip(logprob, old_logprob, advantages, clip, clip)
+    return surrogate if ref_logprob is None else surrogate + beta * kl_k3(logprob, ref_logprob)
+
+
+def dapo(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> Tensor:
+    """GRPO without a reference, with more room above than below, so that unlikely tokens can still grow.
+
+        loss = ppo_clip(p, old_logprob, advantages, clip_low=0.2, clip_high=0.28)
+
+    Reads `logprob`. The batch's loss weighs all tokens alike: `token_weights(mask, "token")`.
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv:2503.14476.
+    """
+    return ppo_clip(logprob, old_logprob, advantages, clip_low, clip_high)
+
+
+def dr_grpo(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    clip: float = 0.2,
+) -> Tensor:
+    """GRPO with its two biases removed: no division by the group's spread, none by the response's length.
+
+        loss = ppo_clip(p, old_logprob, rewards - rewards.mean(), clip, clip)
+
+    Reads `logprob`. The advantages come from `group_advantages(rewards, scale=False)`, the batch's loss from
+    `token_weights(mask, "constant", length)`. Liu et al., "Understanding R1-Zero-Like Training: A Critical
+    Perspective", arXiv:2503.20783.
+    """
+    return ppo_clip(logprob, old_logprob, advantages, clip, clip)
+
+
+def cispo(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> Tensor:
+    """Policy gradient with a clipped, constant importance weight: every token keeps its gradient.
+
+        r = (p - old_logprob).exp().clamp(1 - clip_low, 1 + clip_high).detach()
+        loss = -r * advantages * p
+
+    Reads `logprob`; `clip_low=1` means no lower bound. MiniMax, "MiniMax-M1", arXiv:2506.13585.
+    """
+    _check_clip(clip_low, clip_high)
+    same_shape(logprob, old_logprob=old_logprob, advantages=advantages)
+    weight = torch.exp(logprob - old_logprob).clamp(1.0 - clip_low, 1.0 + clip_high).detach()
+    return -weight * advantages * logprob
+
+
+def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Unbiased sampled estimate of KL(policy‖reference); its mean gradient is zero, so put it in the reward.
+
+        penalty = p - ref_logprob
+
+    Reads `logprob`. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
+    """
+    same_shape(logprob, ref_logprob=ref_logprob)
+    return logprob - ref_logprob
+
+
+def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Sampled estimate whose mean gradient, on tokens of the policy, is that of KL(policy‖reference).
+
+        penalty = (p - ref_logprob) ** 2 / 2
+
+    Reads `logprob`. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
+    """
+    same_shape(logprob, ref_logprob=ref_logprob)
+    return 0.5 * (logprob - ref_logprob).square()
+
+
+def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Unbiased sampled estimate of KL(policy‖reference), never negative; its mean gradient is the reverse KL's.
+
+        d = ref_logprob - p
+        penalty = d.exp() - 1 - d
+
+    Reads `logprob`; keeps its digits when policy and reference nearly agree.
+    Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
+    """
+    same_shape(logprob, ref_logprob=ref_logprob)
+    return expm1_minus(ref_logprob - logprob)
+
+
+def kl_exact(kl: Tensor, beta: float = 0.04) -> Tensor:
+    """The whole KL(policy‖reference) of each token's distribution: no sampling noise, the right gradient.
+
+        logp, logq = z.log_softmax(-1), z_ref.log_softmax(-1)
+        penalty = beta * (logp.exp() * (logp - logq)).sum(-1)
+
+    Reads `kl`, so the pass needs `reference=`. Ouyang et al., "Training language models to follow
+    instructions with human feedback", arXiv:2203.02155, for the penalty.
+    """
+    return beta * kl
+
+
+def entropy_bonus(entropy: Tensor, weight: float = 0.01) -> Tensor:
+    """Reward for staying undecided: add it to a policy loss.
+
+        logp = z.log_softmax(-1)
+        loss = weight * (logp.exp() * logp).sum(-1)
+
+    Reads `entropy`. Mnih et al., "Asynchronous Methods for Deep Reinforcement Learning", arXiv:1602.01783.
+    """
+    return -weight * entropy
+
+
+def group_advantages(
+    rewards: Tensor,  # (groups, completions of one prompt)
+    scale: bool = True,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """Rewards relative to the other completions of their prompt.
+
+        advantages = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + epsilon)
+
+    Returns the shape of `rewards`. `scale=False` leaves out the division (Dr. GRPO). A group of one has no
+    spread and gets zeros. Shao et al., "DeepSeekMath", arXiv:2402.03300.
+    """
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    if not scale or rewards.shape[-1] < 2:
+        return centred
+    return centred / (rewards.std(-1, keepdim=True) + epsilon)
+
+
+def token_weights(
+    mask: Tensor,  # (B, T), true where a token counts
+    scheme: Literal["sequence", "token", "constant"],
+    length: int | None = None,
+) -> Tensor:
+    """Weights (B, T) with which `(weights * loss).sum()` is the batch's loss.
+
+        sequence (GRPO)      ((loss * mask).sum(-1) / mask.sum(-1)).mean()
+        token (DAPO)         (loss * mask).sum() / mask.sum()
+        constant (Dr. GRPO)  (loss * mask).sum() / (B * length)
+
+    fp32, or fp64 for an fp64 mask. Pass them to `token_loss` in `inputs`, multiply, and reduce with "sum".
+    Sequences without tokens count as zero. Raises OptionError for an unknown scheme, or for "constant"
+    without a length.
+    """
+    counted = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
+    if scheme == "sequence":
+        return counted / counted.sum(-1, keepdim=True).clamp_min(1.0) / max(1, mask.shape[0])
+    if scheme == "token":
+        return counted / counted.sum().clamp_min(1.0)
+    if scheme != "constant":
+        raise OptionError(f"scheme must be 'sequence', 'token' or 'constant', got {scheme!r}")
+    if length is None or length < 1:
+        raise OptionError(f"scheme 'constant' needs length, the longest response allowed, got {length}")
+    return counted / (max(1, mask.shape[0]) * length)
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
+        raise OptionError(
+            f"clip_low must be in [0, 1] and clip_high at least 0, got {clip_low} and {clip_high}"
+        )
