@@ -144,7 +144,7 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """Unbiased sampled estimate of KL(policy‖reference), never negative; its mean gradient is the reverse KL's.
+    """Unbiased, never negative sampled estimate of KL(policy‖reference), with the reverse KL's mean gradient.
 
         d = ref_logprob - p
         penalty = d.exp() - 1 - d

@@ -1,0 +1,137 @@
+"""Distillation losses against whole distributions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from logitless import losses
+from logitless.errors import OptionError, ShapeError
+from tests.losses.comparing import N, V, assert_same, problem, stats_of
+
+K = 5
+
+
+@pytest.fixture
+def student_and_teacher():
+    z, labels = problem()
+    return z, labels, 2 * torch.randn_like(z)
+
+
+def kl(logp, logq):
+    return F.kl_div(logq, logp, reduction="none", log_target=True).sum(-1)
+
+
+def test_forward_and_reverse_kl(student_and_teacher):
+    z, labels, teacher = student_and_teacher
+    for ours, dense in (
+        (lambda s: losses.forward_kl(s.reverse_kl, 2.0), lambda s, t: 4 * kl(t, s)),
+        (lambda s: losses.reverse_kl(s.kl, 2.0), lambda s, t: 4 * kl(s, t)),
+    ):
+        assert_same(
+            lambda z, t, ours=ours: ours(stats_of(z / 2, labels, t / 2)),
+            lambda z, t, dense=dense: dense((z / 2).log_softmax(-1), (t / 2).log_softmax(-1)),
+            *(z, teacher),
+        )
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_jsd(student_and_teacher, beta):
+    z, labels, teacher = student_and_teacher
+
+    def dense(z, t):
+        p, q = z.softmax(-1), t.softmax(-1)
+        m = (1 - beta) * p + beta * q
+        return (1 - beta) * kl(p.log(), m.log()) + beta * kl(q.log(), m.log())
+
+    assert_same(lambda z, t: losses.jsd(stats_of(z, labels, t, beta).jsd), dense, z, teacher)
+
+
+def record(teacher, mass_left=True):
+    """The teacher's K best ids and their probabilities; scaled to sum to one when nothing is to be left."""
+    weights, ids = teacher.softmax(-1).topk(K)
+    return ids, weights if mass_left else weights / weights.sum(-1, keepdim=True)
+
+
+def sparse(z, ids, weights, tail):
+    return losses.soft_targets(z.gather(-1, ids), z.logsumexp(-1), weights, tail)
+
+
+def test_soft_targets_compare_the_tail_as_one_outcome(student_and_teacher):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher)
+
+    def dense(z, w):
+        p = z.softmax(-1)
+        inside = torch.zeros(N, V, dtype=torch.bool).scatter(-1, ids, True)
+        tail = torch.where(inside, 0.0, p).sum(-1)
+        return -(w * p.gather(-1, ids).log()).sum(-1) - (1 - w.sum(-1)) * tail.log()
+
+    assert_same(lambda z, w: sparse(z, ids, w, "bucket"), dense, z, weights)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise", "ignore"])
+def test_a_complete_record_is_plain_cross_entropy(student_and_teacher, tail):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher, mass_left=False)
+
+    def dense(z, w):
+        whole = torch.zeros(N, V, dtype=z.dtype).scatter(-1, ids, w)
+        return F.cross_entropy(z, whole, reduction="none")
+
+    assert_same(lambda z, w: sparse(z, ids, w, tail), dense, z, weights)
+
+
+def test_renormalise_and_ignore(student_and_teacher):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher)
+    logp = z.log_softmax(-1).gather(-1, ids)
+    torch.testing.assert_close(sparse(z, ids, weights, "ignore"), -(weights * logp).sum(-1))
+    scaled = weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(sparse(z, ids, weights, "renormalise"), -(scaled * logp).sum(-1))
+
+
+def test_only_the_bucket_is_least_at_the_teacher(student_and_teacher):
+    _, _, teacher = student_and_teacher
+    ids, weights = record(teacher)
+    slope = {}
+    for tail in ("bucket", "renormalise", "ignore"):
+        z = teacher.clone().requires_grad_()
+        slope[tail] = torch.autograd.grad(sparse(z, ids, weights, tail).sum(), z)[0].abs().max().item()
+    assert slope["bucket"] < 1e-12
+    assert slope["renormalise"] > 1e-2
+    assert slope["ignore"] > 1e-2
+
+
+def test_slots_of_weight_zero_are_padding(student_and_teacher):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher)
+    padded_ids = torch.cat([ids, ids[:, :1], torch.zeros(N, 1, dtype=torch.long)], -1)  # a repeat, and any id
+    padded = torch.cat([weights, torch.zeros(N, 2, dtype=weights.dtype)], -1)
+    masked = z.detach().clone()
+    masked[:, 0] = -torch.inf
+    keep = (ids != 0).all(-1)
+    for tail in ("bucket", "renormalise", "ignore"):
+        a, b = sparse(z, padded_ids, padded, tail), sparse(z, ids, weights, tail)
+        torch.testing.assert_close(a, b)
+        leaf = masked.clone().requires_grad_()
+        loss = sparse(leaf, padded_ids, padded, tail)[keep]
+        assert loss.isfinite().all()
+        assert torch.autograd.grad(loss.sum(), leaf)[0].isfinite().all()
+
+
+def test_a_record_of_the_whole_vocabulary_has_no_tail():
+    z = torch.randn(4, 6, requires_grad=True)
+    weights = torch.randn(4, 6).softmax(-1)
+    loss = sparse(z, torch.arange(6).expand(4, 6), weights, "bucket")
+    torch.testing.assert_close(loss, F.cross_entropy(z, weights, reduction="none"), rtol=1e-4, atol=1e-4)
+    assert torch.autograd.grad(loss.sum(), z)[0].isfinite().all()
+
+
+def test_bad_input_is_named():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ShapeError, match="weights"):
+        losses.soft_targets(x, torch.zeros(2), torch.zeros(2, 4))
+    with pytest.raises(ShapeError, match="logsumexp"):
+        losses.soft_targets(x, torch.zeros(3), x)
+    with pytest.raises(OptionError, match="tail"):
+        losses.soft_targets(x, torch.zeros(2), x, "drop")  # type: ignore[arg-type]

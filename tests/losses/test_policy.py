@@ -1,0 +1,193 @@
+"""Policy losses, KL penalties and batch weights against their dense formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from logitless import losses
+from logitless.errors import OptionError, ShapeError
+from tests.losses.comparing import N, assert_same, problem, stats_of
+
+
+@pytest.fixture
+def rollout():
+    """Logits, labels, and ratios on both sides of every clip with advantages of both signs."""
+    z, labels = problem(64)
+    logprob = stats_of(z, labels).logprob.detach()
+    old = logprob - 0.6 * torch.randn(64, dtype=torch.float64)
+    advantages = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    ratio = (logprob - old).exp()
+    for side in (ratio < 0.8, (ratio > 0.8) & (ratio < 1.2), ratio > 1.3):
+        assert (side & (advantages > 0)).any()
+        assert (side & (advantages < 0)).any()
+    return z, labels, old, advantages
+
+
+def clipped(z, labels, old, advantages, low, high):
+    """The clipped objective case by case, from probabilities."""
+    p = z.softmax(-1)[torch.arange(len(labels)), labels]
+    ratio = p / old.exp()
+    cut_above = (advantages > 0) & (ratio > 1 + high)
+    cut_below = (advantages < 0) & (ratio < 1 - low)
+    ratio = torch.where(cut_above, 1 + high, torch.where(cut_below, 1 - low, ratio))
+    return -advantages * ratio
+
+
+def test_reinforce(rollout):
+    z, labels, _, advantages = rollout
+    assert_same(
+        lambda z, a: losses.reinforce(stats_of(z, labels).logprob, a),
+        lambda z, a: a * F.cross_entropy(z, labels, reduction="none"),
+        z,
+        advantages,
+    )
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.3), (1.0, 4.0)])
+def test_ppo_clip(rollout, low, high):
+    z, labels, old, advantages = rollout
+    assert_same(
+        lambda z, o, a: losses.ppo_clip(stats_of(z, labels).logprob, o, a, low, high),
+        lambda z, o, a: clipped(z, labels, o, a, low, high),
+        *(z, old, advantages),
+    )
+
+
+def test_grpo_with_a_reference(rollout):
+    z, labels, old, advantages = rollout
+    ref = old + 0.3 * torch.randn_like(old)
+
+    def dense(z, o, a, r):
+        p = z.softmax(-1)[torch.arange(len(labels)), labels]
+        return clipped(z, labels, o, a, 0.2, 0.2) + 0.04 * (r.exp() / p - (r - p.log()) - 1)
+
+    assert_same(
+        lambda z, o, a, r: losses.grpo(stats_of(z, labels).logprob, o, a, r), dense, z, old, advantages, ref
+    )
+
+
+def test_the_clipped_family_differs_in_its_clip(rollout):
+    z, labels, old, advantages = rollout
+    for ours, low, high in ((losses.grpo, 0.2, 0.2), (losses.dapo, 0.2, 0.28), (losses.dr_grpo, 0.2, 0.2)):
+        assert_same(
+            lambda z, o, a, ours=ours: ours(stats_of(z, labels).logprob, o, a),
+            lambda z, o, a, low=low, high=high: clipped(z, labels, o, a, low, high),
+            *(z, old, advantages),
+        )
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient(rollout):
+    z, labels, old, advantages = rollout
+
+    def dense(z, o, a):
+        p = z.softmax(-1)[torch.arange(len(labels)), labels]
+        weight = torch.clamp(p.detach() / o.exp(), 0.9, 1.3)
+        return -weight * a * p.log()
+
+    assert_same(
+        lambda z, o, a: losses.cispo(stats_of(z, labels).logprob, o, a, 0.1, 0.3), dense, z, old, advantages
+    )
+    logprob = torch.zeros(2, requires_grad=True)
+    losses.cispo(logprob, torch.tensor([-5.0, 0.0]), torch.ones(2)).sum().backward()
+    assert logprob.grad.tolist() == [-5.0, -1.0]
+
+
+def test_sampled_kls():
+    z, labels = problem()
+    ref = stats_of(z, labels).logprob.detach() + torch.randn(N, dtype=torch.float64)
+    for ours, dense in (
+        (losses.kl_k1, lambda t: -t.log()),
+        (losses.kl_k2, lambda t: t.log() ** 2 / 2),
+        (losses.kl_k3, lambda t: t - 1 - t.log()),
+    ):  # t = reference / policy
+        assert_same(
+            lambda z, r, ours=ours: ours(stats_of(z, labels).logprob, r),
+            lambda z, r, dense=dense: dense(r.exp() / z.softmax(-1)[torch.arange(N), labels]),
+            *(z, ref),
+        )
+
+
+def test_sampled_kls_average_to_the_exact_one():
+    z, z_ref = torch.randn(2, 9, dtype=torch.float64)
+    p, logp, logq = z.softmax(-1), z.log_softmax(-1), z_ref.log_softmax(-1)
+    exact = (p * (logp - logq)).sum()
+    for estimate in (losses.kl_k1, losses.kl_k3):
+        torch.testing.assert_close((p * estimate(logp, logq)).sum(), exact)
+
+
+@pytest.mark.parametrize("d", [1e-7, -1e-5, 1e-3, 9.9e-3, 1.01e-2, -0.3, 5.0])
+def test_k3_keeps_its_digits_near_agreement(d):
+    logprob = torch.zeros(1, requires_grad=True)
+    ref = torch.tensor([d])
+    d = ref.double().item()
+    exact = d * d * (0.5 + d / 6 + d * d / 24 + d**3 / 120) if abs(d) < 1e-2 else math.exp(d) - 1 - d
+    k3 = losses.kl_k3(logprob, ref)
+    assert k3.item() >= 0
+    torch.testing.assert_close(k3.item(), exact, rtol=2e-5, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(k3, logprob)[0].item(), -math.expm1(d), rtol=1e-5, atol=0)
+
+
+def test_exact_kl_and_entropy_bonus():
+    z, labels = problem()
+    z_ref = torch.randn_like(z)
+
+    def dense_kl(z):
+        return 0.2 * F.kl_div(
+            z_ref.log_softmax(-1), z.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
+
+    assert_same(lambda z: losses.kl_exact(stats_of(z, labels, z_ref.to(z.dtype)).kl, 0.2), dense_kl, z)
+    assert_same(
+        lambda z: losses.entropy_bonus(stats_of(z, labels).entropy, 0.05),
+        lambda z: -0.05 * torch.distributions.Categorical(logits=z).entropy(),
+        z,
+    )
+
+
+def test_group_advantages():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
+    spread = math.sqrt(4 * 0.25 / 3)
+    scaled = losses.group_advantages(rewards)
+    torch.testing.assert_close(scaled[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (spread + 1e-4))
+    assert scaled[1].tolist() == [0.0] * 4
+    assert losses.group_advantages(rewards, scale=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert losses.group_advantages(torch.tensor([[2.0]])).tolist() == [[0.0]]
+
+
+def test_token_weights_give_each_papers_batch_loss():
+    loss = torch.randn(3, 5, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    first, second = loss[0, :2], loss[1]
+    expected = {
+        "sequence": (first.mean() + second.mean() + 0) / 3,
+        "token": torch.cat([first, second]).mean(),
+        "constant": torch.cat([first, second]).sum() / (3 * 10),
+    }
+    for scheme, batch in expected.items():
+        weights = losses.token_weights(mask.double(), scheme, length=10)
+        torch.testing.assert_close((weights * loss).sum(), batch)
+        assert losses.token_weights(mask.bool(), scheme, length=10).dtype == torch.float32
+
+
+def test_nothing_to_weigh():
+    for scheme in ("sequence", "token", "constant"):
+        assert losses.token_weights(torch.zeros(2, 3), scheme, length=4).tolist() == [[0.0] * 3] * 2
+        assert losses.token_weights(torch.zeros(0, 3), scheme, length=4).shape == (0, 3)
+
+
+def test_bad_input_is_named():
+    x = torch.zeros(3, 3)
+    with pytest.raises(ShapeError, match=r"advantages.*\(3, 3\).*\(3,\)"):
+        losses.reinforce(x, torch.zeros(3))
+    with pytest.raises(ShapeError, match="old_logprob"):
+        losses.ppo_clip(x, torch.zeros(3, 1), x)
+    with pytest.raises(ShapeError, match="ref_logprob"):
+        losses.kl_k3(x, torch.zeros(1, 3))
+    with pytest.raises(OptionError, match="clip_low"):
+        losses.ppo_clip(x, x, x, clip_low=1.5)
+    with pytest.raises(OptionError, match="scheme"):
+        losses.token_weights(x, "mean")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="length"):
+        losses.token_weights(x, "constant")

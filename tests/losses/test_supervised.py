@@ -1,0 +1,84 @@
+"""Supervised losses against their dense formulas."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from logitless import losses
+from logitless.errors import OptionError, ShapeError
+from tests.losses.comparing import assert_same, problem, stats_of
+
+
+def test_nll():
+    z, labels = problem()
+    assert_same(
+        lambda z: losses.nll(stats_of(z, labels).logprob),
+        lambda z: F.cross_entropy(z, labels, reduction="none"),
+        z,
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_label_smoothing(smoothing):
+    z, labels = problem()
+
+    def ours(z):
+        s = stats_of(z, labels)
+        return losses.label_smoothing(s.logprob, s.logsumexp, s.mean_logit, smoothing)
+
+    assert_same(ours, lambda z: F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing), z)
+
+
+def test_z_loss():
+    z, labels = problem()
+    assert_same(
+        lambda z: losses.z_loss(stats_of(z, labels).logsumexp, 0.3),
+        lambda z: 0.3 * z.exp().sum(-1).log() ** 2,
+        z,
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_focal(gamma):
+    z, labels = problem()
+
+    def dense(z):
+        p = z.softmax(-1)[torch.arange(len(labels)), labels]
+        return -((1 - p) ** gamma) * p.log()
+
+    assert_same(lambda z: losses.focal(stats_of(z, labels).logprob, gamma), dense, z)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("miss", [0.0, 1e-12, 1e-6])
+def test_focal_of_a_certain_token(gamma, miss):
+    # (1 - p) computed from p would be 0 or one rounding step here.
+    logprob = torch.tensor([math.log1p(-miss)], dtype=torch.float32, requires_grad=True)
+    loss = losses.focal(logprob, gamma)
+    torch.testing.assert_close(loss.item(), miss**gamma * -math.log1p(-miss), rtol=1e-5, atol=1e-40)
+    (slope,) = torch.autograd.grad(loss, logprob)
+    p = 1.0 - miss
+    expected = gamma * miss ** (gamma - 1) * p * math.log1p(-miss) - miss**gamma if miss else 0.0
+    torch.testing.assert_close(slope.item(), expected, rtol=1e-5, atol=1e-18)
+
+
+def test_dft_treats_its_weight_as_a_constant():
+    z, labels = problem()
+
+    def dense(z):
+        p = z.softmax(-1)[torch.arange(len(labels)), labels]
+        return -p.detach() * p.log()
+
+    assert_same(lambda z: losses.dft(stats_of(z, labels).logprob), dense, z)
+
+
+def test_bad_options_are_named():
+    x = torch.zeros(3)
+    with pytest.raises(OptionError, match="smoothing"):
+        losses.label_smoothing(x, x, x, 1.5)
+    with pytest.raises(OptionError, match="gamma"):
+        losses.focal(x, -1.0)
+    with pytest.raises(ShapeError, match="mean_logit"):
+        losses.label_smoothing(x, x, torch.zeros(3, 3))
