@@ -1,0 +1,154 @@
+"""Log-probs of given ids from logits that exist already.
+
+If the logits do not exist yet, `token_stats` gives the same numbers without ever building them.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .errors import DeviceError, DtypeError, GradientError, LabelError, OptionError, ShapeError
+
+Method = Literal["auto", "dense", "loop", "chunked", "recompute"]
+
+# Up to this size of log-softmax, "auto" takes the dense method, and it is the default size of a chunk.
+SMALL_BYTES = 32 * 2**20
+# Scratch memory of "recompute": on a CPU what stays in its caches, elsewhere what keeps the device busy.
+TILE_BYTES = {"cpu": 4 * 2**20}
+TILE_BYTES_ELSEWHERE = 64 * 2**20
+
+
+def per_token_logps(
+    logits: Tensor,  # (..., V) bf16, fp16, fp32 or fp64
+    input_ids: Tensor,  # (...) int64
+    *,
+    method: Method = "auto",
+    chunk_size: int | None = None,
+) -> Tensor:  # (...)
+    """Log-prob of each id under its row of logits.
+
+        logps = logits.log_softmax(-1, dtype=torch.float32).gather(-1, input_ids[..., None])[..., 0]
+
+    Returns fp32 (fp64 for fp64 logits), differentiable with respect to the logits. No shifting, no ignored
+    id. All methods agree. Beside the logits and their gradient, they hold this much of the log-softmax:
+
+        method       without gradient   with gradient
+        "dense"      all                all
+        "loop"       one row            all: autograd saves each row's log-softmax
+        "chunked"    chunk_size rows    all, for the same reason
+        "recompute"  one small tile     one small tile; the backward pass recomputes tile by tile
+        "auto"       "dense" up to SMALL_BYTES of log-softmax, "recompute" above
+
+    A row is `logits[i]`, one sequence of (B, L, V) logits; `chunk_size` is a number of rows, by default what
+    fits SMALL_BYTES. Raises ShapeError, DtypeError, DeviceError, LabelError (an id outside the vocabulary),
+    OptionError.
+    """
+    _check(logits, input_ids, method, chunk_size)
+    needed = logits.numel() * _stat_dtype(logits).itemsize
+    if input_ids.numel() == 0 or (method == "auto" and needed <= SMALL_BYTES):
+        method = "dense"
+    if logits.ndim == 1:
+        return per_token_logps(logits[None], input_ids[None], method=method, chunk_size=chunk_size)[0]
+    if method == "dense":
+        return _dense(logits, input_ids)
+    if method == "loop":
+        return torch.stack([_dense(row, ids) for row, ids in zip(logits, input_ids, strict=True)])
+    if method == "chunked":
+        rows = chunk_size or max(1, SMALL_BYTES * len(logits) // needed)
+        chunks = zip(logits.split(rows), input_ids.split(rows), strict=True)
+        return torch.cat([_dense(chunk, ids) for chunk, ids in chunks])
+    return _Recompute.apply(logits, input_ids)  # pyright: ignore[reportReturnType]
+
+
+def _dense(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=_stat_dtype(logits)).gather(-1, ids[..., None]).squeeze(-1)
+
+
+class _Recompute(torch.autograd.Function):
+    """Keeps the logits, which exist anyway, and O(N): the softmax is formed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, ids: Tensor) -> Tensor:
+        logp = torch.empty(ids.shape, dtype=_stat_dtype(logits), device=logits.device)
+        lse = torch.empty_like(logp)
+        for at in _tiles(logits):
+            logp[at], lse[at] = _tile_forward(logits[at], ids[at][:, None], logp.dtype)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, ids, logp, lse)
+        return logp
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "per_token_logps has no second derivative here: use method='dense' with create_graph"
+            )
+        logits, ids, logp, lse = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        same = grad.dtype == lse.dtype
+        for at in _tiles(logits):
+            # A gradient as wide as the arithmetic is its own scratch; a narrower one needs a tile beside it.
+            into = grad[at] if same else torch.empty(grad[at].shape, dtype=lse.dtype, device=lse.device)
+            g = grad_logp[at][:, None]
+            torch.sub(logits[at], lse[at][:, None], out=into).exp_().mul_(-g)
+            # 1 - p of the label from its log-prob, which keeps its digits where p is near 1.
+            into.scatter_(-1, ids[at][:, None], -g * torch.expm1(logp[at][:, None]))
+            if not same:
+                grad[at] = into
+        return grad, None
+
+
+def _tile_forward(
+    tile: Tensor,  # (n, V)
+    ids: Tensor,  # (n, 1)
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # (n,), (n,)
+    """Log-prob of the ids, and log-sum-exp: an id apart from the others, so a sure one keeps its digits."""
+    work = tile.to(dtype, copy=True)
+    label = work.gather(-1, ids)
+    # A row of -inf alone must give nan, as log_softmax does, without poisoning the subtraction.
+    top = work.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    others = work.sub_(top).exp_().scatter_(-1, ids, 0.0).sum(-1, keepdim=True).log_().add_(top)
+    return logsigmoid(label - others)[:, 0], torch.logaddexp(label, others)[:, 0]
+
+
+def _tiles(logits: Tensor) -> Iterator[tuple]:
+    """Indices of (n, V) pieces that cover (..., V) logits, as views whatever the strides."""
+    limit = TILE_BYTES.get(logits.device.type, TILE_BYTES_ELSEWHERE)
+    tokens = max(1, limit // max(1, logits.shape[-1] * _stat_dtype(logits).itemsize))
+    for row in product(*map(range, logits.shape[:-2])):
+        for start in range(0, logits.shape[-2], tokens):
+            yield (*row, slice(start, start + tokens))
+
+
+def _stat_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> None:
+    if method not in ("auto", "dense", "loop", "chunked", "recompute"):
+        raise OptionError(f"method must be auto, dense, loop, chunked or recompute, got {method!r}")
+    if chunk_size is not None and (method != "chunked" or chunk_size < 1):
+        raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size}")
+    if not logits.is_floating_point():
+        raise DtypeError(f"logits must be floating point, got {logits.dtype}")
+    if ids.dtype != torch.int64:
+        raise DtypeError(f"input_ids must be int64, got {ids.dtype}: convert with `.long()`")
+    if logits.ndim == 0 or ids.shape != logits.shape[:-1]:
+        raise ShapeError(
+            f"input_ids must have the logits' shape without the vocabulary, {tuple(logits.shape[:-1])}, "
+            f"got {tuple(ids.shape)}: shift or slice so that every id has its row of logits"
+        )
+    if ids.device != logits.device:
+        raise DeviceError(f"input_ids must be on the logits' device {logits.device}, got {ids.device}")
+    if ids.numel():
+        low, high = (int(end) for end in torch.aminmax(ids))
+        if low < 0 or high >= logits.shape[-1]:
+            raise LabelError(
+                f"input_ids must be in [0, {logits.shape[-1]}), got {low if low < 0 else high}: "
+                "replace padding such as -100 by any id, and mask its result"
+            )
