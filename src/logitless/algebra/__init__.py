@@ -1,0 +1,1 @@
+"""Array-agnostic maths of the vocabulary pass: the fold, the statistics, the costs. Standard library only."""

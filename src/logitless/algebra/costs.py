@@ -1,0 +1,105 @@
+"""What a call costs: GEMMs, slice sizes and bytes. The runtime, `explain` and the planner read these formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .stats import STATISTICS, bases_of, sums_of
+
+MIB = 1 << 20
+DEFAULT_BUDGET = 256 * MIB
+CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
+CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
+CPU_WHOLE_WIDTH = 4096
+STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
+FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
+
+
+@dataclass(frozen=True)
+class Price:
+    """How a call is paid for. `gemms` counts products of 2·N·H·V flop, forward and backward together."""
+
+    method: str  # "values" | "fold-basis" | "in-forward" | "recompute"
+    gemms: int
+    bases: tuple[str, ...] = ()  # the (N, H) buffers of "fold-basis"
+    whole_rows: bool = False  # a chunk's whole rows are kept: token_loss, and jsd's second look
+
+
+def price_of(
+    want: tuple[str, ...],
+    *,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+    loss: bool = False,
+    one_hots: bool = False,
+) -> Price:
+    """The cheapest way to `want` with the gradients that are needed.
+
+    `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well.
+    """
+    sums = sums_of(want)
+    products = 2 if "ref" in sums else 1
+    whole = "jsd" in sums
+    if not (hidden_grad or weight_grad or bias_grad):
+        return Price("values", products, whole_rows=whole)
+    backward = int(hidden_grad) + int(weight_grad)
+    if loss:
+        return Price("in-forward", products + backward, whole_rows=True)
+    if not one_hots and all(STATISTICS[name].slope is None for name in want):
+        return Price("values", products, whole_rows=whole)
+    bases = bases_of(want)
+    if not weight_grad and not bias_grad and bases <= FOLDABLE and len(bases) <= 2:
+        return Price("fold-basis", products + len(bases), tuple(sorted(bases)), whole_rows=whole)
+    return Price("recompute", 2 * products + backward, whole_rows=whole)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes."""
+
+    tokens: int
+    width: int
+    nbytes: int
+
+
+def slices_of(
+    n_tokens: int,
+    vocab_size: int,
+    *,
+    budget: int,
+    device: str,
+    itemsize: int = 4,
+    heads: int = 1,
+    whole: bool = False,
+) -> Slices:
+    """Slice sizes for `budget` bytes; `heads` is 2 with a reference, `whole` keeps a chunk's whole rows."""
+    gpu = device != "cpu"
+    scratch = 2 + heads  # tiles: logits and two temporaries, one more logits tile for a reference
+    room = max(1, budget // itemsize)
+    if whole:
+        row = heads * vocab_size
+        tokens = max(1, min(n_tokens, room // row, n_tokens if gpu else CPU_WHOLE_ROWS))
+        width = max(1, min(vocab_size, CPU_WHOLE_WIDTH if not gpu else room // (8 * tokens) + 1))
+        return Slices(tokens, width, itemsize * tokens * (row + 2 * width))
+    tokens = max(1, min(n_tokens, STREAM_TOKENS["gpu" if gpu else "cpu"]))
+    tile = room // scratch if gpu else min(CPU_TILE, room // scratch)
+    tokens = min(tokens, max(1, tile // 64))
+    width = max(1, min(vocab_size, tile // tokens))
+    return Slices(tokens, width, itemsize * scratch * tokens * width)
+
+
+def logits_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:
+    """Bytes of a (tokens, vocabulary) tensor."""
+    return n_tokens * vocab_size * itemsize
+
+
+def dense_loss_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:
+    """Peak bytes of dense logits with cross-entropy: the logits, their fp32 copy and its log-softmax or gradient."""
+    upcast = 0 if itemsize >= 4 else logits_bytes(n_tokens, vocab_size, 4)
+    return logits_bytes(n_tokens, vocab_size, itemsize) + upcast + logits_bytes(n_tokens, vocab_size, max(itemsize, 4))
+
+
+def gemm_flop(n_tokens: int, hidden_size: int, vocab_size: int) -> int:
+    """Flop of one product of a (tokens, hidden) and a (hidden, vocabulary) matrix."""
+    return 2 * n_tokens * hidden_size * vocab_size

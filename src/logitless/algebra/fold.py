@@ -1,0 +1,171 @@
+"""The fold: running sums of one token over any part of the vocabulary, and how two parts merge.
+
+`xp` is the array namespace (`torch` or `jax.numpy`); every field is an array of shape (N,), or None when no
+wanted statistic needs it. Weights are relative to the part's own maximum, w = e^(z-m), and the maximum itself is
+kept apart: Σw = 1 + rest, so that a peaked row's tail keeps its digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+CLIP = 80.0  # e^80 still fits fp32; a larger sum is used through log-sum-exps, never through its value
+
+
+@dataclass
+class Fold:
+    """Running sums over a part of the vocabulary; `m` of an empty part is the lowest finite number."""
+
+    m: Array  # max z
+    rest: Array  # Σw - 1: the weights of everything but one maximum
+    t: Array = None  # Σ w·(z-m)
+    r: Array = None  # Σ w²
+    above: Array = None  # count(z > z_label), int64
+    m_ref: Array = None  # max of the reference's logits z'
+    s_ref: Array = None  # Σ w', w' = e^(z'-m_ref)
+    shift: Array = None  # d0: e = z - z' - d0
+    a: Array = None  # Σ w·e
+    b: Array = None  # Σ w·expm1(-e)
+    a_ref: Array = None  # Σ w'·e
+
+    def items(self) -> list[tuple[str, Array]]:
+        return [(name, value) for name, value in vars(self).items() if value is not None]
+
+
+def single(z: Array, z_ref: Array | None, like: Fold, xp: Any) -> Fold:
+    """The part of the vocabulary that holds one entry, `z` (and `z_ref`) per token, with the sums that `like` has."""
+    one = Fold(m=z, rest=xp.zeros_like(z))
+    one.t = None if like.t is None else xp.zeros_like(z)
+    one.r = None if like.r is None else xp.ones_like(z)
+    one.above = None if like.above is None else xp.zeros_like(like.above)
+    if like.shift is not None:
+        e = difference(z, z_ref, like.shift, xp)
+        one.m_ref, one.s_ref, one.shift = z_ref, xp.ones_like(z), like.shift
+        one.a, one.b = e, xp.expm1(xp.clip(-e, None, CLIP))
+        one.a_ref = None if like.a_ref is None else e
+    return one
+
+
+def difference(z: Array, z_ref: Array, shift: Array, xp: Any) -> Array:
+    """e = z - z_ref - d0, with 0 where both logits are -inf."""
+    e = z - z_ref - shift
+    return xp.where((z == z_ref) & xp.isinf(z), xp.zeros_like(e), e)
+
+
+def merge(x: Fold, y: Fold, xp: Any) -> Fold:
+    """The fold of the union of two disjoint parts of the vocabulary."""
+    m = xp.maximum(x.m, y.m)
+    fx, fy = xp.exp(x.m - m), xp.exp(y.m - m)
+    rest = xp.where(x.m >= y.m, x.rest + (1 + y.rest) * fy, y.rest + (1 + x.rest) * fx)
+    out = Fold(m=m, rest=rest)
+    if x.t is not None:
+        out.t = times(fx, x.t + (1 + x.rest) * (x.m - m), xp) + times(fy, y.t + (1 + y.rest) * (y.m - m), xp)
+    if x.r is not None:
+        out.r = fx * fx * x.r + fy * fy * y.r
+    if x.above is not None:
+        out.above = x.above + y.above
+    if x.shift is not None:
+        y = rebase(y, x.shift, xp)
+        out.shift = x.shift
+        out.m_ref = xp.maximum(x.m_ref, y.m_ref)
+        gx, gy = xp.exp(x.m_ref - out.m_ref), xp.exp(y.m_ref - out.m_ref)
+        out.s_ref = gx * x.s_ref + gy * y.s_ref
+        out.a = times(fx, x.a, xp) + times(fy, y.a, xp)
+        out.b = times(fx, x.b, xp) + times(fy, y.b, xp)
+        if x.a_ref is not None:
+            out.a_ref = times(gx, x.a_ref, xp) + times(gy, y.a_ref, xp)
+    return out
+
+
+def rebase(x: Fold, shift: Array, xp: Any) -> Fold:
+    """`x` with its differences measured from another d0."""
+    step = x.shift - shift
+    s = 1 + x.rest
+    grow = xp.exp(xp.clip(-step, None, CLIP))
+    moved = Fold(**dict(x.items()))
+    moved.shift = shift
+    moved.a = x.a + s * step
+    moved.b = x.b * grow + s * xp.expm1(xp.clip(-step, None, CLIP))
+    if x.a_ref is not None:
+        moved.a_ref = x.a_ref + x.s_ref * step
+    return moved
+
+
+def times(factor: Array, x: Array, xp: Any) -> Array:
+    """factor·x with 0·(±inf) = 0."""
+    return xp.where(factor == 0, xp.zeros_like(x), factor * x)
+
+
+@dataclass
+class Totals:
+    """What one token's whole fold amounts to: the numbers that statistics are read from and that `unfold` needs."""
+
+    m: Array  # max z
+    log_s: Array  # log Σ e^(z-m), so that log p = (z - m) - log_s is exact at the maximum
+    label_logit: Array = None
+    logprob: Array = None
+    label_ref: Array = None  # the reference's logit of the label
+    entropy: Array = None
+    mean_logit: Array = None  # from the head's mean row, or summed over slices: not part of the fold
+    sum_sq_prob: Array = None
+    rank: Array = None
+    shift: Array = None  # d0
+    log_ratio: Array = None  # L = logsumexp(z') + d0 - logsumexp(z): log p - log q = e + L
+    lse_ref: Array = None
+    kl: Array = None
+    reverse_kl: Array = None
+    jsd: Array = None
+    kl_mixture: Array = None  # KL(p || M), the mixture of jsd
+
+    @property
+    def logsumexp(self) -> Array:
+        return self.m + self.log_s
+
+    def items(self) -> list[tuple[str, Array]]:
+        return [(name, value) for name, value in vars(self).items() if value is not None]
+
+
+def total_names(sums: frozenset[str], label: bool) -> list[str]:
+    """The fields that the totals of a fold with these sums have."""
+    names = ["m", "log_s"] + ["label_logit", "logprob"] * label
+    names += ["label_ref"] * (label and "ref" in sums)
+    for name, given in (("entropy", "t"), ("mean_logit", "zsum"), ("sum_sq_prob", "r"), ("rank", "above")):
+        names += [name] * (given in sums)
+    if "ref" in sums:
+        names += ["shift", "log_ratio", "lse_ref", "kl"] + ["reverse_kl"] * ("qe" in sums)
+    return names + ["jsd", "kl_mixture"] * ("jsd" in sums)
+
+
+def finish(fold: Fold, label: tuple[Array, Array | None] | None, xp: Any) -> Totals:
+    """The totals of a fold over all entries but the label, and of the label's (logit, reference logit)."""
+    logprob = label_logit = label_ref = None
+    if label is not None:
+        label_logit, label_ref = label
+        others = fold.m + xp.log1p(fold.rest)
+        logprob = -xp.logaddexp(others - label_logit, xp.zeros_like(others))
+        fold = merge(fold, single(label_logit, label_ref, fold, xp), xp)
+    s = 1 + fold.rest
+    out = Totals(fold.m, xp.log1p(fold.rest), label_logit, logprob, label_ref)
+    if fold.t is not None:
+        out.entropy = xp.clip(out.log_s - fold.t / s, 0, None)
+    if fold.r is not None:
+        out.sum_sq_prob = fold.r / (s * s)
+    if fold.above is not None:
+        out.rank = fold.above + 1
+    if fold.shift is not None:
+        out.shift = fold.shift
+        out.lse_ref = fold.m_ref + xp.log(fold.s_ref)
+        out.log_ratio = _log_ratio(fold.b / s, out.lse_ref + fold.shift - out.logsumexp, xp)
+        out.kl = xp.clip(fold.a / s + out.log_ratio, 0, None)
+        if fold.a_ref is not None:
+            out.reverse_kl = xp.clip(-fold.a_ref / fold.s_ref - out.log_ratio, 0, None)
+    return out
+
+
+def _log_ratio(b: Array, direct: Array, xp: Any) -> Array:
+    """L by log1p(b), which keeps its digits near 0, wherever b was not clipped; else the difference of log-sum-exps."""
+    small = xp.log1p(xp.clip(b, -0.9, None))
+    agree = (xp.abs(small) < 0.5) & (xp.abs(small - direct) < 1e-2)
+    return xp.where(agree, small, direct)

@@ -1,0 +1,140 @@
+"""The statistics: one row each. A row says which running sums it reads, its value, and its slope.
+
+The slope is the statistic's share of the one gradient formula,
+
+    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + η·p_v) + ζ·q_v + δ + Σ_k c_k·[v = i_k]
+
+given as coefficients per basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), one (δ), and the one-hot terms
+`label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
+and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .fold import Totals, times
+
+Array = Any
+Slope = dict[str, Array]
+DENSE = ("p", "plogp", "pD", "pM", "p2", "q")  # bases with one number per vocabulary entry
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number per token: how it is read off the totals, and its slope."""
+
+    value: Callable[[Totals, int], Array]
+    slope: Callable[[Totals, Array, int, float, Any], Slope] | None  # (totals, g, vocab_size, jsd_beta, xp)
+    sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd"}
+    bases: frozenset[str] = frozenset()  # dense bases of the slope; logprob's is p
+    needs_label: bool = False
+
+    @property
+    def needs_reference(self) -> bool:
+        return "ref" in self.sums
+
+
+def _row(
+    value: Callable[[Totals, int], Array],
+    slope: Callable[..., Slope] | None,
+    sums: str = "",
+    bases: str = "",
+    needs_label: bool = False,
+) -> Statistic:
+    return Statistic(value, slope, frozenset(sums.split()), frozenset(bases.split()), needs_label)
+
+
+STATISTICS: dict[str, Statistic] = {
+    "logprob": _row(lambda T, V: T.logprob, lambda T, g, V, b, xp: {"logprob": g}, bases="p", needs_label=True),
+    "logsumexp": _row(lambda T, V: T.logsumexp, lambda T, g, V, b, xp: {"p": g}, bases="p"),
+    "label_logit": _row(lambda T, V: T.label_logit, lambda T, g, V, b, xp: {"label": g}, needs_label=True),
+    "entropy": _row(
+        lambda T, V: T.entropy,
+        lambda T, g, V, b, xp: {"plogp": -g, "p": -times(g, T.entropy, xp)},
+        sums="t",
+        bases="p plogp",
+    ),
+    "self_certainty": _row(
+        lambda T, V: T.logsumexp - T.mean_logit - math.log(V),
+        lambda T, g, V, b, xp: {"p": g, "one": -g / V},
+        sums="zsum",
+        bases="p",
+    ),
+    "mean_logit": _row(lambda T, V: T.mean_logit, lambda T, g, V, b, xp: {"one": g / V}, sums="zsum"),
+    "max_logit": _row(lambda T, V: T.m, lambda T, g, V, b, xp: {"argmax": g}, sums="argmax"),
+    "rank": _row(lambda T, V: T.rank, None, sums="above", needs_label=True),
+    "sum_sq_prob": _row(
+        lambda T, V: T.sum_sq_prob,
+        lambda T, g, V, b, xp: {"p2": 2 * g, "p": -2 * g * T.sum_sq_prob},
+        sums="r",
+        bases="p p2",
+    ),
+    "kl": _row(
+        lambda T, V: T.kl,
+        lambda T, g, V, b, xp: {"pD": g, "p": -times(g, T.kl, xp)},
+        sums="ref",
+        bases="p pD",
+    ),
+    "reverse_kl": _row(lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"),
+    "jsd": _row(
+        lambda T, V: T.jsd,
+        lambda T, g, V, b, xp: {"pM": (1 - b) * g, "p": -(1 - b) * times(g, T.kl_mixture, xp)},
+        sums="ref jsd",
+        bases="p pM",
+    ),
+}
+
+
+def sums_of(want: Iterable[str]) -> frozenset[str]:
+    """The running sums that the wanted statistics read."""
+    return frozenset().union(*(STATISTICS[name].sums for name in want))
+
+
+def bases_of(want: Iterable[str]) -> frozenset[str]:
+    """The dense bases that the wanted statistics' slopes have."""
+    return frozenset().union(*(STATISTICS[name].bases for name in want))
+
+
+def slopes(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Slope:
+    """The coefficients of the gradient formula for upstream gradients `grads` of the statistics."""
+    out: Slope = {}
+    for name, g in grads.items():
+        slope = STATISTICS[name].slope
+        if slope is None:
+            continue
+        for basis, c in slope(totals, g, vocab_size, jsd_beta, xp).items():
+            out[basis] = out[basis] + c if basis in out else c
+    return out
+
+
+def mixture_logs(d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
+    """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q, without overflow or cancellation."""
+    a = xp.expm1(-xp.abs(d))
+    lower = xp.log1p((1 - beta) * a)
+    log_p = xp.where(d >= 0, -xp.log1p(beta * a), xp.minimum(d, xp.zeros_like(d)) - lower)
+    return log_p, xp.where(d >= 0, log_p - xp.maximum(d, xp.zeros_like(d)), -lower)
+
+
+def label_slope(c: Slope, totals: Totals, jsd_beta: float, xp: Any) -> Array:
+    """dL/dz at the label, the δ term aside: exact where the label has nearly all the mass."""
+    lp = totals.logprob
+    p = xp.exp(lp)
+    zero = xp.zeros_like(lp)
+    total = c.get("label", zero) - c.get("logprob", zero) * xp.expm1(lp)
+    total = total + p * c.get("p", zero) + p * p * c.get("p2", zero)
+    if "plogp" in c:
+        total = total + times(p, lp, xp) * c["plogp"]
+    if totals.shift is not None:
+        e = totals.label_logit - totals.label_ref - totals.shift
+        d = xp.where(xp.isnan(e), zero, e) + totals.log_ratio
+        if "pD" in c:
+            total = total + c["pD"] * times(p, d, xp)
+        if "pM" in c:
+            total = total + c["pM"] * times(p, mixture_logs(d, jsd_beta, xp)[0], xp)
+        if "q" in c:
+            total = total + c["q"] * xp.exp(totals.label_ref - totals.lse_ref)
+    return total

@@ -1,0 +1,224 @@
+"""The public functions of the pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from ..algebra.costs import Price, Slices, gemm_flop, price_of, slices_of
+from ..errors import OptionError, ShapeError
+from . import ops
+from .autograd import needs_of, stats, stats_price
+from .checks import Options, flatten
+from .head import LMHead
+from .loss import LossFn, chunked_cross_entropy, chunked_loss, cross_entropy_of, cross_entropy_wants
+from .problem import Inputs, Spec
+from .stats import TokenStats
+
+__all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
+
+
+def token_stats(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    labels: Tensor | None = None,  # (...)
+    *,
+    want: tuple[str, ...] = ("logprob",),
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    top_k: int = 0,
+    candidates: Tensor | None = None,  # (..., K)
+    reference: tuple[Tensor, LMHead] | None = None,
+    jsd_beta: float = 0.5,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> TokenStats:
+    """Any per-token statistics of the head's distribution, in one pass over the vocabulary, without its logits.
+
+    Dense equivalent::
+
+        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
+        logp = z.log_softmax(-1)
+        logprob = logp.gather(-1, labels[..., None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
+
+    hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i];
+    temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
+    wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
+    jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
+    Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight and
+    bias; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no gradient.
+    Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError, BackendError, GradientError.
+    Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
+    """
+    spec, inputs = flatten(
+        hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
+        candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    lead = hidden.shape[:-1]
+    values = _stats(spec, inputs)
+    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in values.items()})
+
+
+def _stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
+    return ops.stats(spec, inputs) if torch.compiler.is_compiling() else stats(spec, inputs)
+
+
+def token_loss(
+    loss_fn: LossFn,
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    labels: Tensor | None = None,  # (...)
+    *,
+    inputs: tuple[Tensor, ...] = (),
+    reduction: str = "mean",
+    **options: Unpack[Options],
+) -> Tensor:
+    """A loss that is a function of each token's statistics, with its gradient formed in the forward pass: 3 GEMMs.
+
+    Dense equivalent::
+
+        stats = token_stats(hidden, head, labels, **options)
+        loss_fn(stats, *inputs)[labels != ignore_index].mean()
+
+    loss_fn(stats, *inputs) sees some tokens' statistics, (n,) each, and the same tokens' part of every input, and
+    returns one loss per token, (n,). inputs: tensors of labels' shape, with trailing dimensions if wanted; those
+    that require grad get their gradient. options: as `token_stats`. reduction: "mean" over tokens that count
+    (0 with a live graph where none does), "sum", or "none": (...) for any upstream gradient, at the price of 4 GEMMs.
+    Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
+    Memory: a chunk's whole rows within the budget, and the gradients themselves.
+    """
+    _check_reduction(reduction)
+    spec, flat = flatten(hidden, head, labels, **options)
+    lead = hidden.shape[:-1]
+    for x in inputs:
+        if x.shape[: len(lead)] != lead:
+            raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
+    extra = tuple(x.reshape(flat.hidden.shape[0], *x.shape[len(lead) :]) for x in inputs)
+    if reduction != "none":
+        return _uncompiled_loss(loss_fn, spec, flat, extra, reduction == "mean")
+    loss = loss_fn(TokenStats(_stats(spec, flat)), *extra)
+    if flat.labels is not None:
+        loss = torch.where(flat.labels != spec.ignore_index, loss, 0.0)
+    return loss.reshape(lead)
+
+
+_uncompiled_loss = torch.compiler.disable(chunked_loss)  # it calls the caller's function: one graph break
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    labels: Tensor,  # (...)
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    denominator: float | Tensor | None = None,
+    **options: Unpack[Options],
+) -> Tensor:
+    """Cross-entropy of the head's logits with integer labels, loss and gradients in 3 GEMMs.
+
+    Dense equivalent::
+
+        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
+        F.cross_entropy(z, labels, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()
+
+    hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
+    reduction: "mean", "sum" or "none"; denominator: divides the sum in the place of the number of tokens that count
+    (Trainer's num_items_in_batch). options: temperature, ignore_index, memory_budget and backend of `token_stats`.
+    Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Class weights and probability targets are
+    refused. Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
+    Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
+    """
+    _check_reduction(reduction)
+    if not 0 <= label_smoothing <= 1:
+        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing}")
+    for name in options:
+        if name not in ("temperature", "ignore_index", "memory_budget", "backend"):
+            hint = "class weights are not supported; scale per-token losses with token_loss" if name == "weight" else ""
+            raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint or 'see token_loss'}")
+    options["want"] = cross_entropy_wants(label_smoothing, z_loss)
+    if reduction == "none":
+
+        def loss_fn(stats: TokenStats) -> Tensor:
+            return cross_entropy_of(stats, label_smoothing, z_loss)
+
+        return token_loss(loss_fn, hidden, head, labels, reduction="none", **options)
+    spec, flat = flatten(hidden, head, labels, **options)
+    if denominator is not None and not isinstance(denominator, Tensor):
+        denominator = torch.full((), float(denominator), dtype=torch.float32, device=hidden.device)
+    run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
+    return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", denominator)
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call pays: price, backend, slices and bytes."""
+
+    price: Price
+    backend: str
+    slices: Slices
+    flop: int  # of all GEMMs
+    buffer_bytes: int  # slices, reused
+    kept_bytes: int  # (N, H) products kept for backward, fp32
+    gradient_bytes: int  # dhidden, dweight, dbias while they accumulate
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return (
+            f"{self.price.gemms} GEMMs ({self.price.method}), {self.flop / 1e12:.3g} TFLOP, backend {self.backend}; "
+            f"slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
+            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients"
+        )
+
+
+def explain(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor | None = None,
+    *,
+    loss: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Which price, backend and slices a call with these arguments gets, and the bytes it needs; computes nothing.
+
+    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
+    Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
+    """
+    spec, flat = flatten(hidden, head, labels, **options)
+    needs = needs_of(flat)
+    if loss:
+        price = price_of(spec.want, hidden_grad=needs.hidden, weight_grad=needs.weight, bias_grad=needs.bias, loss=True)
+    else:
+        price = stats_price(spec, flat, needs)
+    n, itemsize = flat.hidden.shape[0], 8 if flat.hidden.dtype == torch.float64 else 4
+    slices = slices_of(
+        n,
+        head.rows,
+        budget=spec.budget,
+        device=flat.hidden.device.type,
+        itemsize=itemsize,
+        heads=1 if flat.ref_weight is None else 2,
+        whole=price.whole_rows,
+    )
+    gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize + needs.weight * head.weight.numel() * itemsize
+    bias = head.weight.shape[0] * itemsize if needs.bias else 0
+    return Explanation(
+        price,
+        spec.backend,
+        slices,
+        price.gemms * gemm_flop(n, head.hidden_size, head.rows),
+        slices.nbytes,
+        len(price.bases) * n * head.hidden_size * itemsize,
+        gradient + bias,
+    )

@@ -1,0 +1,1 @@
+"""Backends of the pass. Each implements `fold` and `unfold`."""

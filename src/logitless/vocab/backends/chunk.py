@@ -1,0 +1,110 @@
+"""Some tokens of a problem on their way through the vocabulary: projections, reused buffers, slices of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...algebra.costs import Slices
+from ...algebra.stats import sums_of
+from ..problem import Inputs, Problem
+from .tiles import MASK, Projection, mask_labels
+
+
+class Scratch:
+    """Named buffers that every slice and chunk of a call reuse."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor | tuple[int, int]) -> Tensor:
+        rows, width = like.shape if isinstance(like, Tensor) else like
+        need = rows * width
+        if name not in self.buffers or self.buffers[name].numel() < need:
+            self.buffers[name] = torch.empty(need, dtype=self.dtype, device=self.device)
+        return self.buffers[name][:need].view(rows, width)
+
+
+@dataclass
+class Tile:
+    """A slice of logits, (C, S): the policy's, the reference's and their gap z_ref - z; or weights relative to `m`."""
+
+    v: slice
+    z: Tensor
+    z_ref: Tensor | None = None
+    m: Tensor | None = None  # where set, z holds e^(z-m)
+
+
+@dataclass
+class Chunk:
+    """A chunk of tokens; `label` holds the label's logit and its reference logit, `kept` the slices of whole rows."""
+
+    inputs: Inputs
+    policy: Projection
+    reference: Projection | None
+    slices: Slices
+    scratch: Scratch
+    sums: frozenset[str]
+    top_k: int
+    jsd_beta: float
+    label: tuple[Tensor, Tensor | None] | None
+    kept: list[Tile] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Problem, rows: slice, slices: Slices, scratch: Scratch) -> Chunk:
+        i, compute = problem.chunk(rows), problem.compute
+        temperature = problem.spec.temperature if i.temperature is None else i.temperature
+        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand)
+        reference = label = None
+        if problem.reference is not None and i.ref_hidden is not None:
+            reference = Projection(i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand)
+        if i.labels is not None:
+            label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
+        sums = sums_of(problem.spec.want)
+        top_k = max(problem.spec.top_k, int("argmax" in sums))
+        return cls(i, policy, reference, slices, scratch, sums, top_k, problem.spec.jsd_beta, label)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.inputs.hidden.shape[0]
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """Whether a logit can be -inf: only a bias can make it so."""
+        return self.policy.bias is not None or (self.reference is not None and self.reference.bias is not None)
+
+    def vocabulary(self) -> Iterator[slice]:
+        size, width = self.policy.head.rows, self.slices.width
+        return (slice(v, min(v + width, size)) for v in range(0, size, width))
+
+    def logits(self, v: slice, w: Tensor, name: str = "") -> Tile:
+        """The slice's logits, in the buffers that `name` tells apart."""
+        shape = self.n_tokens, v.stop - v.start
+        tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape)))
+        if self.reference is not None:
+            ref = self.reference
+            tile.z_ref = ref.logits(ref.operand(v), v, self.scratch.take("z_ref" + name, shape))
+        return tile
+
+    def mask(self, tile: Tile) -> None:
+        """Take the label out of the slice; -inf becomes MASK."""
+        for z in (tile.z, tile.z_ref):
+            if z is None:
+                continue
+            if self.may_be_infinite:
+                z.clamp_(min=MASK)
+            if self.inputs.labels is not None:
+                mask_labels(z, self.inputs.labels - tile.v.start)
+
+    def gap(self, tile: Tile, shift: Tensor) -> Tensor:
+        """-e = z_ref - z + d0, before masking or after; 0 where both are -inf."""
+        assert tile.z_ref is not None
+        gap = torch.sub(tile.z_ref, tile.z, out=self.scratch.take("gap", tile.z))
+        if self.may_be_infinite:
+            gap.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return gap.add_(shift[:, None])

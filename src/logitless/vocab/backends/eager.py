@@ -1,0 +1,316 @@
+"""The pass in plain torch, on any device: `fold` a chunk of tokens over the vocabulary, `unfold` its gradient.
+
+On a CPU a slice's logits stay in cache while a few in-place operations read them; e^x is exp2 of a scaled x
+because torch's vectorised exp2 costs a third of its exp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...algebra.fold import CLIP, Fold, Totals, finish
+from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs
+from .chunk import Chunk, Tile
+from .tiles import add_product
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass
+class Folded:
+    """A chunk after its fold: totals, the best entries, and per basis Σ basis_v·W_v with the label left out."""
+
+    totals: Totals
+    top_ids: Tensor | None = None  # (C, k)
+    top_logits: Tensor | None = None  # (C, k)
+    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H)
+
+
+@dataclass
+class Grads:
+    """Gradients being accumulated, in the compute dtype; None where not needed. hidden is the chunk's (C, H)."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None  # (V, H)
+    bias: Tensor | None = None  # (V,)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e^x in place."""
+    return x.mul_(LOG2E).exp2_()
+
+
+class _Running:
+    """The running fold of a chunk, updated in place slice by slice."""
+
+    def __init__(self, chunk: Chunk, bases: tuple[str, ...]) -> None:
+        self.chunk = chunk
+        z = torch.zeros(chunk.n_tokens, dtype=chunk.policy.compute, device=chunk.inputs.hidden.device)
+        lowest = torch.finfo(z.dtype).min
+        self.fold = Fold(m=z + lowest, rest=z.clone())
+        self.fold.t = z.clone() if "t" in chunk.sums else None
+        self.fold.r = z.clone() if "r" in chunk.sums else None
+        self.fold.above = torch.zeros_like(z, dtype=torch.int64) if "above" in chunk.sums else None
+        if chunk.reference is not None:
+            self.fold.m_ref, self.fold.s_ref = z + lowest, z.clone()
+            self.fold.a, self.fold.b = z.clone(), z.clone()
+            self.fold.a_ref = z.clone() if "qe" in chunk.sums else None
+        self.zsum = z.clone() if chunk.policy.outer is not None and "zsum" in chunk.sums else None
+        self.best = None
+        if chunk.top_k:
+            values = z.new_full((chunk.n_tokens, chunk.top_k), -math.inf)
+            self.best = values, torch.full_like(values, -1, dtype=torch.int64)
+        self.products = {basis: z.new_zeros(chunk.n_tokens, chunk.policy.head.hidden_size) for basis in bases}
+        self.w: Tensor | None = None  # the slice of W
+        self.flat: Tensor | None = None  # the softcap's derivative on the slice
+
+    def add(self, tile: Tile, keep: str | None) -> None:
+        """Fold one slice in. `keep` says what tile.z holds afterwards."""
+        chunk, f = self.chunk, self.fold
+        gap = None
+        if tile.z_ref is not None:
+            if f.shift is None:
+                f.shift = torch.nan_to_num((tile.z_ref - tile.z).mean(1).neg_(), 0.0, 0.0, 0.0)
+            gap = chunk.gap(tile, f.shift)
+        if self.zsum is not None:
+            self.zsum += tile.z.sum(1)
+        if self.best is not None:
+            _keep_best(*self.best, tile)
+        chunk.mask(tile)
+        self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
+        w, grow = self._add_policy(tile, keep)
+        if gap is not None:
+            self._add_reference(tile, gap, w, grow)
+
+    def _add_policy(self, tile: Tile, keep: str | None) -> tuple[Tensor, Tensor]:
+        """The sums over the policy alone; returns the weights e^(z-m) and the old weights' factor."""
+        f, z, scratch = self.fold, tile.z, self.chunk.scratch
+        if f.above is not None and self.chunk.label is not None:
+            f.above += (z > self.chunk.label[0][:, None]).sum(1)
+        peak = z.amax(1)
+        m = torch.maximum(f.m, peak)
+        grow = torch.exp(f.m - m)
+        x = torch.sub(z, m[:, None], out=scratch.take("x", z) if keep == "logits" else z)
+        w = exp_(x) if f.t is None else torch.mul(x, LOG2E, out=scratch.take("w", z)).exp2_()
+        new, newest = w.sum(1), peak > f.m
+        rest = new - 1
+        step = torch.where(grow > 0, f.m - m, 0.0)  # an empty fold's m is no number to move from
+        if f.t is not None:
+            _sharpen(rest, w, newest)
+            x.mul_(w)
+            f.t.add_((1 + f.rest) * step).mul_(grow).add_(x.sum(1))
+            if "plogp" in self.products:
+                self.products["plogp"].addcmul_(self.products["p"], step[:, None])
+                self.multiply("plogp", x, grow)
+        self.multiply("p", w, grow)
+        if f.r is not None:
+            squares = torch.mul(w, w, out=scratch.take("y", z))
+            f.r.mul_(grow * grow).add_(squares.sum(1))
+            self.multiply("p2", squares, grow * grow)
+        f.rest = torch.where(newest, rest + (1 + f.rest) * grow, f.rest + new)
+        f.m = m
+        if keep == "weights":
+            tile.m = m
+        return w, grow
+
+    def _add_reference(self, tile: Tile, gap: Tensor, w: Tensor, grow: Tensor) -> None:
+        """The sums of KL: Σw·e, Σw·expm1(-e), and the reference's own log-sum-exp; consumes `gap`."""
+        f, z_ref, infinite = self.fold, tile.z_ref, self.chunk.may_be_infinite
+        assert z_ref is not None
+        y = self.chunk.scratch.take("y", gap)
+
+        def times_gap(weights: Tensor) -> Tensor:
+            torch.mul(weights, gap, out=y)
+            return y.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf) if infinite else y
+
+        f.a.mul_(grow).sub_(times_gap(w).sum(1))
+        if "pD" in self.products:
+            self.multiply("pD", y.neg_(), grow)
+        m_ref = torch.maximum(f.m_ref, z_ref.amax(1))
+        grow_ref = torch.exp(f.m_ref - m_ref)
+        w_ref = exp_(torch.sub(z_ref, m_ref[:, None], out=y))
+        f.s_ref.mul_(grow_ref).add_(w_ref.sum(1))
+        self.multiply("q", w_ref, grow_ref)
+        if f.a_ref is not None:
+            f.a_ref.mul_(grow_ref).sub_(times_gap(w_ref).sum(1))
+        f.b.mul_(grow).add_(gap.clamp_(max=CLIP).expm1_().mul_(w).sum(1))
+        f.m_ref = m_ref
+
+    def multiply(self, basis: str, weights: Tensor, grow: Tensor) -> None:
+        """products[basis] = grow·products[basis] + weights @ W."""
+        if basis not in self.products:
+            return
+        assert self.w is not None
+        if self.flat is not None:
+            weights = weights * self.flat
+        add_product(weights.to(self.w.dtype), self.w, self.products[basis].mul_(grow[:, None]))
+
+    def result(self) -> Folded:
+        chunk, f = self.chunk, self.fold
+        totals = finish(f, chunk.label, torch)
+        if self.zsum is not None:
+            totals.mean_logit = self.zsum / chunk.policy.head.rows
+        out = Folded(totals)
+        if self.best is not None:
+            out.top_logits, out.top_ids = self.best
+        if self.products:
+            out.products = self._normalised(totals)
+        return out
+
+    def _normalised(self, totals: Totals) -> dict[str, Tensor]:
+        """The products with probabilities in the weights' place."""
+        offset = (self.fold.m - totals.m) - totals.log_s  # log p = (z - fold.m) + offset
+        factor = torch.exp(offset)[:, None]
+        out = dict(self.products)
+        if "plogp" in out:
+            out["plogp"].addcmul_(out["p"], offset[:, None]).mul_(factor)
+        if "pD" in out:
+            out["pD"].addcmul_(out["p"], totals.log_ratio[:, None]).mul_(factor)
+        if "p2" in out:
+            out["p2"].mul_(factor * factor)
+        if "q" in out:
+            out["q"].mul_(torch.exp(self.fold.m_ref - totals.lse_ref)[:, None])
+        if "p" in out:
+            out["p"].mul_(factor)
+        return out
+
+
+def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
+    """One pass over the vocabulary; with `keep` ("logits" or "weights") whole rows stay in `chunk.kept`."""
+    run = _Running(chunk, bases)
+    for i, v in enumerate(chunk.vocabulary()):
+        run.w = chunk.policy.operand(v)
+        tile = chunk.logits(v, run.w, str(i) if keep else "")
+        run.add(tile, keep)
+        if keep:
+            chunk.kept.append(tile)
+    return run.result()
+
+
+def _sharpen(rest: Tensor, w: Tensor, newest: Tensor) -> None:
+    """Σw - 1 with the maximum's own 1 left out of the sum, where it would swallow the digits."""
+    rows = (newest & (rest < 1 / 64)).nonzero().squeeze(1)
+    if rows.numel():
+        part = w[rows]
+        rest[rows] = part.masked_fill_(part == 1, 0.0).sum(1)
+
+
+def _keep_best(values: Tensor, ids: Tensor, tile: Tile) -> None:
+    """Merge a slice's best entries in; only the rows whose slice beats their k-th are sorted."""
+    k = values.shape[1]
+    rows = (tile.z.amax(1) > values[:, -1]).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return
+    new, where = tile.z[rows].topk(min(k, tile.z.shape[1]), dim=1)
+    values[rows], order = torch.cat([values[rows], new], 1).topk(k, dim=1)
+    ids[rows] = torch.cat([ids[rows], where + tile.v.start], 1).gather(1, order)
+
+
+def second_look(chunk: Chunk, totals: Totals) -> None:
+    """jsd and KL(p||M) into `totals`, from the kept rows: both need the log-sum-exps first. No GEMM."""
+    beta = chunk.jsd_beta
+    zero = torch.zeros_like(totals.m)
+    totals.jsd, totals.kl_mixture = zero, zero.clone()
+
+    def add(p: Tensor, q: Tensor, d: Tensor) -> None:
+        log_p, log_q = mixture_logs(d, beta, torch)
+        first = torch.where(p > 0, p * log_p, 0.0)
+        totals.kl_mixture = totals.kl_mixture + first.sum(1)
+        totals.jsd = totals.jsd + ((1 - beta) * first + torch.where(q > 0, beta * q * log_q, 0.0)).sum(1)
+
+    for tile in chunk.kept:
+        assert tile.z_ref is not None
+        d = totals.log_ratio[:, None] - chunk.gap(tile, totals.shift)
+        p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
+        add(p, exp_(tile.z_ref - totals.lse_ref[:, None]), d)
+    if chunk.label is not None:
+        e = totals.label_logit - totals.label_ref - totals.shift
+        d = torch.where(e.isnan(), 0.0, e) + totals.log_ratio
+        q = torch.exp(totals.label_ref - totals.lse_ref)
+        add(torch.exp(totals.logprob)[:, None], q[:, None], d[:, None])
+    totals.jsd = totals.jsd.clamp_(min=0)
+
+
+def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
+    """Add dL/dhidden, dL/dW and dL/db of the dense bases to `grads`: rows kept by `fold`, or recomputed."""
+    if not any(basis in slope for basis in DENSE) and not (chunk.policy.outer is not None and "one" in slope):
+        return
+    slope = {basis: chunk.policy.chain(c) for basis, c in slope.items()}
+    kept = iter(chunk.kept)
+    for v in chunk.vocabulary():
+        w = chunk.policy.operand(v)
+        if chunk.kept:
+            tile = next(kept)
+        else:
+            tile = chunk.logits(v, w)
+            chunk.mask(tile)
+        dz = _slope_tile(chunk, tile, totals, slope)
+        if grads.bias is not None:
+            grads.bias[v] += dz.sum(0)
+        dz = dz.to(w.dtype)
+        if grads.hidden is not None:
+            add_product(dz, w, grads.hidden)
+        if grads.weight is not None:
+            add_product(dz.t(), chunk.policy.hidden, grads.weight[v])
+
+
+def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Slope) -> Tensor:
+    """dL/dz of a slice times the chain's row factor, in the slice's buffers; 0 at the label but for δ."""
+    z, zero = tile.z, torch.zeros_like(totals.m)
+    base = c.get("p", zero)
+    if tile.m is not None:
+        return z.mul_((base * torch.exp((tile.m - totals.m) - totals.log_s))[:, None])
+    flat = chunk.policy.flatness(z) if chunk.policy.outer is not None else None
+    terms: list[tuple[Tensor, Tensor]] = []  # what multiplies p, and its coefficient
+    if "pD" in c or "pM" in c:
+        gap = chunk.gap(tile, totals.shift)  # D = log_ratio - gap
+        if "pM" in c:
+            terms.append((mixture_logs(totals.log_ratio[:, None] - gap, chunk.jsd_beta, torch)[0], c["pM"]))
+        if "pD" in c:
+            base = base + c["pD"] * totals.log_ratio
+            terms.append((gap, -c["pD"]))
+    log_p = z.sub_(totals.m[:, None]).sub_(totals.log_s[:, None])
+    p = torch.mul(log_p, LOG2E, out=chunk.scratch.take("w", z)).exp2_()
+    if "plogp" in c:
+        terms.append((log_p, c["plogp"]))
+    if "p2" in c:
+        terms.append((p.clone(), c["p2"]))
+    dz = _weighted(terms, base).mul_(p) if terms else p.mul_(base[:, None])
+    if "q" in c and tile.z_ref is not None:
+        dz.add_(exp_(tile.z_ref.sub_(totals.lse_ref[:, None])).mul_(c["q"][:, None]))
+    if flat is not None:
+        dz.add_(c.get("one", zero)[:, None]).mul_(flat)
+    return dz
+
+
+def _weighted(terms: list[tuple[Tensor, Tensor]], base: Tensor) -> Tensor:
+    """base + Σ term·coefficient, in the first term's buffer; a column product is cheaper than addcmul here."""
+    total, coefficient = terms[0]
+    total.mul_(coefficient[:, None])
+    for term, coefficient in terms[1:]:
+        total.add_(term.mul_(coefficient[:, None]))
+    return total.add_(base[:, None])
+
+
+def label_coefficient(chunk: Chunk, totals: Totals, slope: Slope) -> Tensor:
+    """dL/d(hW) at the label, (C,): what `unfold` leaves out."""
+    total = label_slope(slope, totals, chunk.jsd_beta, torch)
+    if chunk.policy.outer is not None and "one" in slope:
+        total = total + slope["one"]
+    return chunk.policy.chain(total, totals.label_logit)
+
+
+def scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> None:
+    """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
+    hidden = chunk.policy.hidden.to(chunk.policy.compute)
+    for column, c in zip(ids.unbind(1), coefficients.unbind(1), strict=True):
+        if grads.hidden is not None:
+            grads.hidden.addcmul_(chunk.policy.weight[column].to(hidden.dtype), c[:, None])
+        if grads.weight is not None:
+            grads.weight.index_add_(0, column, hidden * c[:, None])
+        if grads.bias is not None:
+            grads.bias.index_add_(0, column, c)

@@ -1,0 +1,198 @@
+"""What a call's tensors and options must be, and how they become a flat problem."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from numbers import Real
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from ..algebra.costs import DEFAULT_BUDGET
+from ..algebra.stats import STATISTICS
+from ..errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
+from .dispatch import choose
+from .head import LMHead
+from .problem import Inputs, Spec
+
+
+class Options(TypedDict, total=False):
+    """The options of the pass, shared by `token_stats`, `token_loss` and `explain`; see `token_stats`."""
+
+    want: tuple[str, ...]
+    temperature: float | Tensor
+    ignore_index: int
+    top_k: int
+    candidates: Tensor | None
+    reference: tuple[Tensor, LMHead] | None
+    jsd_beta: float
+    memory_budget: int | None
+    backend: str | None
+
+
+def flatten(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor | None,
+    *,
+    want: tuple[str, ...] = ("logprob",),
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    top_k: int = 0,
+    candidates: Tensor | None = None,
+    reference: tuple[Tensor, LMHead] | None = None,
+    jsd_beta: float = 0.5,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> tuple[Spec, Inputs]:
+    """The checked call: options as a `Spec`, tensors with their leading dimensions flattened."""
+    lead = _check_hidden("hidden", hidden, head)
+    n = math.prod(lead)
+    want = _check_want(want, labels, reference)
+    _check_numbers(head, top_k, jsd_beta, memory_budget)
+    if labels is not None:
+        labels = _check_ids("labels", labels, lead, hidden).reshape(n)
+    if candidates is not None:
+        if candidates.dim() != len(lead) + 1:
+            raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
+        width = candidates.shape[-1]
+        candidates = _check_ids("candidates", candidates, (*lead, width), hidden).reshape(n, width)
+    number, tensor = _check_temperature(temperature, lead, hidden)
+    cast = _autocast_dtype(hidden)
+    ref_hidden = ref_head = None
+    if reference is not None:
+        ref_hidden, ref_head = _check_reference(reference, lead, head, hidden)
+        ref_hidden = ref_hidden.detach().reshape(n, ref_head.hidden_size)
+    spec = Spec(
+        want,
+        number,
+        ignore_index,
+        top_k,
+        float(jsd_beta),
+        DEFAULT_BUDGET if memory_budget is None else int(memory_budget),
+        choose(backend, hidden.device.type),
+        float(head.scale),
+        head.softcap or 0.0,
+        head.vocab_size or 0,
+        1.0 if ref_head is None else float(ref_head.scale),
+        0.0 if ref_head is None else ref_head.softcap or 0.0,
+        0 if ref_head is None else ref_head.vocab_size or 0,
+        "" if cast is None else str(cast).removeprefix("torch."),
+    )
+    if cast is not None:
+        hidden = hidden.to(cast)
+        ref_hidden = None if ref_hidden is None else ref_hidden.to(cast)
+    inputs = Inputs(
+        hidden.reshape(n, head.hidden_size),
+        head.weight,
+        head.bias,
+        labels,
+        tensor,
+        candidates,
+        ref_hidden,
+        None if ref_head is None else ref_head.weight.detach(),
+        None if ref_head is None or ref_head.bias is None else ref_head.bias.detach(),
+    )
+    return spec, inputs
+
+
+def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
+    if not isinstance(head, LMHead):
+        raise DtypeError(f"head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)")
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise DtypeError(f"{name}: expected a floating-point tensor, got {got}")
+    if hidden.dim() == 0 or hidden.shape[-1] != head.hidden_size:
+        raise ShapeError(
+            f"{name}: expected (..., {head.hidden_size}), the width of the head's weight "
+            f"{tuple(head.weight.shape)}, got {tuple(hidden.shape)}"
+        )
+    if hidden.device != head.weight.device:
+        raise DeviceError(f"{name} is on {hidden.device}, the head on {head.weight.device}; move one of them")
+    return tuple(hidden.shape[:-1])
+
+
+def _check_want(
+    want: tuple[str, ...], labels: Tensor | None, reference: tuple[Tensor, LMHead] | None
+) -> tuple[str, ...]:
+    if isinstance(want, str):
+        want = (want,)
+    for name in want:
+        if name not in STATISTICS:
+            near = difflib.get_close_matches(str(name), STATISTICS, 2)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise OptionError(f"want: expected names among {', '.join(STATISTICS)}, got {name!r}{hint}")
+        if STATISTICS[name].needs_label and labels is None:
+            raise OptionError(f"want: {name} is the label's, and labels is None; pass labels or drop it")
+        if STATISTICS[name].needs_reference and reference is None:
+            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head)")
+    return tuple(dict.fromkeys(want))
+
+
+def _check_numbers(head: LMHead, top_k: int, jsd_beta: float, memory_budget: int | None) -> None:
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= head.rows:
+        raise OptionError(f"top_k: expected a whole number in 0..{head.rows} (the vocabulary), got {top_k!r}")
+    if not 0 < jsd_beta < 1:
+        raise OptionError(f"jsd_beta: expected 0 < beta < 1, got {jsd_beta}; at the ends use kl or reverse_kl")
+    if memory_budget is not None and not memory_budget > 0:
+        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget}")
+
+
+def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        hint = "; probability targets are not supported: see losses.sparse_soft_targets" if name == "labels" else ""
+        raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")
+    if tuple(ids.shape) != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {tuple(ids.shape)}")
+    if ids.device != hidden.device:
+        raise DeviceError(f"{name} is on {ids.device}, hidden on {hidden.device}; move one of them")
+    return ids.long()
+
+
+def _check_temperature(
+    temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor
+) -> tuple[float, Tensor | None]:
+    if not isinstance(temperature, Tensor):
+        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+            raise OptionError(f"temperature: expected a positive number or tensor, got {temperature!r}")
+        return float(temperature), None
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
+    if not torch.compiler.is_compiling() and not bool((temperature > 0).all()):
+        raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
+    try:
+        expanded = temperature.to(hidden.device).expand(lead)
+    except RuntimeError:
+        raise ShapeError(
+            f"temperature: expected a number or a shape that broadcasts to {lead}, got {tuple(temperature.shape)}"
+        ) from None
+    return 1.0, expanded.reshape(math.prod(lead))
+
+
+def _check_reference(
+    reference: tuple[Tensor, LMHead], lead: tuple[int, ...], head: LMHead, hidden: Tensor
+) -> tuple[Tensor, LMHead]:
+    if not (isinstance(reference, tuple) and len(reference) == 2):
+        raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
+    ref_hidden, ref_head = reference
+    ref_lead = _check_hidden("reference hidden", ref_hidden, ref_head)
+    if ref_lead != lead:
+        raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
+    if ref_head.rows != head.rows:
+        raise ShapeError(
+            f"reference: expected a head over the same vocabulary ({head.rows} entries), got {ref_head.rows}; "
+            "set vocab_size on both"
+        )
+    if ref_hidden.device != hidden.device:
+        raise DeviceError(f"reference is on {ref_hidden.device}, hidden on {hidden.device}; move one of them")
+    return ref_hidden, ref_head
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

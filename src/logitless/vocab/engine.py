@@ -1,0 +1,253 @@
+"""The drivers: a whole problem, chunk by chunk, for each of the prices. Backends know chunks, the engine calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..algebra.costs import Price, Slices, slices_of
+from ..algebra.fold import Totals
+from ..algebra.stats import STATISTICS, bases_of, sums_of
+from .backends.chunk import Chunk, Scratch
+from .backends.eager import Folded, Grads
+from .backends.tiles import weight_sum
+from .dispatch import load
+from .gradient import one_hots, unfold
+from .problem import Inputs, Problem, Spec, compute_dtype
+
+
+@dataclass
+class Needs:
+    """Which gradients a call must give."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+class Pass:
+    """A problem with its slices, buffers and the head's summed rows."""
+
+    def __init__(self, problem: Problem, whole: bool) -> None:
+        self.problem = problem
+        self.backend = load(problem.spec.backend)
+        i = problem.inputs
+        self.slices: Slices = slices_of(
+            problem.n_tokens,
+            problem.head.rows,
+            budget=problem.spec.budget,
+            device=i.hidden.device.type,
+            itemsize=problem.compute.itemsize,
+            heads=1 if i.ref_weight is None else 2,
+            whole=whole,
+        )
+        self.scratch = Scratch(problem.compute, i.hidden.device)
+        self._weight_sum: Tensor | None = None
+
+    def chunks(self):
+        """(rows, chunk) over the counted tokens."""
+        n, step = self.problem.n_tokens, self.slices.tokens
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            yield rows, Chunk.of(self.problem, rows, self.slices, self.scratch)
+
+    @property
+    def weight_sum(self) -> Tensor:
+        if self._weight_sum is None:
+            self._weight_sum = weight_sum(self.problem.head, self.problem.compute)
+        return self._weight_sum
+
+    def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
+        """The backend's fold, completed by what needs no slice: the mean logit, and jsd's second look."""
+        folded = self.backend.fold(chunk, bases, "logits" if "jsd" in chunk.sums else keep)
+        if "zsum" in chunk.sums and folded.totals.mean_logit is None:
+            folded.totals.mean_logit = chunk.policy.mean(self.weight_sum)
+        if "jsd" in chunk.sums:
+            self.backend.second_look(chunk, folded.totals)
+        return folded
+
+    def unfold(self, chunk: Chunk, totals: Totals, extra, stat_grads, grads: Grads, products=None) -> None:
+        """`gradient.unfold` with this pass's backend and summed rows."""
+        unfold(
+            self.backend,
+            self.problem,
+            chunk,
+            totals,
+            extra,
+            stat_grads,
+            grads,
+            lambda: self.weight_sum,
+            products,
+        )
+
+    def put(self, into: dict[str, Tensor], rows: slice, part: dict[str, Tensor]) -> None:
+        """Write a chunk's numbers into `into`, (N, ...) each, made here with what ignored tokens get."""
+        for name, x in part.items():
+            if name not in into:
+                into[name] = self.blank(name, x.shape[1:], x.dtype)
+            self.problem.put(into[name], rows, x)
+
+    def blank(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        i = self.problem.inputs
+        fill = -1 if name == "top_k_ids" else 0
+        return torch.full((i.hidden.shape[0], *shape), fill, dtype=dtype, device=i.hidden.device)
+
+
+def read(problem: Problem, chunk: Chunk, folded: Folded) -> dict[str, Tensor]:
+    """The wanted statistics of a folded chunk."""
+    spec = problem.spec
+    out = {name: STATISTICS[name].value(folded.totals, problem.head.rows) for name in spec.want}
+    if spec.top_k:
+        assert folded.top_ids is not None and folded.top_logits is not None
+        out["top_k_ids"] = folded.top_ids[:, : spec.top_k]
+        out["top_k_logits"] = folded.top_logits[:, : spec.top_k]
+    if chunk.inputs.candidates is not None:
+        out["candidate_logits"] = chunk.policy.at(chunk.inputs.candidates)
+    return out
+
+
+@dataclass
+class Saved:
+    """What backward needs beside the inputs, all tokens, O(N): totals, best entries, candidates' logits, products."""
+
+    totals: dict[str, Tensor]
+    extra: dict[str, Tensor]
+    products: dict[str, Tensor]
+
+    def flat(self) -> tuple[list[str], list[Tensor]]:
+        names = [f"{kind}.{k}" for kind, part in vars(self).items() for k in part]
+        return names, [t for part in vars(self).values() for t in part.values()]
+
+    @classmethod
+    def of(cls, names: list[str], tensors: list[Tensor]) -> Saved:
+        out = cls({}, {}, {})
+        for name, tensor in zip(names, tensors, strict=True):
+            kind, key = name.split(".")
+            getattr(out, kind)[key] = tensor
+        return out
+
+
+def values(problem: Problem, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
+    """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
+    run = Pass(problem, price.whole_rows)
+    out: dict[str, Tensor] = {}
+    saved = Saved({}, {}, {})
+
+    for rows, chunk in run.chunks():
+        folded = run.fold(chunk, price.bases)
+        part = read(problem, chunk, folded)
+        run.put(out, rows, part)
+        if save:
+            run.put(saved.totals, rows, dict(folded.totals.items()))
+            run.put(saved.products, rows, folded.products)
+            run.put(saved.extra, rows, one_hots(problem, folded, part))
+    for name, (shape, dtype) in outputs(problem.spec, problem.inputs).items():
+        if name not in out:
+            out[name] = run.blank(name, shape, dtype)
+    return out, saved
+
+
+def outputs(spec: Spec, inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The trailing shape and dtype of every output."""
+    real = compute_dtype(inputs.hidden)
+    out: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name in spec.want:
+        out[name] = (), torch.int64 if name == "rank" else real
+    if spec.top_k:
+        out |= {"top_k_ids": ((spec.top_k,), torch.int64), "top_k_logits": ((spec.top_k,), real)}
+    if inputs.candidates is not None:
+        out["candidate_logits"] = (inputs.candidates.shape[1],), real
+    return out
+
+
+class Accumulator:
+    """The gradients of a whole problem: dW and db in the compute dtype, dhidden written chunk by chunk."""
+
+    def __init__(self, problem: Problem, needs: Needs) -> None:
+        i = problem.inputs
+        self.problem, self.compute = problem, problem.compute
+        # fp16 would underflow before the loss scale arrives
+        dtype = self.compute if i.hidden.dtype == torch.float16 else i.hidden.dtype
+        self.hidden = torch.zeros_like(i.hidden, dtype=dtype) if needs.hidden else None
+        self.weight = torch.zeros_like(i.weight, dtype=self.compute) if needs.weight else None
+        self.bias = torch.zeros_like(i.bias, dtype=self.compute) if needs.bias and i.bias is not None else None
+
+    def chunk(self, n_tokens: int) -> Grads:
+        hidden = None
+        if self.hidden is not None:
+            hidden = torch.zeros(n_tokens, self.hidden.shape[1], dtype=self.compute, device=self.hidden.device)
+        return Grads(hidden, self.weight, self.bias)
+
+    def put(self, rows: slice, grads: Grads) -> None:
+        if self.hidden is not None and grads.hidden is not None:
+            self.problem.put(self.hidden, rows, grads.hidden)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply by a scalar, in place."""
+        if factor.device.type == "cpu" and factor.item() == 1:
+            return
+        for x in (self.hidden, self.weight, self.bias):
+            if x is not None:
+                x.mul_(factor.to(x.dtype))
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dhidden, dweight, dbias) in the inputs' dtypes."""
+        i = self.problem.inputs
+        hidden = None if self.hidden is None else self.hidden.to(i.hidden.dtype)
+        weight = None if self.weight is None else self.weight.to(i.weight.dtype)
+        bias = None if self.bias is None or i.bias is None else self.bias.to(i.bias.dtype)
+        return hidden, weight, bias
+
+
+def gradients(
+    problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dhidden, dweight, dbias) for upstream gradients of the statistics, (N, ...) each."""
+    run = Pass(problem, whole=False)
+    total = Accumulator(problem, needs)
+    for rows, chunk in run.chunks():
+        grads = total.chunk(chunk.n_tokens)
+
+        def some(part: dict[str, Tensor], rows: slice = rows) -> dict[str, Tensor]:
+            return {name: problem.rows(x, rows) for name, x in part.items()}
+
+        products = some(saved.products) if price.method == "fold-basis" else None
+        run.unfold(chunk, Totals(**some(saved.totals)), some(saved.extra), some(stat_grads), grads, products)
+        total.put(rows, grads)
+    return total.result()
+
+
+Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
+
+
+def loss_gradients(problem: Problem, needs: Needs, evaluate: Evaluate) -> tuple[Accumulator, Saved, dict[str, Tensor]]:
+    """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
+
+    Returns the accumulated gradients, and what a second backward needs: totals and the statistics' gradients.
+    """
+    run = Pass(problem, whole=True)
+    total = Accumulator(problem, needs)
+    saved, stat_grads = Saved({}, {}, {}), {}
+
+    spec = problem.spec
+    simple = bases_of(spec.want) <= {"p"} and "t" not in sums_of(spec.want) and not spec.softcap
+    for rows, chunk in run.chunks():
+        folded = run.fold(chunk, keep="weights" if simple else "logits")
+        part = read(problem, chunk, folded)
+        extra = one_hots(problem, folded, part)
+        g = evaluate(rows, part)
+        if needs.any:
+            grads = total.chunk(chunk.n_tokens)
+            run.unfold(chunk, folded.totals, extra, g, grads)
+            total.put(rows, grads)
+        run.put(saved.totals, rows, dict(folded.totals.items()))
+        run.put(saved.extra, rows, extra)
+        run.put(stat_grads, rows, g)
+    return total, saved, stat_grads

@@ -1,0 +1,92 @@
+"""The gradient of one chunk from the statistics' upstream gradients: dense bases, label, one-hots, constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algebra.fold import Totals
+from ..algebra.stats import Slope, slopes
+from .backends.chunk import Chunk
+from .backends.eager import Folded, Grads
+from .problem import Problem
+
+
+def one_hots(problem: Problem, folded: Folded, part: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Ids and logits of the entries that one-hot gradients go to, beside the label."""
+    out = {}
+    if folded.top_ids is not None and folded.top_logits is not None:
+        out = {"top_ids": folded.top_ids, "top_logits": folded.top_logits}
+    if "candidate_logits" in part and problem.spec.softcap:
+        out["candidate_logits"] = part["candidate_logits"]
+    return out
+
+
+def unfold(
+    backend: Any,
+    problem: Problem,
+    chunk: Chunk,
+    totals: Totals,
+    extra: dict[str, Tensor],
+    stat_grads: dict[str, Tensor],
+    grads: Grads,
+    weight_sum: Callable[[], Tensor],
+    products: dict[str, Tensor] | None = None,
+) -> None:
+    """The whole gradient of one chunk: dense bases, label, one-hots and the constant δ."""
+    spec, policy = problem.spec, chunk.policy
+    stat_grads = dict(stat_grads)
+    sparse = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
+    slope = slopes(stat_grads, totals, policy.head.rows, spec.jsd_beta, torch)
+    dense = dict(slope)
+    if "logprob" in dense:
+        g = dense.pop("logprob")
+        dense["p"] = dense["p"] - g if "p" in dense else -g
+    if products is not None:
+        _combine(chunk, dense, products, grads)
+    else:
+        backend.unfold(chunk, totals, dense, grads)
+    if chunk.inputs.labels is not None:
+        coefficient = backend.label_coefficient(chunk, totals, slope)
+        backend.scatter(chunk, chunk.inputs.labels[:, None], coefficient[:, None], grads)
+    if "argmax" in slope:
+        c = policy.chain(slope["argmax"], totals.m)
+        backend.scatter(chunk, extra["top_ids"][:, :1], c[:, None], grads)
+    if sparse["top_k_logits"] is not None:
+        ids, logits = extra["top_ids"][:, : spec.top_k], extra["top_logits"][:, : spec.top_k]
+        backend.scatter(chunk, ids, _chain(chunk, sparse["top_k_logits"], logits), grads)
+    if sparse["candidate_logits"] is not None and chunk.inputs.candidates is not None:
+        c = _chain(chunk, sparse["candidate_logits"], extra.get("candidate_logits"))
+        backend.scatter(chunk, chunk.inputs.candidates, c, grads)
+    if "one" in slope and policy.outer is None:
+        _constant(weight_sum, chunk, policy.chain(slope["one"]), grads)
+
+
+def _chain(chunk: Chunk, g: Tensor, logits: Tensor | None) -> Tensor:
+    """`Projection.chain` for (C, K)."""
+    return torch.stack(
+        [chunk.policy.chain(column, None if logits is None else logits[:, k]) for k, column in enumerate(g.unbind(1))],
+        1,
+    )
+
+
+def _combine(chunk: Chunk, dense: Slope, products: dict[str, Tensor], grads: Grads) -> None:
+    """The dense bases' share of dL/dhidden from products with W that the fold made: a row scaling each."""
+    assert grads.hidden is not None
+    for basis, c in dense.items():
+        if basis in products:
+            grads.hidden.addcmul_(products[basis], chunk.policy.chain(c)[:, None])
+
+
+def _constant(weight_sum: Callable[[], Tensor], chunk: Chunk, delta: Tensor, grads: Grads) -> None:
+    """The term δ, the same for every entry: rank one."""
+    if grads.hidden is not None:
+        grads.hidden.addcmul_(weight_sum()[None, :], delta[:, None])
+    if grads.weight is not None:
+        rows = chunk.policy.head.rows
+        grads.weight[:rows] += torch.mv(chunk.policy.hidden.to(delta.dtype).t(), delta)
+    if grads.bias is not None:
+        grads.bias[: chunk.policy.head.rows] += delta.sum()

@@ -1,0 +1,161 @@
+"""`token_loss` and cross-entropy: a chunk's loss is known with its numbers, so its gradient is formed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import GradientError, ShapeError
+from ..losses import supervised
+from .autograd import FormedLoss, attach, needs_of
+from .engine import Needs, loss_gradients
+from .problem import Inputs, Problem, Spec
+from .stats import TokenStats
+
+LossFn = Callable[..., Tensor]
+
+
+def chunked_loss(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
+    """Σ over tokens of loss_fn(stats, *extra), or its mean over the tokens that count."""
+    needs = needs_of(inputs)
+    problem = Problem.of(spec, inputs)
+    problem.check_ids()
+    caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None))
+    return _finish(problem, needs, caller, extra, caller.extra_grads)
+
+
+def chunked_cross_entropy(
+    spec: Spec, inputs: Inputs, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
+) -> Tensor:
+    """Cross-entropy over all tokens, with its slopes in closed form."""
+    needs = needs_of(inputs)
+    problem = Problem.of(spec, inputs)
+    problem.check_ids()
+    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator))
+    return _finish(problem, needs, evaluator, (), [])
+
+
+def _finish(
+    problem: Problem,
+    needs: Needs,
+    evaluate: CrossEntropy | _Caller,
+    extra: tuple[Tensor, ...],
+    extra_grads: list[Tensor | None],
+) -> Tensor:
+    with torch.no_grad():
+        formed = FormedLoss(problem.spec, problem.index, needs, *loss_gradients(problem, needs, evaluate))
+    if not (needs.any or any(g is not None for g in extra_grads)):
+        return evaluate.total
+    return attach(formed, evaluate.total, problem.inputs, extra, extra_grads)
+
+
+def reduction_scale(problem: Problem, mean: bool, denominator: Tensor | None) -> Tensor:
+    """What the sum over tokens is multiplied by, a scalar."""
+    like = {"dtype": problem.compute, "device": problem.inputs.hidden.device}
+    if not mean:
+        return torch.ones((), **like)
+    if denominator is None:
+        return torch.full((), 1 / max(problem.n_tokens, 1), **like)
+    return 1 / denominator.detach().to(**like)
+
+
+def cross_entropy_of(stats: TokenStats, smoothing: float, z_loss: float) -> Tensor:
+    """The per-token loss of `linear_cross_entropy`."""
+    loss = supervised.nll(stats.logprob)
+    if smoothing:
+        loss = supervised.label_smoothing(stats.logprob, stats.logsumexp, stats.mean_logit, smoothing)
+    return loss + supervised.z_loss(stats.logsumexp, z_loss) if z_loss else loss
+
+
+def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
+    """The statistics that it reads."""
+    lse = ("logsumexp",) if smoothing or z_loss else ()
+    return ("logprob", *lse, *(("mean_logit",) if smoothing else ()))
+
+
+class CrossEntropy:
+    """Evaluates cross-entropy and its slopes; closed form, since inside a custom operator autograd is off."""
+
+    def __init__(self, smoothing: float, z_loss: float, scale: Tensor) -> None:
+        self.smoothing, self.z_loss, self.scale = smoothing, z_loss, scale
+        self.total = torch.zeros_like(scale)
+
+    def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen = TokenStats(stats)
+        self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * self.scale).sum()
+        scale = self.scale.expand_as(seen.logprob)
+        slope = {"logprob": (self.smoothing - 1) * scale}
+        if self.smoothing or self.z_loss:
+            slope["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
+        if self.smoothing:
+            slope["mean_logit"] = -self.smoothing * scale
+        return slope
+
+
+class _Caller:
+    """Evaluates the caller's loss function on a chunk and differentiates it with respect to the chunk's numbers."""
+
+    def __init__(
+        self, loss_fn: LossFn, problem: Problem, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor
+    ) -> None:
+        self.loss_fn, self.problem, self.extra, self.needs, self.scale = loss_fn, problem, extra, needs, scale
+        grad = torch.is_grad_enabled()
+        self.extra_grads: list[Tensor | None] = [
+            torch.zeros_like(x) if grad and x.requires_grad else None for x in extra
+        ]
+        self.differentiate = needs.any or any(g is not None for g in self.extra_grads)
+        self.total = torch.zeros_like(scale)
+        self.checked = False
+
+    def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(self.differentiate):
+            leaves = {
+                name: x.detach().requires_grad_(self.needs.any and x.is_floating_point()) for name, x in stats.items()
+            }
+            parts = []
+            for x, full in zip(self.extra, self.extra_grads, strict=True):
+                part = self.problem.rows(x.detach(), rows)
+                parts.append(part if full is None else part.requires_grad_())
+            loss = self.loss_fn(TokenStats(leaves), *parts)
+            _check_loss(loss, rows.stop - rows.start)
+            summed = (loss.to(self.scale.dtype) * self.scale).sum()
+        self.total += summed.detach()
+        if not summed.requires_grad:
+            return {}
+        named = {name: x for name, x in leaves.items() if x.requires_grad}
+        targets = [*named.values(), *(x for x in parts if x.requires_grad)]
+        if not self.checked:
+            _check_leaves(summed, targets)
+            self.checked = True
+        found = list(torch.autograd.grad(summed, targets, allow_unused=True))
+        wanted = [full for full in self.extra_grads if full is not None]
+        for full, g in zip(wanted, found[len(named) :], strict=True):
+            if g is not None:
+                self.problem.put(full, rows, g)
+        return {name: g for name, g in zip(named, found, strict=False) if g is not None}
+
+
+def _check_loss(loss: object, n: int) -> None:
+    if not isinstance(loss, Tensor) or tuple(loss.shape) != (n,):
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ShapeError(f"loss_fn: expected one loss per token, shape ({n},), got {got}; do not reduce inside loss_fn")
+
+
+def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:
+    """Raise where the loss depends on a tensor that requires grad but is no input: its gradient would be lost."""
+    mine = {id(x) for x in known}
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in mine:
+            raise GradientError(
+                f"loss_fn: expected only its arguments to require grad, got a captured tensor of shape "
+                f"{tuple(leaf.shape)} whose gradient would be lost; pass it in inputs=(...) or detach it"
+            )
+        stack.extend(parent for parent, _ in node.next_functions)

@@ -1,0 +1,151 @@
+"""One call of the pass, checked and flat: the tensors, the options, and a chunk of tokens of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import LabelError
+from .head import LMHead
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The options of a call that are plain numbers and names; `key` and `parse` carry it through a custom op."""
+
+    want: tuple[str, ...]
+    temperature: float = 1.0  # ignored where the problem has a temperature tensor
+    ignore_index: int = -100
+    top_k: int = 0
+    jsd_beta: float = 0.5
+    budget: int = 0
+    backend: str = "eager"
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+    vocab_size: int = 0  # 0: all rows
+    ref_scale: float = 1.0
+    ref_softcap: float = 0.0
+    ref_vocab_size: int = 0
+    operand: str = ""  # the dtype that autocast multiplies in, e.g. "bfloat16"
+
+    @property
+    def key(self) -> str:
+        return (
+            f"{'+'.join(self.want)}|{self.temperature}|{self.ignore_index}|{self.top_k}|{self.jsd_beta}|{self.budget}"
+            f"|{self.backend}|{self.scale}|{self.softcap}|{self.vocab_size}"
+            f"|{self.ref_scale}|{self.ref_softcap}|{self.ref_vocab_size}|{self.operand}"
+        )
+
+    @classmethod
+    def parse(cls, key: str) -> Spec:
+        want, t, ignore, k, beta, budget, backend, scale, cap, rows, rscale, rcap, rrows, operand = key.split("|")
+        names = tuple(filter(None, want.split("+")))
+        return cls(
+            names, float(t), int(ignore), int(k), float(beta), int(budget), backend, float(scale), float(cap),
+            int(rows), float(rscale), float(rcap), int(rrows), operand,
+        )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, tokens flattened."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    labels: Tensor | None = None  # (N,)
+    temperature: Tensor | None = None  # (N,)
+    candidates: Tensor | None = None  # (N, K)
+    ref_hidden: Tensor | None = None  # (N, H')
+    ref_weight: Tensor | None = None  # (V, H')
+    ref_bias: Tensor | None = None  # (V,)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs and options; `index` names the tokens that count (None: all), other tokens are never computed."""
+
+    spec: Spec
+    inputs: Inputs
+    index: Tensor | None = None
+
+    @classmethod
+    def of(cls, spec: Spec, inputs: Inputs) -> Problem:
+        """The problem with ignored tokens left out."""
+        labels, index = inputs.labels, None
+        if labels is not None:
+            valid = labels != spec.ignore_index
+            index = None if bool(valid.all()) else valid.nonzero().squeeze(1)
+        return cls(spec, inputs, index)
+
+    def check_ids(self) -> None:
+        """Raise LabelError for a counted label or candidate outside the vocabulary."""
+        rows, every = self.head.rows, slice(None)
+        for name, ids in (("labels", self.inputs.labels), ("candidates", self.inputs.candidates)):
+            ids = self.take(ids, every)
+            if ids is None or ids.numel() == 0:
+                continue
+            low, high = (int(x) for x in torch.aminmax(ids))
+            if low < 0 or high >= rows:
+                wrong = low if low < 0 else high
+                hint = f" or ignore_index={self.spec.ignore_index}" if name == "labels" else ""
+                raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; fix the ids or vocab_size")
+
+    @property
+    def n_tokens(self) -> int:
+        return self.inputs.hidden.shape[0] if self.index is None else self.index.shape[0]
+
+    @property
+    def compute(self) -> torch.dtype:
+        return compute_dtype(self.inputs.hidden)
+
+    @property
+    def head(self) -> LMHead:
+        i, s = self.inputs, self.spec
+        return LMHead(i.weight.detach(), i.bias, s.scale, s.softcap or None, s.vocab_size or None)
+
+    @property
+    def reference(self) -> LMHead | None:
+        i, s = self.inputs, self.spec
+        if i.ref_weight is None:
+            return None
+        return LMHead(i.ref_weight.detach(), i.ref_bias, s.ref_scale, s.ref_softcap or None, s.ref_vocab_size or None)
+
+    def rows(self, x: Tensor, rows: slice) -> Tensor:
+        """The rows of `x` (N, ...) that belong to the counted tokens `rows`."""
+        return x[rows] if self.index is None else x[self.index[rows]]
+
+    def take(self, x: Tensor | None, rows: slice) -> Tensor | None:
+        """`rows` of what may be absent."""
+        return None if x is None else self.rows(x, rows)
+
+    def chunk(self, rows: slice) -> Inputs:
+        """The inputs of some counted tokens."""
+        i = self.inputs
+        return replace_tokens(i, lambda x: self.take(x, rows))
+
+    def put(self, x: Tensor, rows: slice, values: Tensor) -> None:
+        """Write the counted tokens' `values` into `x` (N, ...)."""
+        if self.index is None:
+            x[rows] = values.to(x.dtype)
+        else:
+            x[self.index[rows]] = values.to(x.dtype)
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of statistics, losses and accumulated gradients: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def replace_tokens(inputs: Inputs, take: Callable[[Any], Any]) -> Inputs:
+    """The inputs with `take` applied to what has a row per token."""
+    return inputs._replace(
+        hidden=take(inputs.hidden),
+        labels=take(inputs.labels),
+        temperature=take(inputs.temperature),
+        candidates=take(inputs.candidates),
+        ref_hidden=take(inputs.ref_hidden),
+    )

@@ -1,0 +1,149 @@
+"""The dense float64 oracle, from whole logits: what tests and `logitless verify` hold the pass against."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .head import LMHead
+
+
+def dense_logits(
+    hidden: Tensor,  # (..., H)
+    head: "LMHead",
+    temperature: float | Tensor = 1.0,  # a number, or broadcastable to (...)
+) -> Tensor:  # (..., V) float64
+    """Whole logits in float64; the rows of a padded head beyond `vocab_size` do not exist."""
+    z = hidden.double() @ head.weight[: head.vocab_size].double().T
+    if head.bias is not None:
+        z = z + head.bias[: head.vocab_size].double()
+    z = z * head.scale
+    if head.softcap is not None:
+        z = head.softcap * torch.tanh(z / head.softcap)
+    return z / (temperature.detach().double()[..., None] if isinstance(temperature, Tensor) else temperature)
+
+
+class _Rows(NamedTuple):
+    """The rows that are not ignored, as logits and their softmaxes."""
+
+    z: Tensor  # (n, V)
+    labels: Tensor | None  # (n,)
+    logp: Tensor
+    logq: Tensor | None  # the reference's, a constant
+    beta: float
+
+    @property
+    def label_logit(self) -> Tensor:
+        if self.labels is None:
+            raise ValueError("this statistic needs labels")
+        return self.z.gather(-1, self.labels[:, None])[:, 0]
+
+    @property
+    def log_reference(self) -> Tensor:
+        if self.logq is None:
+            raise ValueError("this statistic needs a reference")
+        return self.logq
+
+
+def _mean_under(p: Tensor, x: Tensor) -> Tensor:
+    """Σ p·x where 0·(±inf) is 0, in the gradient too."""
+    return (p * x.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+def _divergence(log_from: Tensor, log_to: Tensor) -> Tensor:
+    return _mean_under(log_from.exp(), log_from - log_to)
+
+
+def _jsd(rows: _Rows) -> Tensor:
+    logp, logq, b = rows.logp, rows.log_reference, rows.beta
+    mixture = (1 - b) * logp.exp() + b * logq.exp()
+    log_m = mixture.masked_fill(mixture == 0, 1.0).log()
+    return (1 - b) * _divergence(logp, log_m) + b * _divergence(logq, log_m)
+
+
+_FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
+    "logprob": lambda r: r.label_logit - r.z.logsumexp(-1),
+    "logsumexp": lambda r: r.z.logsumexp(-1),
+    "label_logit": lambda r: r.label_logit,
+    "entropy": lambda r: -_mean_under(r.logp.exp(), r.logp),
+    "self_certainty": lambda r: r.z.logsumexp(-1) - r.z.mean(-1) - math.log(r.z.shape[-1]),
+    "mean_logit": lambda r: r.z.mean(-1),
+    "max_logit": lambda r: r.z.max(-1).values,
+    "rank": lambda r: 1 + (r.z > r.label_logit[:, None]).sum(-1),
+    "sum_sq_prob": lambda r: r.logp.exp().square().sum(-1),
+    "kl": lambda r: _divergence(r.logp, r.log_reference),
+    "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
+    "jsd": _jsd,
+}
+
+
+def _select(x: float | Tensor, keep: Tensor) -> float | Tensor:
+    return x.expand(keep.shape)[keep] if isinstance(x, Tensor) else x
+
+
+def _spread(kept: Tensor, keep: Tensor, fill: float = 0) -> Tensor:
+    """Rows back among the ignored ones, which hold `fill`."""
+    out = kept.new_full((*keep.shape, *kept.shape[1:]), fill)
+    out[keep] = kept
+    return out
+
+
+def dense_token_stats(
+    hidden: Tensor,  # (..., H)
+    head: "LMHead",
+    labels: Tensor | None = None,  # (...)
+    *,
+    want: Sequence[str] = ("logprob",),
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    top_k: int = 0,
+    candidates: Tensor | None = None,  # (..., K)
+    reference: "tuple[Tensor, LMHead] | None" = None,
+    jsd_beta: float = 0.5,
+) -> dict[str, Tensor]:
+    """Every statistic of `token_stats` by name, float64, differentiable; ignored tokens hold 0 (ids -1)."""
+    everything = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+    keep = everything if labels is None else labels != ignore_index
+    temperature = _select(temperature, keep)
+    z = dense_logits(hidden[keep], head, temperature)
+    logq = None
+    if reference is not None:
+        logq = dense_logits(reference[0][keep], reference[1], temperature).log_softmax(-1).detach()
+    rows = _Rows(z, None if labels is None else labels[keep], z.log_softmax(-1), logq, jsd_beta)
+    stats = {name: _spread(_FORMULAS[name](rows), keep) for name in want}
+    if top_k:
+        best = z.topk(top_k)
+        stats["top_k_ids"] = _spread(best.indices, keep, fill=-1)
+        stats["top_k_logits"] = _spread(best.values, keep)
+    if candidates is not None:
+        stats["candidate_logits"] = _spread(z.gather(-1, candidates[keep]), keep)
+    return stats
+
+
+def dense_cross_entropy(
+    hidden: Tensor,  # (..., H)
+    head: "LMHead",
+    labels: Tensor,  # (...)
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    denominator: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """`linear_cross_entropy` from whole logits in float64; a mean over no token is 0 with a live graph."""
+    keep = labels != ignore_index
+    z = dense_logits(hidden[keep], head, _select(temperature, keep))
+    loss = F.cross_entropy(z, labels[keep], reduction="none", label_smoothing=label_smoothing)
+    if z_loss:
+        loss = loss + z_loss * z.logsumexp(-1).square()
+    if reduction == "none":
+        return _spread(loss, keep)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (keep.sum().clamp_min(1) if denominator is None else denominator)
