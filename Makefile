@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Two processes with one thread each: faster than one process with two on small tensors.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
+SITE := import site; print(site.getsitepackages()[0])
 
 .PHONY: demo test test-all lint docs wheel-test bench clean
 
@@ -33,10 +34,10 @@ wheel-test: .venv/dev.stamp
 	rm -rf build/wheel
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel/dist . > /dev/null
 	$(BIN)/python -m venv --without-pip build/wheel/venv
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > build/wheel/site
+	$(BIN)/python -c "$(SITE)" > "$$(build/wheel/venv/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/wheel/venv install --quiet --disable-pip-version-check --no-deps build/wheel/dist/*.whl
 	cp -r tests pyproject.toml build/wheel/
-	cd build/wheel && PYTHONPATH="$$(cat site)" OMP_NUM_THREADS=1 venv/bin/python -m pytest -rs -m "not slow" \
+	cd build/wheel && OMP_NUM_THREADS=1 venv/bin/python -m pytest -rs -m "not slow" \
 		tests/wheel_smoke.py tests/test_logits.py tests/losses
 
 .venv/bin/python:
