@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench.run`, then `python -m bench.plot FILE`."""

@@ -1,0 +1,167 @@
+"""Measuring: a process for each method, its resident set, the machine it ran on."""
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+THREADS = 2
+MB = 1e6
+PACKAGES = ("torch", "transformers", "trl", "cut-cross-entropy", "triton", "numpy")
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, died, took too long or too much memory; the message is one line."""
+
+
+def _read(path: str) -> str | None:
+    return Path(path).read_text().strip() if Path(path).exists() else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """The machine and versions that every published number stands beside."""
+    cpu = (_read("/proc/cpuinfo") or "").partition("model name\t: ")[2].partition("\n")[0]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "kind": "environment",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": cpu or platform.processor(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
+        "commit": commit or None,
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_busy_seconds() -> float:
+    """Processor seconds of every process since the machine started, time stolen by its host included."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, (_read("/proc/stat") or "").split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def release_memory() -> None:
+    """Hand freed heap back to the system, so that a baseline holds nothing of the run before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+class ResidentPeak:
+    """Samples this process's resident set every two milliseconds while the block runs."""
+
+    def __enter__(self) -> "ResidentPeak":
+        self.baseline = self.peak = resident_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self.peak = max(self.peak, resident_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.peak = max(self.peak, resident_bytes())
+
+    @property
+    def above_mb(self) -> float:
+        return (self.peak - self.baseline) / MB
+
+
+class Worker:
+    """A fresh process that builds a subject and calls its methods by name, one at a time."""
+
+    def __init__(self, build: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, build, args), daemon=True)
+        self._process.start()
+        child.close()
+
+    def call(self, method: str, *args: Any, timeout: float = 1800, watch: Callable[[], None] = lambda: None) -> Any:
+        """`watch` runs four times a second and may raise WorkerError, which ends this worker."""
+        try:
+            self._connection.send((method, args))
+            deadline = time.monotonic() + timeout
+            while not self._connection.poll(0.25):
+                watch()
+                if time.monotonic() > deadline:
+                    raise WorkerError(f"no answer within {timeout:g} s")
+            failed, value = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            self.stop(patience=0)
+            raise WorkerError(f"the process died (exit code {self._process.exitcode})") from error
+        except WorkerError:
+            self.stop(patience=0)
+            raise
+        if failed:
+            raise WorkerError(value)
+        return value
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process.pid or "self") if self._process.is_alive() else 0
+
+    def stop(self, patience: float = 10.0) -> None:
+        self._connection.close()  # which an idle worker takes as its end
+        self._process.join(patience)
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Any, build: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(THREADS)
+    subject = None
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            subject = subject if subject is not None else build(*args)
+            reply = (False, getattr(subject, method)(*arguments))
+        except Exception as error:  # reported as this method's result, beside the others'
+            lines = str(error).strip().splitlines()
+            reply = (True, f"{type(error).__name__}: {lines[0] if lines else ''}".replace(os.getcwd(), "."))
+        connection.send(reply)
+
+
+def write_line(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"schema": SCHEMA} | record) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]

@@ -1,0 +1,250 @@
+"""Who is measured: for each case, how to build a step. Peers' packages are imported only when one is built."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.cases import CASES, Case, Tensors, ppo_loss, step
+
+Step = Callable[[], Tensors]
+Forward = Callable[..., Tensors]
+TOKEN_SLICE = 256  # rows of logits in the bare GEMMs' reused buffer
+VOCAB_SLICE = 2048
+
+
+@dataclass(frozen=True)
+class Method:
+    """`build(case, tensors)` returns the step to be timed. A floor computes no result that could be checked."""
+
+    name: str
+    build: Callable[[Case, Tensors], Step]
+    kind: str = "peer"  # ours | peer | floor
+
+
+# ---------------------------------------------------------------- floors: matrix products and nothing else
+
+
+def bare_gemms(case: Case, t: Tensors) -> Step:
+    """The case's products in slices of 256 tokens, into buffers that are reused from call to call."""
+    n, v = t["hidden"].shape[0], t["weight"].shape[0]
+    buffer = torch.empty(min(n, TOKEN_SLICE), v)
+    grads = {name: torch.empty_like(t[name]) for name in case.wrt}
+
+    def run() -> Tensors:
+        for start in range(0, n, TOKEN_SLICE):
+            rows = slice(start, start + TOKEN_SLICE)
+            h = t["hidden"][rows]
+            z = buffer[: len(h)]
+            if "ref_weight" in case.takes:
+                torch.mm(t["ref_hidden"][rows], t["ref_weight"].t(), out=z)
+            torch.mm(h, t["weight"].t(), out=z)
+            if "hidden" in grads:
+                torch.mm(z, t["weight"], out=grads["hidden"][rows])
+            if "weight" in grads:
+                torch.addmm(grads["weight"], z.t(), h, beta=float(start > 0), out=grads["weight"])
+        return {}
+
+    return run
+
+
+def vocab_gemms(case: Case, t: Tensors) -> Step:
+    """The same products in slices of the vocabulary: on this kind of machine the faster order."""
+    n, v = t["hidden"].shape[0], t["weight"].shape[0]
+    buffer = torch.empty(n * min(v, VOCAB_SLICE))
+    grads = {name: torch.empty_like(t[name]) for name in case.wrt}
+
+    def run() -> Tensors:
+        for start in range(0, v, VOCAB_SLICE):
+            rows = slice(start, start + VOCAB_SLICE)
+            w = t["weight"][rows]
+            z = buffer[: n * len(w)].view(n, len(w))
+            if "ref_weight" in case.takes:
+                torch.mm(t["ref_hidden"], t["ref_weight"][rows].t(), out=z)
+            torch.mm(t["hidden"], w.t(), out=z)
+            if "hidden" in grads:
+                torch.addmm(grads["hidden"], z, w, beta=float(start > 0), out=grads["hidden"])
+            if "weight" in grads:
+                torch.mm(z.t(), t["hidden"], out=grads["weight"][rows])
+        return {}
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------- plain torch
+
+
+def _bind(case: Case, forward: Forward, tensors: Tensors) -> Step:
+    return lambda: step(case, forward, tensors)
+
+
+def dense(case: Case, tensors: Tensors) -> Step:
+    return _bind(case, case.dense, tensors)
+
+
+def _compile_in_this_process() -> None:
+    """Inductor's helper processes would hold memory and processor time that nobody accounts for."""
+    torch._inductor.config.compile_threads = 1
+
+
+def compiled(case: Case, tensors: Tensors) -> Step:
+    _compile_in_this_process()
+    return _bind(case, torch.compile(case.dense), tensors)
+
+
+def _torch_linear_cross_entropy(case: Case, tensors: Tensors, options: Any) -> Step:
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        if case.name == "loss":
+            return {"loss": F.linear_cross_entropy(hidden, weight, labels, options=options)}
+        loss = F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+        return {"logprob": -loss}
+
+    return _bind(case, forward, tensors)
+
+
+def torch_default(case: Case, tensors: Tensors) -> Step:
+    return _torch_linear_cross_entropy(case, tensors, None)
+
+
+def torch_chunked(case: Case, tensors: Tensors) -> Step:
+    return _torch_linear_cross_entropy(case, tensors, torch.nn.LinearCrossEntropyOptions())
+
+
+def torch_chunked_256(case: Case, tensors: Tensors) -> Step:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
+    return _torch_linear_cross_entropy(case, tensors, options)
+
+
+# -------------------------------------------------------------- cut-cross-entropy, transformers, TRL
+
+
+def cut_cross_entropy(case: Case, tensors: Tensors) -> Step:
+    from cut_cross_entropy import linear_cross_entropy
+
+    _compile_in_this_process()
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        return {"loss": linear_cross_entropy(hidden, weight, labels, impl="torch_compile")}
+
+    return _bind(case, forward, tensors)
+
+
+def transformers_loss(case: Case, tensors: Tensors) -> Step:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        logits = F.linear(hidden, weight)
+        return {"loss": ForCausalLMLoss(logits, labels=None, vocab_size=len(weight), shift_labels=labels)}
+
+    return _bind(case, forward, tensors)
+
+
+def trl_functions(case: Case, tensors: Tensors) -> Step:
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        logits = F.linear(hidden, weight)
+        batch = 8  # the loop inside goes over sequences, so give it some
+        logprob = selective_log_softmax(logits.unflatten(0, (batch, -1)), labels.unflatten(0, (batch, -1)))
+        return {"logprob": logprob.flatten(), "entropy": entropy_from_logits(logits)}
+
+    return _bind(case, forward, tensors)
+
+
+def trl_chunked(case: Case, tensors: Tensors) -> Step:
+    """TRL's chunked kernels: log-prob and its by-products in one, the divergence in another."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    chunk = 32_768  # what TRL's own fused head passes
+
+    def kl(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Tensor:
+        reverse = 1.0  # KL(student || teacher)
+        return ChunkedDivergenceFunction.apply(hidden, weight, None, ref_hidden, ref_weight, None, reverse)[0]
+
+    def logprob(hidden: Tensor, weight: Tensor, labels: Tensor, *outputs: str) -> tuple[Tensor, ...]:
+        return ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, chunk, None, 1.0, outputs)
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor, **t: Tensor) -> Tensors:
+        if case.name == "loss":
+            return {"loss": -logprob(hidden, weight, labels)[0].mean()}
+        if case.name == "frozen":
+            return {"logprob": logprob(hidden, weight, labels)[0]}
+        if case.name == "stats":
+            logp, entropy, _, mean, _ = logprob(hidden, weight, labels, "entropy", "mean_logits")
+            certainty = (hidden * weight[labels]).sum(-1) - logp - mean - math.log(len(weight))
+            divergence = kl(hidden, weight, t["ref_hidden"], t["ref_weight"])
+            return {"logprob": logp, "entropy": entropy, "self_certainty": certainty, "kl": divergence}
+        logp, entropy, *_ = logprob(hidden, weight, labels, "entropy")
+        if case.name == "entropy":
+            return {"logprob": logp, "entropy": entropy}
+        divergence = kl(hidden, weight, t["ref_hidden"], t["ref_weight"])
+        return {"loss": ppo_loss(logp, entropy, divergence, t["advantages"], t["old_logprob"]).mean()}
+
+    return _bind(case, forward, tensors)
+
+
+# ------------------------------------------------------------------------------------------------- ours
+
+_STATISTICS = {
+    "entropy": ("logprob", "entropy"),
+    "stats": ("logprob", "entropy", "self_certainty", "kl"),
+    "frozen": ("logprob",),
+}
+
+
+def logitless(case: Case, tensors: Tensors) -> Step:
+    import logitless as ll
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor, **t: Tensor) -> Tensors:
+        head = ll.LMHead(weight)
+        if case.name == "loss":
+            return {"loss": ll.linear_cross_entropy(hidden, head, labels)}
+        reference = (t["ref_hidden"], ll.LMHead(t["ref_weight"])) if "ref_hidden" in t else None
+        if case.name == "ppo":
+            loss = ll.token_loss(
+                lambda stats, *inputs: ppo_loss(stats.logprob, stats.entropy, stats.kl, *inputs),
+                hidden,
+                head,
+                labels,
+                inputs=(t["advantages"], t["old_logprob"]),
+                want=("logprob", "entropy", "kl"),
+                reference=reference,
+            )
+            return {"loss": loss}
+        want = _STATISTICS[case.name]
+        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference)
+        return {name: getattr(stats, name) for name in want}
+
+    return _bind(case, forward, tensors)
+
+
+_OURS = Method("logitless", logitless, "ours")
+_ALWAYS = (
+    _OURS,
+    Method("bare GEMMs", bare_gemms, "floor"),
+    Method("bare GEMMs, vocabulary slices", vocab_gemms, "floor"),
+    Method("torch", dense),
+    Method("torch.compile", compiled),
+    Method("TRL chunked", trl_chunked),
+)
+_FUSED = (
+    Method("F.linear_cross_entropy", torch_default),
+    Method("F.linear_cross_entropy, chunked", torch_chunked),
+    Method("F.linear_cross_entropy, chunks of 256", torch_chunked_256),
+)
+METHODS: dict[str, tuple[Method, ...]] = dict.fromkeys(CASES, _ALWAYS) | {
+    "loss": (
+        *_ALWAYS,
+        *_FUSED,
+        Method("cut-cross-entropy, torch_compile", cut_cross_entropy),
+        Method("transformers", transformers_loss),
+    ),
+    "entropy": (*_ALWAYS, Method("TRL functions", trl_functions)),
+    "frozen": (*_ALWAYS, *_FUSED),
+}

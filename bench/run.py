@@ -1,0 +1,243 @@
+"""Run the benchmark: `python -m bench.run [--quick] [--cases loss,ppo] [--out bench/results/NAME.jsonl]`.
+
+For each case: float64 reference; then each method in its own process: gate, memory, and the rounds, in which the
+methods take turns in a different order each time. One process computes at a time.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cases import CASES, SHAPES, Case, Shape, make_tensors
+from bench.gate import LIMIT, errors_against, write_oracle
+from bench.harness import (
+    MB,
+    ResidentPeak,
+    Worker,
+    WorkerError,
+    environment,
+    machine_busy_seconds,
+    release_memory,
+    resident_bytes,
+    write_line,
+)
+from bench.peers import METHODS, Method
+
+LEAST_SECONDS = 0.2  # a timing repeats its call until it takes this long
+QUIET = 0.05  # of the machine; beyond it, waiting for one another makes any ratio meaningless
+Record = dict[str, Any]
+
+
+class Subject:
+    """One method on one case, inside its own process."""
+
+    def __init__(self, case_name: str, shape: Shape, method: Method) -> None:
+        case = CASES[case_name]
+        self.tensors = make_tensors(case, shape)
+        self.step = method.build(case, self.tensors)
+
+    def gate(self, oracle: Path) -> dict[str, float]:
+        return errors_against(oracle, self.step())
+
+    def memory(self) -> tuple[float, float]:
+        """MB above the inputs: the peak while it runs, and what stays when its results are gone."""
+        release_memory()
+        with ResidentPeak() as peak:
+            results = self.step()
+        del results
+        release_memory()
+        return peak.above_mb, (resident_bytes() - peak.baseline) / MB
+
+    def seconds(self, calls: int) -> tuple[float, float]:
+        """Wall seconds of one call, and the part of the machine that others kept busy meanwhile."""
+        wall, own, all_ = time.perf_counter(), time.process_time(), machine_busy_seconds()
+        for _ in range(calls):
+            self.step()
+        wall, own, all_ = time.perf_counter() - wall, time.process_time() - own, machine_busy_seconds() - all_
+        return wall / calls, max(0.0, all_ - own) / (wall * (os.cpu_count() or 1))
+
+
+class Oracle:
+    def __init__(self, case_name: str, shape: Shape) -> None:
+        self.case, self.shape = CASES[case_name], shape
+
+    def write(self, folder: Path) -> None:
+        write_oracle(self.case, self.shape, folder)
+
+
+class Crew:
+    """The living workers of one case, which together stay below a memory limit."""
+
+    def __init__(self, limit_gb: float) -> None:
+        self.limit_gb = limit_gb
+        self.workers: dict[str, Worker] = {}
+
+    def _watch(self) -> None:
+        used = sum(w.resident_bytes() for w in self.workers.values()) / 1e9
+        if used > self.limit_gb:
+            raise WorkerError(f"all methods together hold {used:.1f} GB, more than --memory-limit-gb")
+
+    def call(self, name: str, method: str, *args: Any) -> Any:
+        try:
+            return self.workers[name].call(method, *args, watch=self._watch)
+        except WorkerError:
+            self.dismiss(name)
+            raise
+
+    def dismiss(self, name: str) -> None:
+        self.workers.pop(name).stop()
+
+    def dismiss_all(self) -> None:
+        for name in list(self.workers):
+            self.dismiss(name)
+
+
+def qualify(crew: Crew, method: Method, oracle: Path) -> Record:
+    """Gate and memory of one method; the warm-up as well. A method that fails is not timed."""
+    record: Record = {"method": method.name, "method_kind": method.kind, "status": "ok", "seconds": []}
+    try:
+        if method.kind == "floor":
+            crew.call(method.name, "seconds", 1)
+        else:
+            record["errors"] = crew.call(method.name, "gate", oracle)
+            worst = max(record["errors"], key=record["errors"].__getitem__)
+            if record["errors"][worst] > LIMIT:
+                crew.dismiss(method.name)
+                return record | {
+                    "status": "wrong",
+                    "reason": f"{worst} is off by {record['errors'][worst]:.1e}",
+                }
+        record["peak_mb"], record["kept_mb"] = crew.call(method.name, "memory")
+        once = crew.call(method.name, "seconds", 1)[0]
+        record["calls"] = max(1, round(LEAST_SECONDS / once))
+    except WorkerError as error:
+        record |= {"status": "failed", "reason": str(error)}
+    return record
+
+
+def run_rounds(crew: Crew, records: list[Record], rounds: int) -> None:
+    """Add to each record one time a round; the order changes from round to round."""
+    running = [r for r in records if r["status"] == "ok"]
+    for number in range(rounds):
+        for record in random.Random(number).sample(running, len(running)):
+            if record["status"] == "ok":
+                try:
+                    wall, others = crew.call(record["method"], "seconds", record["calls"])
+                except WorkerError as error:
+                    record |= {"status": "failed", "reason": str(error)}
+                    continue
+                record["seconds"].append(wall)
+                record.setdefault("others", []).append(round(others, 3))
+
+
+def add_ratios(records: list[Record]) -> None:
+    """Medians and spreads, and per-round ratios to the bare GEMMs and to plain torch."""
+    by_name = {r["method"]: r["seconds"] for r in records if r["status"] == "ok"}
+    for record in records:
+        if record["status"] != "ok":
+            continue
+        seconds = record["seconds"]
+        record["median_s"], record["spread_s"] = statistics.median(seconds), [min(seconds), max(seconds)]
+        for key, name in (("to_bare", "bare GEMMs"), ("to_torch", "torch")):
+            if name in by_name:
+                ratios = [mine / base for mine, base in zip(seconds, by_name[name], strict=True)]
+                record[key], record[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
+
+
+def run_case(
+    case: Case, shape: Shape, methods: Sequence[Method], rounds: int = 5, limit_gb: float = 20.0
+) -> list[Record]:
+    crew = Crew(limit_gb)
+    with tempfile.TemporaryDirectory() as folder:
+        oracle = Path(folder)
+        try:
+            crew.workers["float64"] = Worker(Oracle, case.name, shape)
+            crew.call("float64", "write", oracle)
+            crew.dismiss("float64")
+            records = []
+            for method in methods:
+                crew.workers[method.name] = Worker(Subject, case.name, shape, method)
+                records.append(qualify(crew, method, oracle))
+                print(f"  {method.name}: {describe(records[-1])}", flush=True)
+            run_rounds(crew, records, rounds)
+        finally:
+            crew.dismiss_all()
+    add_ratios(records)
+    about = {
+        "kind": "result",
+        "case": case.name,
+        "shape": [shape.tokens, shape.hidden, shape.vocab],
+        "gradient_mb": case.gradient_bytes(shape) / MB,
+    }
+    return [about | record for record in records]
+
+
+def describe(record: Record) -> str:
+    if record["status"] != "ok":
+        return f"{record['status']}: {record['reason']}"
+    error = f", error {max(record['errors'].values()):.1e}" if "errors" in record else ""
+    timed = f"{record['median_s']:.3f} s, " if "median_s" in record else ""
+    ratio = f"{record['to_bare']:.2f} x bare, " if "to_bare" in record else ""
+    return f"{timed}{ratio}{record['peak_mb']:.0f} MB{error}"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small shapes: a check of the benchmark, not a result")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--methods", help="comma-separated beginnings of method names; the bare GEMMs always run")
+    parser.add_argument("--shape", type=_shape, help="tokens,hidden,vocabulary instead of the default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-limit-gb", type=float, default=20.0)
+    parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
+    options = parser.parse_args(arguments)
+    options.cases = options.cases.split(",")
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if options.out and options.out.exists():
+        parser.error(f"{options.out} exists already; name another file")
+    options.shape = options.shape or SHAPES["quick" if options.quick else "full"]
+    return options
+
+
+def _shape(text: str) -> Shape:
+    tokens, hidden, vocab = (int(number) for number in text.split(","))
+    if min(tokens, hidden, vocab) < 1:
+        raise ValueError(text)
+    return Shape(tokens, hidden, vocab)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    starts = tuple(options.methods.split(",")) if options.methods else ("",)
+    records, ours = [environment()], []
+    for case in (CASES[name] for name in options.cases):
+        print(f"{case.name}: {case.title}, {options.shape}", flush=True)
+        methods = [m for m in METHODS[case.name] if m.name.startswith(starts) or m.name == "bare GEMMs"]
+        found = run_case(case, options.shape, methods, options.rounds, options.memory_limit_gb)
+        for record in found:
+            print(f"{record['method']:>40}  {describe(record)}", flush=True)
+        others = [share for record in found for share in record.get("others", ())]
+        if others and max(others) > QUIET:
+            print(f"  NOT QUIET: other processes took up to {max(others):.0%} of the machine; run it again alone")
+        records += found
+        ours += [r["status"] for r in found if r["method_kind"] == "ours"]
+        if options.out:  # a case at a time, so that an interrupted run keeps what it has
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            for record in records:
+                write_line(options.out, record)
+            records = []
+    return int(any(status != "ok" for status in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The benchmark itself: it times what is right, refuses what is wrong, and measures memory."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from bench import cases, gate, harness, peers, plot, run
+from tests.bench import wrong_methods
+
+TINY = cases.SHAPES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def records():
+    by_name = {m.name: m for m in peers.METHODS["entropy"]}
+    methods = [
+        by_name["bare GEMMs"],
+        by_name["torch"],
+        peers.Method("wrong", wrong_methods.entropy_in_bits),
+        peers.Method("broken", wrong_methods.raises),
+    ]
+    return run.run_case(cases.CASES["entropy"], TINY, methods, rounds=3)
+
+
+def test_a_right_method_is_timed_and_measured(records):
+    dense = records[1]
+    assert dense["status"] == "ok"
+    assert len(dense["seconds"]) == 3
+    assert dense["spread_s"][0] <= dense["median_s"] <= dense["spread_s"][1]
+    assert dense["to_torch"] == 1.0
+    assert records[0]["to_bare"] == 1.0
+    assert set(dense["errors"]) == {"logprob", "entropy"}
+    assert max(dense["errors"].values()) < 1e-5
+
+
+def test_a_wrong_method_is_reported_and_not_timed(records):
+    wrong = records[2]
+    assert wrong["status"] == "wrong"
+    assert "entropy is off" in wrong["reason"]
+    assert wrong["errors"]["logprob"] < 1e-5
+    assert wrong["seconds"] == []
+
+
+def test_a_method_that_raises_is_reported_in_one_line(records):
+    assert records[3]["status"] == "failed"
+    assert records[3]["reason"] == "RuntimeError: not on this machine"
+
+
+def test_tables_and_plot_of_a_result_file(records, tmp_path):
+    file = tmp_path / "result.jsonl"
+    for record in [harness.environment(), *records]:
+        harness.write_line(file, record)
+    read = harness.read_lines(file)
+    assert all(record["schema"] == harness.SCHEMA for record in read)
+    assert "log-prob + entropy" in plot.summary_table(read)
+    assert "wrong: entropy is off" in plot.full_table(read)
+    plot.draw(read, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert str(os.getcwd()) not in json.dumps(read)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_case_agrees_with_float64_chunk_by_chunk(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "CHUNK", 20)  # does not divide 48 tokens
+    case = cases.CASES[name]
+    gate.write_oracle(case, TINY, tmp_path)
+    outputs = peers.dense(case, cases.make_tensors(case, TINY))()
+    assert set(outputs) == {file.stem for file in tmp_path.glob("*.npy")}
+    assert {f"grad_{n}" for n in case.wrt} <= set(outputs)
+    assert max(gate.errors_against(tmp_path, outputs).values()) < 2e-5
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_ours_passes_the_gate(name, tmp_path):
+    case = cases.CASES[name]
+    gate.write_oracle(case, TINY, tmp_path)
+    outputs = peers.logitless(case, cases.make_tensors(case, TINY))()
+    assert max(gate.errors_against(tmp_path, outputs).values()) < gate.LIMIT
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("build", [peers.bare_gemms, peers.vocab_gemms])
+def test_floors_do_the_counted_matrix_products_and_no_more(name, build):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case = cases.CASES[name]
+    run_once = build(case, cases.make_tensors(case, TINY))
+    with FlopCounterMode(display=False) as counter:
+        assert run_once() == {}
+    assert counter.get_total_flops() == case.gemms * 2 * TINY.tokens * TINY.hidden * TINY.vocab
+
+
+def test_gate_sees_a_small_row_beside_large_ones():
+    expected = np.ones((100, 4))
+    expected[0] = 1e6  # its rounding would hide every other row in a norm over the whole
+    got = torch.from_numpy(expected.copy())
+    assert gate.row_error(got, expected) == 0
+    got[50] *= 1.01
+    assert gate.row_error(got, expected) == pytest.approx(0.01)
+    got[50, 0] = float("nan")
+    assert gate.row_error(got, expected) == float("inf")
+    assert gate.row_error(got[:50], expected) == float("inf")
+
+
+def test_missing_output_is_an_infinite_error(tmp_path):
+    np.save(tmp_path / "grad_weight.npy", np.ones(3))
+    assert gate.errors_against(tmp_path, {}) == {"grad_weight": float("inf")}
+
+
+def test_resident_peak_sees_memory_that_is_gone_again():
+    harness.release_memory()
+    with harness.ResidentPeak() as peak:
+        torch.ones(25_000_000).sum()  # 100 MB
+    assert 95 < peak.above_mb < 125
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--cases", "nosuch"], ["--rounds", "0"], ["--shape", "3,4"], ["--shape", "a,b,c"]]
+)
+def test_bad_options_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run.main(arguments)
+    assert stop.value.code == 2
+    assert "error:" in capsys.readouterr().err
