@@ -46,14 +46,16 @@ class Subject:
     def gate(self, oracle: Path) -> dict[str, float]:
         return errors_against(oracle, self.step())
 
-    def memory(self) -> tuple[float, float]:
-        """MB above the inputs: the peak while it runs, and what stays when its results are gone."""
+    def memory(self) -> tuple[float, float, float]:
+        """MB above the inputs: the peak while it runs, and what stays when its results are gone. And its seconds."""
         release_memory()
+        start = time.perf_counter()
         with ResidentPeak() as peak:
             results = self.step()
+        seconds = time.perf_counter() - start
         del results
         release_memory()
-        return peak.above_mb, (resident_bytes() - peak.baseline) / MB
+        return peak.above_mb, (resident_bytes() - peak.baseline) / MB, seconds
 
     def seconds(self, calls: int) -> tuple[float, float]:
         """Wall seconds of one call, and the part of the machine that others kept busy meanwhile."""
@@ -114,8 +116,7 @@ def qualify(crew: Crew, method: Method, oracle: Path) -> Record:
                     "status": "wrong",
                     "reason": f"{worst} is off by {record['errors'][worst]:.1e}",
                 }
-        record["peak_mb"], record["kept_mb"] = crew.call(method.name, "memory")
-        once = crew.call(method.name, "seconds", 1)[0]
+        record["peak_mb"], record["kept_mb"], once = crew.call(method.name, "memory")
         record["calls"] = max(1, round(LEAST_SECONDS / once))
     except WorkerError as error:
         record |= {"status": "failed", "reason": str(error)}
