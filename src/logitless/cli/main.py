@@ -1,0 +1,67 @@
+"""`logitless COMMAND`: finds the command and turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..errors import LogitlessError
+
+# A command is a module beside this one with `main(arguments) -> exit status`; help for it imports nothing more.
+COMMANDS = {
+    "train": "train a causal language model on text, without its logits",
+    "verify": "check the streamed loss against the dense one, and show where each is used",
+}
+DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given[0] if given else "--help"
+    if command in ("-h", "--help"):
+        print(_help())
+        return DONE if given else BAD_INPUT
+    if command == "--version":
+        from .. import __version__
+
+        print(f"logitless {__version__}")
+        return DONE
+    if command not in COMMANDS:
+        return _fail(f"unknown command {command!r}; commands are {', '.join(COMMANDS)}")
+    try:
+        return import_module(f"{__package__}.{command.replace('-', '_')}").main(given[1:])
+    except LogitlessError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt as stop:
+        print(f"interrupted; {stop}" if str(stop) else "interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("logitless"):
+            raise
+        return _fail(f"{command} needs {error.name}: pip install 'logitless[train]'")
+    except BrokenPipeError:
+        sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
+        return DONE
+
+
+def _fail(message: str) -> int:
+    print(f"logitless: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: logitless COMMAND [options]",
+            "",
+            "Train language models without ever materialising the vocabulary-sized logits tensor.",
+            "",
+            *lines,
+            "",
+            "  --version  print the version        COMMAND --help  the options of a command",
+        ]
+    )

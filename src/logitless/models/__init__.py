@@ -1,0 +1,1 @@
+"""Model shapes by name."""

@@ -1,0 +1,1 @@
+"""Training a causal language model on text, on `transformers.Trainer`, without the logits tensor."""

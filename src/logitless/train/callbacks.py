@@ -1,0 +1,154 @@
+"""What happens beside Trainer's steps: records, held-out loss, a stop that keeps its checkpoint, progress."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..errors import OptionError
+from .files import append_line, read_lines, write_lines
+from .memory import peak_bytes
+from .packing import PackedRows, collate
+
+
+class Records(TrainerCallback):
+    """One line of metrics.jsonl per optimiser step; lines past the checkpoint that a run resumes from are dropped."""
+
+    def __init__(self, path: Path, tokens_per_step: int, resumed_at: int) -> None:
+        self.path, self.tokens_per_step = path, tokens_per_step
+        self.before = [r for r in read_lines(path) if r["step"] <= resumed_at and "final" not in r]
+        self.seconds = self.before[-1].get("seconds", 0.0) if self.before else 0.0
+        self.latest: dict[str, Any] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            write_lines(self.path, self.before)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        took = time.perf_counter() - self.started
+        self.seconds += took
+        self.latest = {
+            "step": state.global_step,
+            "loss": logs["loss"],
+            "grad_norm": logs.get("grad_norm"),
+            "learning_rate": logs.get("learning_rate"),
+            "tokens": state.global_step * self.tokens_per_step,
+            "tokens_per_second": round(self.tokens_per_step / took, 1),
+            "peak_memory_bytes": peak_bytes(args.device),
+            "seconds": round(self.seconds, 3),
+        }
+        if state.is_world_process_zero:
+            append_line(self.path, self.latest)
+        if not math.isfinite(logs["loss"]):
+            raise OptionError(
+                f"the loss is {logs['loss']} at step {state.global_step}: lower --learning-rate; checkpoints are kept"
+            )
+
+
+class HeldOut(TrainerCallback):
+    """The held-out loss before the first step and after the last, in nats per token."""
+
+    def __init__(self, rows: PackedRows, batch_size: int, records: Path) -> None:
+        self.rows, self.batch_size, self.records = rows, batch_size, records
+        earlier = [r["held_out_loss"] for r in read_lines(records) if r["step"] == 0]
+        self.before: float | None = earlier[0] if earlier else None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: Any,
+    ) -> None:
+        if self.before is None and state.global_step == 0:
+            self.before = held_out_loss(model, self.rows, self.batch_size, args.device)
+            if args.process_index == 0:
+                append_line(self.records, {"step": 0, "held_out_loss": self.before})
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: Any,
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            self.conclude(args, state.global_step, model)
+
+    def conclude(self, args: TrainingArguments, step: int, model: Any) -> None:
+        """Measures and records the loss of the trained model."""
+        loss = held_out_loss(model, self.rows, self.batch_size, args.device)
+        if args.process_index == 0:
+            append_line(self.records, {"step": step, "held_out_loss": loss, "final": True})
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: PackedRows, batch_size: int, device: torch.device) -> float:
+    """Mean negative log-likelihood per predicted token over all rows (not a mean of the batches' means)."""
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        total += float(model(**batch, num_items_in_batch=1).loss)
+        count += int((batch["labels"][..., 1:] != -100).sum())
+    model.train(was_training)
+    return total / max(count, 1)
+
+
+class GentleStop(TrainerCallback):
+    """Ctrl-C or SIGTERM while steps run: finish this one, save a checkpoint, stop. A second one stops at once.
+
+    Outside the steps (measuring a loss, before anything was learned) the first one stops at once too.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.asked, self.stepping, self.console = False, False, console
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> GentleStop:
+        self.previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked or not self.stepping:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.console.print("stopping after this step, with a checkpoint; once more stops at once", highlight=False)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.stepping = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.stepping = False

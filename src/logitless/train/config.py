@@ -1,0 +1,167 @@
+"""`TrainConfig`: every option of a training run, as one frozen dataclass (no torch import)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import OptionError
+from .units import parse_bytes
+
+# What a resumed run may change; the rest decides what the weights and the data order mean.
+RESUMABLE = {"max_steps", "loss", "memory_budget", "device", "gradient_checkpointing"}
+INVOCATION = {"output_dir", "resume", "json", "config"}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of `logitless train`; the command line mirrors them.
+
+    Sizes count tokens unless they say otherwise. Raises OptionError from `check`.
+    """
+
+    model: str = "tiny"
+    """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory or a hub id (owner/name)."""
+    data: str | None = None
+    """A text file or folder, a jsonl or parquet file, or a `datasets` directory. Default: this Python's own library."""
+    context_length: int = 512
+    """Tokens per sequence; documents are packed into full sequences."""
+    batch_size: int = 2
+    """Sequences per forward pass and device."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    max_steps: int = 60
+    """Optimiser steps."""
+    learning_rate: float | None = None
+    """Peak of a cosine schedule. Default: 2e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""
+    lora_rank: int = 0
+    """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
+    loss: Literal["auto", "dense", "chunked"] = "auto"
+    """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    seed: int = 0
+    """Of the weights, the data order and everything random."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights. auto: float32 from scratch, the checkpoint's own otherwise."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    output_dir: Path | None = None
+    """Where everything is written. Default: the first free runs/MODEL, runs/MODEL-2, ..."""
+    resume: Path | None = None
+    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
+    json: Path | None = None
+    """Write the summary as JSON to this file (- for standard output)."""
+    config: Path | None = None
+    """Read options from this YAML or TOML file; the command line overrides them."""
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        return parse_bytes(self.memory_budget, "--memory-budget")
+
+    def check(self) -> TrainConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        for name in ("context_length", "batch_size", "gradient_accumulation_steps", "max_steps"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(
+            self.context_length >= 2,
+            "context_length",
+            "at least 2 (a token and its successor)",
+            self.context_length,
+        )
+        _require(self.lora_rank >= 0, "lora_rank", "0 or more", self.lora_rank)
+        _require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
+        rate = self.learning_rate
+        _require(rate is None or (math.isfinite(rate) and rate > 0), "learning_rate", "positive", rate)
+        _require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
+        _require(self.model != "", "model", "a name or a path", self.model)
+        self.memory_budget_bytes  # noqa: B018 - raises OptionError
+        if self.resume is not None and self.output_dir not in (None, self.resume):
+            raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in INVOCATION}
+
+
+def _require(holds: bool, name: str, expected: str, got: Any) -> None:
+    if not holds:
+        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")
+
+
+def from_dict(values: Any, where: str, base: TrainConfig | None = None) -> TrainConfig:
+    """`base` (default: the defaults) with the fields of a mapping; OptionError names an unknown or mistyped one."""
+    if not isinstance(values, dict):
+        raise OptionError(f"{where}: expected a table of options, got {type(values).__name__}")
+    known = {f.name: f for f in fields(TrainConfig) if f.name != "config"}
+    new: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise OptionError(f"{where}: unknown option {key!r}; options are {', '.join(known)}")
+        new[name] = _coerce(value, str(known[name].type), f"{where}: {key}")
+    return dataclasses.replace(base or TrainConfig(), **new)
+
+
+def _coerce(value: Any, kind: str, where: str) -> Any:
+    """A value of a file as the field's type; YAML reads 1e-4 as text and 256 as a number."""
+    wanted = kind.removesuffix(" | None")
+    if value is None and wanted != kind:
+        return None
+    if wanted.startswith("Literal"):
+        if value in _choices(wanted):
+            return value
+        raise OptionError(f"{where} must be one of {', '.join(_choices(wanted))}, got {value!r}")
+    if isinstance(value, bool) == (wanted == "bool") and isinstance(value, (bool, int, float, str)):
+        with suppress(ValueError, OverflowError):
+            number = _CONVERT[wanted](value)
+            if not isinstance(value, float) or wanted not in ("int", "Path") or number == value:
+                return number
+    raise OptionError(f"{where} must be of type {wanted}, got {value!r}")
+
+
+_CONVERT: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
+
+
+def _choices(literal: str) -> list[str]:
+    return [part.strip(" \"'") for part in literal[len("Literal[") : -1].split(",")]
+
+
+def read_file(path: Path, base: TrainConfig | None = None) -> TrainConfig:
+    """The options of a YAML, TOML or JSON file over `base`; OptionError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"cannot read --config {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".json", ".yaml", ".yml"):
+        raise OptionError(f"--config {path}: expected a .yaml, .toml or .json file")
+    try:
+        return from_dict(_parse(text, suffix) or {}, str(path), base)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise OptionError(f"--config {path}: {error}") from None
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,171 @@
+"""Documents of a corpus, one string at a time: text files, jsonl, parquet, a `datasets` directory, or this Python."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+
+TEXT_FIELDS = ("text", "content")
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
+    """(documents to train on, documents held out or None when the source names none).
+
+    data: None for the running interpreter's own standard library, or the path of a text file, a folder of files,
+    a .jsonl, a .parquet, or a directory written by `datasets`' `save_to_disk`. Raises DataError, here for a path
+    that is not there and while reading for a file that cannot be read.
+    """
+    if data is None:
+        return standard_library(), None
+    path = Path(data)
+    if not path.exists():
+        raise DataError(f"--data {data}: no such file or directory")
+    if path.is_file():
+        return _file(path), None
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return _datasets_directory(path)
+    return _folder(path), None
+
+
+def standard_library() -> Iterator[str]:
+    """The *.py files of the interpreter's standard library, without its tests, in one order on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
+    for name in files:
+        if _SKIPPED.isdisjoint(name.parts):
+            text = _text_or_none(root / name)
+            if text:
+                yield text
+
+
+def _file(path: Path) -> Iterator[str]:
+    if path.suffix == ".jsonl":
+        return _jsonl(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    text = _text_or_none(path)
+    if text is None:
+        raise DataError(f"--data {path}: not UTF-8 text; expected a text, .jsonl or .parquet file")
+    return iter([text])
+
+
+def _folder(root: Path) -> Iterator[str]:
+    """Every readable file below `root`, in the order of their names; binary and hidden files are not documents."""
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    found = False
+    for path in files:
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            continue
+        if path.suffix in (".jsonl", ".parquet"):
+            found = True
+            yield from _file(path)
+        elif text := _text_or_none(path):
+            found = True
+            yield text
+    if not found:
+        raise DataError(f"--data {root}: no text, .jsonl or .parquet file in this folder")
+
+
+def _text_or_none(path: Path) -> str | None:
+    """A file's text, or None when it is binary; DataError when it cannot be opened."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from None
+    return None if "\0" in text else text
+
+
+def _jsonl(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text_field(_json_record(line, f"{path}:{number}"), f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"--data {path}: not UTF-8 text") from None
+
+
+def _json_record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"--data {where}: not JSON ({error.msg}); expected one object per line") from None
+    if not isinstance(record, dict):
+        raise DataError(f"--data {where}: expected an object with a text field, got {type(record).__name__}")
+    return record
+
+
+def _text_field(record: dict[str, Any], where: str) -> str:
+    name = _text_column(list(record), where)
+    if not isinstance(record[name], str):
+        raise DataError(f"--data {where}: field {name!r} must be text, got {type(record[name]).__name__}")
+    return record[name]
+
+
+def _text_column(columns: Iterable[str], where: str) -> str:
+    names = list(columns)
+    for name in TEXT_FIELDS:
+        if name in names:
+            return name
+    raise DataError(
+        f"--data {where}: expected a field named {' or '.join(TEXT_FIELDS)}, got {', '.join(names) or 'none'}"
+    )
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            column = _text_column(file.schema_arrow.names, str(path))
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                yield from _strings(batch.column(0).to_pylist(), column, path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"--data {path}: not a readable parquet file ({_first_line(error)})") from None
+
+
+def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
+    for value in values:
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"--data {path}: column {column!r} must be text, got {type(value).__name__}")
+        yield value
+
+
+def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None]:
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
+        raise DataError(f"--data {path}: not a readable datasets directory ({_first_line(error)})") from None
+    if isinstance(loaded, Dataset):
+        return _rows(loaded, path), None
+    if not isinstance(loaded, DatasetDict) or "train" not in loaded:
+        raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
+    held_out = next((loaded[name] for name in ("validation", "test") if name in loaded), None)
+    return _rows(loaded["train"], path), None if held_out is None else _rows(held_out, path)
+
+
+def _rows(dataset: Any, path: Path) -> Iterator[str]:
+    column = _text_column(dataset.column_names, str(path))
+    batches = dataset.select_columns([column]).iter(batch_size=256)
+    return chain.from_iterable(_strings(batch[column], column, path) for batch in batches)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

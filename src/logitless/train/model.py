@@ -1,0 +1,139 @@
+"""The model of a run: a preset, a config.json, a local directory or a hub id -> a transformers causal LM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, OptionError
+from ..models.presets import PRESETS, preset
+from .config import TrainConfig
+from .tokenizer import TextTokenizer, pretrained, tekken
+
+FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 2e-3, 2e-5, 2e-4
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: its configuration, and the place of its weights (None: from scratch)."""
+
+    config: Any  # a transformers PreTrainedConfig
+    weights: str | None
+    tokenizer: str | None  # where its tokenizer lies; None: Tekken
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    def default_rate(self, lora_rank: int) -> float:
+        if lora_rank:
+            return LORA_RATE
+        return FROM_SCRATCH_RATE if self.weights is None else PRETRAINED_RATE
+
+
+def resolve(name: str) -> ModelSource:
+    """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
+    path = Path(name)
+    if name in PRESETS:
+        return ModelSource(_config_of(preset(name), name), None, None)
+    if path.is_dir():
+        return _directory(path)
+    if path.is_file():
+        beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
+        return ModelSource(_config_of(_read_json(path), name), None, None if beside is None else str(beside))
+    if "/" not in name or path.is_absolute() or name.startswith("."):
+        preset(name)  # raises with the nearest names
+    return ModelSource(_load_config(name), name, name)
+
+
+def _directory(path: Path) -> ModelSource:
+    if not (path / "config.json").exists():
+        raise ConfigError(f"--model {path}: no config.json in this directory")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"--model {path}: no .safetensors weights; give {path / 'config.json'} to start from scratch")
+    return ModelSource(_load_config(str(path)), str(path), str(path))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
+
+
+def _config_of(values: Any, name: str) -> Any:
+    from transformers import AutoConfig
+
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"--model {name}: expected a transformers configuration with a model_type")
+    fields = dict(values)
+    if "auto_map" in fields:
+        raise ConfigError(f"--model {name}: needs code of its own (auto_map), which is never run")
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # configuration classes validate in their own ways
+        raise ConfigError(f"--model {name}: {_line(error)}") from None
+
+
+def _load_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # network, JSON and validation errors of several libraries
+        raise ConfigError(f"--model {name}: {_line(error)}") from None
+
+
+def load_tokenizer(source: ModelSource) -> TextTokenizer:
+    """The model's tokenizer; ConfigError when one of its ids has no row in the model's vocabulary."""
+    tokenizer = tekken() if source.tokenizer is None else pretrained(source.tokenizer)
+    if tokenizer.size > source.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.size:,} entries, the model's vocabulary only {source.vocab_size:,}: "
+            "use a model with its own tokenizer beside its config.json, or a larger vocab_size"
+        )
+    return tokenizer
+
+
+def build(config: TrainConfig, source: ModelSource) -> Any:
+    """The transformers model to train, on the CPU, with adapters where asked; the same weights for the same seed."""
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+
+    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.context_length > longest:
+        raise OptionError(f"--context-length {config.context_length}: {config.model} has positions up to {longest}")
+    set_seed(config.seed)
+    try:
+        if source.weights is None:
+            dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+            model = AutoModelForCausalLM.from_config(source.config, dtype=dtype, trust_remote_code=False)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.weights, dtype=config.dtype, use_safetensors=True, trust_remote_code=False
+            )
+    except Exception as error:  # shapes, dtypes and missing files all surface as different classes
+        raise ConfigError(f"--model {config.model}: {_line(error)}") from None
+    return _with_adapters(model, config.lora_rank) if config.lora_rank else model
+
+
+def _with_adapters(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, lora)
+
+
+def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
+    """The model's end and padding ids as its tokenizer has them, so that generation stops where documents do."""
+    saved = tokenizer.saved
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_id
+        config.bos_token_id = saved.bos_token_id
+        config.pad_token_id = tokenizer.eos_id if saved.pad_token_id is None else saved.pad_token_id
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

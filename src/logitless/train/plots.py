@@ -1,0 +1,85 @@
+"""loss.png and memory.png."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from .files import write_whole
+from .units import format_bytes
+
+STREAMED, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
+NAMES = {"chunked": "streamed (logitless)", "dense": "dense logits"}
+
+
+def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> None:
+    """Training loss per step, the held-out loss before and after, and the loss of a uniform guess."""
+    steps = [r for r in records if "loss" in r]
+    held = [r for r in records if "held_out_loss" in r]
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(math.log(vocab_size), color=GREY, linestyle=":", linewidth=1)
+    axes.annotate(
+        f"uniform guess, log {vocab_size:,}", (1, math.log(vocab_size)), (-2, 3), textcoords="offset points",
+        xycoords=("axes fraction", "data"), ha="right", color=GREY, fontsize=8,
+    )  # fmt: skip
+    axes.plot(
+        [r["step"] for r in steps],
+        [r["loss"] for r in steps],
+        color=STREAMED,
+        linewidth=1.5,
+        label="training",
+    )
+    axes.plot(
+        [r["step"] for r in held], [r["held_out_loss"] for r in held], "D", color=DENSE, markersize=6, label="held out",
+        clip_on=False, zorder=3,
+    )  # fmt: skip
+    for record in held:
+        last = record is held[-1] and len(held) > 1
+        axes.annotate(
+            f"{record['held_out_loss']:.2f}", (record["step"], record["held_out_loss"]), (-7 if last else 7, -13),
+            textcoords="offset points", ha="right" if last else "left", color=DENSE, fontsize=8,
+        )  # fmt: skip
+    axes.set(xlabel="optimiser step", ylabel="nats per token", title="Loss")
+    axes.legend(frameon=False)
+    _finish(figure, axes, path)
+
+
+def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size: int) -> bool:
+    """Memory above the model's during one step's loss and gradients, streamed against dense; False if unmeasured."""
+    measured = {name: found for name, found in step_memory.items() if "curve" in found}
+    if not measured:
+        return False
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for name, colour in (("dense", DENSE), ("chunked", STREAMED)):
+        if name not in measured:
+            continue
+        seconds, used = zip(*measured[name]["curve"], strict=True)
+        mib = [max(0, value) / 2**20 for value in used]
+        axes.fill_between(seconds, mib, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(seconds, mib, color=colour, linewidth=1.5)
+        peak = measured[name]["peak_bytes"]
+        top = max(range(len(mib)), key=mib.__getitem__)
+        axes.annotate(
+            f"{NAMES[name]}: {format_bytes(peak)}", (seconds[top], mib[top]), (0, 5), textcoords="offset points",
+            ha="center" if 0.25 < seconds[top] / axes.get_xlim()[1] < 0.75 else "left", color=colour, fontsize=9,
+        )  # fmt: skip
+    axes.set(
+        xlabel="seconds", ylabel="MiB above the model",
+        title=f"One step's loss and gradients, {tokens:,} tokens × {vocab_size:,} vocabulary entries",
+    )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.margins(y=0.15)
+    _finish(figure, axes, path)
+    return True
+
+
+def _finish(figure: Figure, axes: Any, path: Path) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    write_whole(path, lambda temporary: figure.savefig(temporary, format="png"))

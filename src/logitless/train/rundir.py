@@ -1,0 +1,106 @@
+"""The directory of a run: a new one for a new run, the old one for a resumed run; and what ends a run early."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import ConfigError, LogitlessError, OptionError
+from .checkpoints import discard_unfinished, last_checkpoint
+from .config import RESUMABLE, TrainConfig, from_dict
+from .files import write_json
+
+RUN_FILE, SUMMARY_FILE, TOKENS_FILE = "run.json", "summary.json", "tokens.npz"
+NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
+
+
+class Interrupted(KeyboardInterrupt):
+    """Stopped on request; the message says how to go on."""
+
+
+class OutOfSpace(LogitlessError, OSError):
+    """The disk is full; whole checkpoints are kept."""
+
+
+def stored(run: Path) -> TrainConfig:
+    """The options that the run in this directory was started with; ConfigError when there is no run."""
+    try:
+        values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
+        return from_dict(values["config"], str(run / RUN_FILE))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
+
+
+def claim(config: TrainConfig) -> Path:
+    """The directory to write into. Raises OptionError for one that holds another run or cannot be written."""
+    if config.resume is not None:
+        return _continue(config, config.resume)
+    place = config.output_dir or _free(Path("runs") / Path(config.model).stem)
+    if (place / RUN_FILE).exists():
+        raise OptionError(f"{place} holds a run already: --resume {place} continues it, or choose another --output-dir")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--output-dir {place}: {error.strerror}") from None
+    return place
+
+
+def record(config: TrainConfig, place: Path) -> None:
+    """Writes run.json: from now on, the run can be resumed."""
+    write_json(place / RUN_FILE, {"schema": 1, "config": config.to_dict()})
+
+
+def _continue(config: TrainConfig, run: Path) -> Path:
+    before = stored(run)
+    for name, value in config.to_dict().items():
+        if name not in RESUMABLE and value != before.to_dict()[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"--resume {run}: {option} cannot change from {before.to_dict()[name]} to {value}")
+    found = last_checkpoint(run)
+    if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
+        raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
+    discard_unfinished(run)
+    return run
+
+
+def _free(wanted: Path) -> Path:
+    place, number = wanted, 1
+    while (place / RUN_FILE).exists():
+        number += 1
+        place = wanted.with_name(f"{wanted.name}-{number}")
+    return place
+
+
+@contextmanager
+def explained(place: Path) -> Iterator[None]:
+    """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(_how_to_go_on(place)) from None
+    except Exception as error:
+        if not _disk_full(error, place):
+            raise
+        discard_unfinished(place)
+        raise OutOfSpace(f"no space left at {place}: free some, then {_how_to_go_on(place)}") from error
+
+
+def _how_to_go_on(place: Path) -> str:
+    if not (place / RUN_FILE).exists():
+        return "interrupted before the first step; start again"
+    found = last_checkpoint(place)
+    whence = f"step {found[1]}" if found else "the start"
+    return f"logitless train --resume {place} goes on from {whence}"
+
+
+def _disk_full(error: Exception, place: Path) -> bool:
+    """torch and safetensors report a full disk as a RuntimeError and an error of their own, not always by name."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if "No space left" in str(error):
+        return True
+    return "failed writing file" in str(error) and shutil.disk_usage(place).free < NEARLY_NOTHING

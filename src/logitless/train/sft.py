@@ -1,0 +1,206 @@
+"""`run`: a causal language model trained on text, from a `TrainConfig` to a checkpoint and a summary."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from ..errors import DeviceError
+from .callbacks import GentleStop, HeldOut, Records
+from .checkpoints import last_checkpoint
+from .config import TrainConfig
+from .data import load, prepare
+from .files import read_lines, write_json, write_whole
+from .loss import choose, hook, logits_bytes
+from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
+from .packing import PackedRows, collate
+from .plots import plot_loss, plot_memory
+from .progress import ProgressBar
+from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, record
+from .stepcost import measure
+from .summary import SCHEMA, numbers
+from .tokenizer import TextTokenizer
+
+CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 5, 500
+WARM_UP = 0.05  # of the steps
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's place and parts, once its input is known to be good."""
+
+    config: TrainConfig
+    place: Path
+    source: ModelSource
+    tokenizer: TextTokenizer
+    train: PackedRows
+    held_out: PackedRows
+    console: Console
+
+
+def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
+    """Trains as `config` says and returns the summary, which also lies in the run's directory.
+
+    Writes checkpoint-N (to resume from), model (weights as safetensors, tokenizer), metrics.jsonl, loss.png,
+    memory.png, summary.json and run.json. Raises LogitlessError for bad input and Interrupted when asked to stop.
+    On the other ranks of a distributed launch the summary is empty.
+    """
+    console = console or Console(stderr=True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if config.check().device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    state = PartialState(cpu=config.device == "cpu")
+    source = resolve(config.model)
+    tokenizer = load_tokenizer(source)
+    place: list[Any] = [claim(config) if state.is_main_process else None]
+    broadcast_object_list(place)
+    with explained(place[0]):
+        parts = _set_up(config, place[0], source, tokenizer, console)
+        step_memory = _step_memory(parts) if state.is_main_process else {}
+        model = build(config, source)
+        align_tokens(model, tokenizer)
+        hook(model, config.loss, config.memory_budget_bytes)
+        weights = train_steps(parts, model)
+        return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
+
+
+def _set_up(config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
+    state, tokens = PartialState(), place / TOKENS_FILE
+    if state.is_main_process and not (config.resume and tokens.exists()):
+        console.print(f"reading and tokenising {config.data or 'the standard library'} ...", highlight=False)
+        prepare(config, tokenizer, source.vocab_size, tokens)
+        record(config, place)
+    state.wait_for_everyone()
+    train, held_out = load(tokens, config.context_length)
+    return Run(config, place, source, tokenizer, train, held_out, console)
+
+
+def _step_memory(parts: Run) -> dict[str, Any]:
+    """What one step needs, streamed and dense; before training, while the memory is free. Measured once per run."""
+    path = parts.place / "step_memory.json"
+    if not path.exists():
+        parts.console.print("measuring one step's memory, streamed and dense ...", highlight=False)
+        write_json(path, measure(parts.config, parts.place / TOKENS_FILE))
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def train_steps(parts: Run, model: Any) -> dict[str, Any]:
+    """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
+    config, place = parts.config, parts.place
+    found = last_checkpoint(place)
+    arguments = _arguments(config, place, parts.source.default_rate(config.lora_rank))
+    tokens = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
+    records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
+    held_out = HeldOut(parts.held_out, config.batch_size, records.path)
+    bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
+    alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=parts.train,
+        data_collator=collate,
+        processing_class=parts.tokenizer.saved,
+        callbacks=[records, *([stop] if alone else []), held_out, bar],
+    )
+    trainer.remove_callback(PrinterCallback)
+    with bar, stop if alone else nullcontext():
+        if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
+            trainer._load_from_checkpoint(str(found[0]))
+            held_out.conclude(arguments, found[1], trainer.model)
+        else:
+            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    if stop.asked and trainer.state.global_step < config.max_steps:
+        raise KeyboardInterrupt
+    return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _arguments(config: TrainConfig, place: Path, default_rate: float) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=str(place),
+        max_steps=config.max_steps,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate or default_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(WARM_UP * config.max_steps)),
+        max_grad_norm=1.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # a loss that is not a number must show
+        save_steps=min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
+        save_total_limit=2,
+        seed=config.seed,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=config.device == "cpu",
+        dataloader_pin_memory=config.device != "cpu" and torch.cuda.is_available(),
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
+    return arguments
+
+
+def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
+    """Saves the model, draws the plots and writes the summary."""
+    config, place = parts.config, parts.place
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
+    tokens = config.batch_size * config.context_length
+    size, budget = logits_bytes(tokens, vocab, dtype), config.memory_budget_bytes
+    _save_model(parts, model, weights)
+    records = read_lines(place / METRICS_FILE)
+    plot_loss(place / "loss.png", records, vocab)
+    plot_memory(place / "memory.png", step_memory, tokens, vocab)
+    summary = {
+        "schema": SCHEMA,
+        "model": config.model,
+        "data": config.data or "stdlib",
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "vocab_size": vocab,
+        "device": str(model.device),
+        "dtype": str(dtype).removeprefix("torch."),
+        **numbers(records),
+        "loss": {
+            "asked": config.loss,
+            "method": choose(config.loss, size, budget),
+            "logits_bytes": size,
+            "memory_budget_bytes": budget,
+        },
+        "step_memory": {name: {k: v for k, v in r.items() if k != "curve"} for name, r in step_memory.items()},
+        "versions": {name: version(name) for name in ("logitless", "torch", "transformers")},
+        "output_dir": str(place),
+        "checkpoint": str(place / "model"),
+    }
+    write_json(place / SUMMARY_FILE, summary)
+    return summary
+
+
+def _save_model(parts: Run, model: Any, weights: dict[str, Any] | None) -> None:
+    """model/: what `AutoModelForCausalLM.from_pretrained` loads, adapters merged in; adapter/: those alone."""
+    place, tokenizer = parts.place, parts.tokenizer.saved
+    model.config.use_cache = True  # Trainer turns it off for training; whoever generates wants it
+
+    def save(path: Path) -> None:
+        model.save_pretrained(path, state_dict=weights)
+        tokenizer.save_pretrained(path)
+
+    if not parts.config.lora_rank:
+        return write_whole(place / "model", save)
+    write_whole(place / "adapter", save)
+    model, weights = model.merge_and_unload(), None
+    write_whole(place / "model", save)

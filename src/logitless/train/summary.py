@@ -1,0 +1,87 @@
+"""The end of a run: its summary as data, as a table, and where everything lies."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .units import format_bytes
+
+SCHEMA = 1
+
+
+def numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """First and last loss, held-out loss before and after, speed and peak memory from metrics.jsonl's records."""
+    steps = [r for r in records if "loss" in r]
+    held = [r["held_out_loss"] for r in records if "held_out_loss" in r]
+    return {
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "held_out_loss_before": held[0] if held and records[0].get("step") == 0 else None,
+        "held_out_loss_after": held[-1],
+        "steps": steps[-1]["step"],
+        "tokens": steps[-1]["tokens"],
+        "training_seconds": steps[-1]["seconds"],
+        "tokens_per_second": median(r["tokens_per_second"] for r in steps),
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in steps),
+    }
+
+
+def show(summary: dict[str, Any], run: Path, console: Console) -> None:
+    """The summary as a table for people."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
+    table.title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {summary['steps']} steps"
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model"):
+        if (run / name).exists():
+            table.add_row("written" if name == "loss.png" else "", str(run / name))
+    console.print()
+    console.print(table, highlight=False)
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
+    perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
+    loss = summary["loss"]
+    asked = f"{loss['asked']} → " if loss["asked"] == "auto" else ""
+    fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
+    return [
+        ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
+        ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} ({perplexity})"),
+        (
+            "speed",
+            f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
+        ),
+        (
+            "loss method",
+            f"{asked}{loss['method']}: logits of {format_bytes(loss['logits_bytes'])} {fits} "
+            f"the budget of {format_bytes(loss['memory_budget_bytes'])}",
+        ),
+        ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
+        *_step_rows(summary["step_memory"]),
+    ]
+
+
+def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """One step's forward and backward, above the model: measured in a process of its own."""
+    rows = []
+    for method, name in (("chunked", "one step, streamed"), ("dense", "one step, dense")):
+        found = step_memory[method]
+        if "peak_bytes" in found:
+            text = f"+{format_bytes(found['peak_bytes'])} at the peak, {found['seconds']:.1f} s"
+            text += f", loss {found['loss']:.5f}"
+        else:
+            text = f"not measured: {found['not_measured']}"
+        rows.append((name, text))
+    if all("peak_bytes" in found for found in step_memory.values()):
+        ratio = step_memory["dense"]["peak_bytes"] / max(1, step_memory["chunked"]["peak_bytes"])
+        rows.append(("", f"the dense loss takes {ratio:.1f} × the memory for the same step"))
+    return rows
