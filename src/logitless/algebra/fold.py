@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Array = Any
-CLIP = 80.0  # e^80 still fits fp32; a larger sum is used through log-sum-exps, never through its value
 
 
 @dataclass
 class Fold:
-    """Running sums over a part of the vocabulary; `m` of an empty part is the lowest finite number."""
+    """Running sums over a part of the vocabulary; an empty part has a very low finite `m` and rest 0."""
 
     m: Array  # max z
     rest: Array  # Σw - 1: the weights of everything but one maximum
@@ -27,7 +26,7 @@ class Fold:
     s_ref: Array = None  # Σ w', w' = e^(z'-m_ref)
     shift: Array = None  # d0: e = z - z' - d0
     a: Array = None  # Σ w·e
-    b: Array = None  # Σ w·expm1(-e)
+    b: Array = None  # Σ w·expm1(-e); inf or NaN where that overflows: `finish` then does without it
     a_ref: Array = None  # Σ w'·e
 
     def items(self) -> list[tuple[str, Array]]:
@@ -43,7 +42,7 @@ def single(z: Array, z_ref: Array | None, like: Fold, xp: Any) -> Fold:
     if like.shift is not None:
         e = difference(z, z_ref, like.shift, xp)
         one.m_ref, one.s_ref, one.shift = z_ref, xp.ones_like(z), like.shift
-        one.a, one.b = e, xp.expm1(xp.clip(-e, None, CLIP))
+        one.a, one.b = e, xp.expm1(-e)
         one.a_ref = None if like.a_ref is None else e
     return one
 
@@ -73,7 +72,7 @@ def merge(x: Fold, y: Fold, xp: Any) -> Fold:
         gx, gy = xp.exp(x.m_ref - out.m_ref), xp.exp(y.m_ref - out.m_ref)
         out.s_ref = gx * x.s_ref + gy * y.s_ref
         out.a = times(fx, x.a, xp) + times(fy, y.a, xp)
-        out.b = times(fx, x.b, xp) + times(fy, y.b, xp)
+        out.b = fx * x.b + fy * y.b
         if x.a_ref is not None:
             out.a_ref = times(gx, x.a_ref, xp) + times(gy, y.a_ref, xp)
     return out
@@ -83,11 +82,10 @@ def rebase(x: Fold, shift: Array, xp: Any) -> Fold:
     """`x` with its differences measured from another d0."""
     step = x.shift - shift
     s = 1 + x.rest
-    grow = xp.exp(xp.clip(-step, None, CLIP))
     moved = Fold(**dict(x.items()))
     moved.shift = shift
     moved.a = x.a + s * step
-    moved.b = x.b * grow + s * xp.expm1(xp.clip(-step, None, CLIP))
+    moved.b = x.b * xp.exp(-step) + s * xp.expm1(-step)
     if x.a_ref is not None:
         moved.a_ref = x.a_ref + x.s_ref * step
     return moved
@@ -165,7 +163,7 @@ def finish(fold: Fold, label: tuple[Array, Array | None] | None, xp: Any) -> Tot
 
 
 def _log_ratio(b: Array, direct: Array, xp: Any) -> Array:
-    """L by log1p(b), which keeps its digits near 0, wherever b was not clipped; else the difference of log-sum-exps."""
+    """L by log1p(b), which keeps its digits near 0, where b did not overflow; else the log-sum-exps' difference."""
     small = xp.log1p(xp.clip(b, -0.9, None))
-    agree = (xp.abs(small) < 0.5) & (xp.abs(small - direct) < 1e-2)
+    agree = (xp.abs(small) < 0.5) & (xp.abs(small - direct) < 1e-2)  # false for NaN
     return xp.where(agree, small, direct)

@@ -1,4 +1,4 @@
-"""The pass as autograd nodes: `stats` for any upstream gradient, `attach` for a loss whose gradient is formed at once."""
+"""The pass as autograd nodes: `stats` for any upstream gradient, `attach` for a loss with its gradient formed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class FormedLoss:
             return total.result()
         problem = Problem(self.spec, inputs, self.index)
         scaled = {name: g * upstream for name, g in self.stat_grads.items()}
-        return gradients(problem, Price("recompute", 0), self.saved, scaled, self.needs)
+        return gradients(problem, Price("recompute", 0, whole_rows=True), self.saved, scaled, self.needs)
 
 
 class _Attach(torch.autograd.Function):

@@ -105,7 +105,8 @@ def read(problem: Problem, chunk: Chunk, folded: Folded) -> dict[str, Tensor]:
     spec = problem.spec
     out = {name: STATISTICS[name].value(folded.totals, problem.head.rows) for name in spec.want}
     if spec.top_k:
-        assert folded.top_ids is not None and folded.top_logits is not None
+        assert folded.top_ids is not None
+        assert folded.top_logits is not None
         out["top_k_ids"] = folded.top_ids[:, : spec.top_k]
         out["top_k_logits"] = folded.top_logits[:, : spec.top_k]
     if chunk.inputs.candidates is not None:
@@ -210,7 +211,7 @@ def gradients(
     problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dhidden, dweight, dbias) for upstream gradients of the statistics, (N, ...) each."""
-    run = Pass(problem, whole=False)
+    run = Pass(problem, price.whole_rows)  # the fold's slices: other shapes of a GEMM round differently
     total = Accumulator(problem, needs)
     for rows, chunk in run.chunks():
         grads = total.chunk(chunk.n_tokens)

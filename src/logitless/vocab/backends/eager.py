@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...algebra.fold import CLIP, Fold, Totals, finish
+from ...algebra.fold import Fold, Totals, finish
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs
 from .chunk import Chunk, Tile
-from .tiles import add_product
+from .tiles import EMPTY, MASK, add_product
 
 LOG2E = math.log2(math.e)
 
@@ -50,13 +50,12 @@ class _Running:
     def __init__(self, chunk: Chunk, bases: tuple[str, ...]) -> None:
         self.chunk = chunk
         z = torch.zeros(chunk.n_tokens, dtype=chunk.policy.compute, device=chunk.inputs.hidden.device)
-        lowest = torch.finfo(z.dtype).min
-        self.fold = Fold(m=z + lowest, rest=z.clone())
+        self.fold = Fold(m=z + EMPTY, rest=z.clone())
         self.fold.t = z.clone() if "t" in chunk.sums else None
         self.fold.r = z.clone() if "r" in chunk.sums else None
         self.fold.above = torch.zeros_like(z, dtype=torch.int64) if "above" in chunk.sums else None
         if chunk.reference is not None:
-            self.fold.m_ref, self.fold.s_ref = z + lowest, z.clone()
+            self.fold.m_ref, self.fold.s_ref = z + EMPTY, z.clone()
             self.fold.a, self.fold.b = z.clone(), z.clone()
             self.fold.a_ref = z.clone() if "qe" in chunk.sums else None
         self.zsum = z.clone() if chunk.policy.outer is not None and "zsum" in chunk.sums else None
@@ -90,7 +89,7 @@ class _Running:
         """The sums over the policy alone; returns the weights e^(z-m) and the old weights' factor."""
         f, z, scratch = self.fold, tile.z, self.chunk.scratch
         if f.above is not None and self.chunk.label is not None:
-            f.above += (z > self.chunk.label[0][:, None]).sum(1)
+            f.above += (z > self.chunk.label[0].clamp(min=MASK)[:, None]).sum(1)
         peak = z.amax(1)
         m = torch.maximum(f.m, peak)
         grow = torch.exp(f.m - m)
@@ -98,7 +97,7 @@ class _Running:
         w = exp_(x) if f.t is None else torch.mul(x, LOG2E, out=scratch.take("w", z)).exp2_()
         new, newest = w.sum(1), peak > f.m
         rest = new - 1
-        step = torch.where(grow > 0, f.m - m, 0.0)  # an empty fold's m is no number to move from
+        step = f.m - m
         if f.t is not None:
             _sharpen(rest, w, newest)
             x.mul_(w)
@@ -137,7 +136,7 @@ class _Running:
         self.multiply("q", w_ref, grow_ref)
         if f.a_ref is not None:
             f.a_ref.mul_(grow_ref).sub_(times_gap(w_ref).sum(1))
-        f.b.mul_(grow).add_(gap.clamp_(max=CLIP).expm1_().mul_(w).sum(1))
+        f.b.mul_(grow).add_(gap.expm1_().mul_(w).sum(1))
         f.m_ref = m_ref
 
     def multiply(self, basis: str, weights: Tensor, grow: Tensor) -> None:
