@@ -1,0 +1,110 @@
+"""`logitless verify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import tyro
+
+from ..errors import DeviceError, OptionError
+from ..train.units import format_bytes, parse_bytes
+
+DESCRIPTION = """Check the streamed loss against the dense one, and show where each is used.
+
+Exit status 1 when value or gradient differ by more than rounding."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Options of `logitless verify`."""
+
+    sequence_lengths: tuple[int, ...] = (4_096, 40_000, 131_072)
+    """Tokens per sequence."""
+    vocab_size: int = 151_936
+    """Entries of the vocabulary; the check runs with all of them."""
+    threshold: str = "10GB"
+    """Logits larger than this are streamed."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the logits whose size is shown."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the check runs."""
+    seed: int = 0
+    """Of the check's random numbers."""
+    json: bool = False
+    """Print JSON rather than tables."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the methods and the comparison; 1 when the comparison fails."""
+    config = tyro.cli(VerifyConfig, prog="logitless verify", description=DESCRIPTION, args=list(arguments))
+    threshold = parse_bytes(config.threshold, "--threshold")
+    for name, value in (
+        ("--vocab-size", config.vocab_size),
+        *(("--sequence-lengths", n) for n in config.sequence_lengths),
+    ):
+        if value < 2:
+            raise OptionError(f"{name} must be at least 2, got {value}")
+    if not config.sequence_lengths:
+        raise OptionError("--sequence-lengths needs at least one length")
+    import torch  # below, so that --help needs no torch
+
+    from ..train import verify
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")
+    chosen = verify.choices(config.sequence_lengths, config.vocab_size, threshold, getattr(torch, config.dtype))
+    checks = verify.checks(config.vocab_size, torch.device(config.device), config.seed)
+    passed = all(check.holds for check in checks)
+    if config.json:
+        print(json.dumps(_as_json(config, chosen, checks, passed), indent=2))
+    else:
+        _show(config, chosen, checks, verify.check_size(config.vocab_size))
+    return 0 if passed else 1
+
+
+def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], passed: bool) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "vocab_size": config.vocab_size,
+        "threshold_bytes": parse_bytes(config.threshold),
+        "choices": [asdict(choice) for choice in chosen],
+        "checks": [{**asdict(check), "holds": check.holds} for check in checks],
+        "passed": passed,
+    }
+
+
+def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int) -> None:
+    from rich.console import Console
+
+    console = Console()
+    rows = [
+        (f"{c.length:,}", format_bytes(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no")
+        for c in chosen
+    ]
+    title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {config.threshold}"
+    _table(console, title, (">length", ">logits' size", "<method", "<logits made"), rows)
+    rows = [
+        (c.what, f"{c.error:.1e}", f"{c.allowed:.0e}", "[green]equal[/]" if c.holds else "[bold red]DIFFERENT[/]")
+        for c in checks
+    ]
+    title = f"Streamed loss against dense float64: {tokens} tokens × {config.vocab_size:,} entries"
+    _table(console, title, ("<comparison", ">error", ">allowed", "<"), rows)
+    failed = sum(not check.holds for check in checks)
+    verdict = f"{failed} of {len(checks)} comparisons differ" if failed else "value and gradients agree"
+    console.print(verdict, highlight=False)
+
+
+def _table(console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A title and a table; the first character of a column's name aligns it."""
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column[1:], justify="right" if column[0] == ">" else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"[bold]{title}[/bold]", highlight=False)
+    console.print(table, highlight=False)
