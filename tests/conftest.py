@@ -2,6 +2,7 @@
 
 import random
 
+import hypothesis
 import numpy
 import pytest
 import torch
@@ -9,6 +10,10 @@ from torch._dynamo import trace_rules
 
 # torch.compile learns once which object is torch.empty: let it see the real one.
 trace_rules.get_torch_obj_rule_map()
+
+# The same examples on every run, however busy the machine.
+hypothesis.settings.register_profile("logitless", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("logitless")
 
 
 def _poisoned(create):
