@@ -33,10 +33,12 @@ def price_of(
     bias_grad: bool,
     loss: bool = False,
     one_hots: bool = False,
+    softcap: bool = False,
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
-    `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well.
+    `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
+    `softcap`: the head has one, so that a constant slope is no longer constant in h·Wᵀ.
     """
     sums = sums_of(want)
     products = 2 if "ref" in sums else 1
@@ -49,7 +51,8 @@ def price_of(
     if not one_hots and all(STATISTICS[name].slope is None for name in want):
         return Price("values", products, whole_rows=whole)
     bases = bases_of(want)
-    if not weight_grad and not bias_grad and bases <= FOLDABLE and len(bases) <= 2:
+    foldable = bases <= FOLDABLE and len(bases) <= 2 and not (softcap and "zsum" in sums)
+    if foldable and not weight_grad and not bias_grad:
         return Price("fold-basis", products + len(bases), tuple(sorted(bases)), whole_rows=whole)
     return Price("recompute", 2 * products + backward, whole_rows=whole)
 

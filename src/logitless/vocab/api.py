@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from .autograd import needs_of, stats, stats_price
 from .checks import Options, flatten
 from .head import LMHead
 from .loss import LossFn, chunked_cross_entropy, chunked_loss, cross_entropy_of, cross_entropy_wants
-from .problem import Inputs, Spec
 from .stats import TokenStats
 
+F = TypeVar("F", bound=Callable[..., Tensor])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
 
 
@@ -59,14 +60,16 @@ def token_stats(
         candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     lead = hidden.shape[:-1]
-    values = _stats(spec, inputs)
-    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in values.items()})
+    run = ops.stats if torch.compiler.is_compiling() else stats
+    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
 
 
-def _stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
-    return ops.stats(spec, inputs) if torch.compiler.is_compiling() else stats(spec, inputs)
+def _uncompiled(function: F) -> F:
+    """`function` as one graph break under torch.compile: it calls the caller's own function."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
+@_uncompiled
 def token_loss(
     loss_fn: LossFn,
     hidden: Tensor,  # (..., H)
@@ -99,14 +102,11 @@ def token_loss(
             raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
     extra = tuple(x.reshape(flat.hidden.shape[0], *x.shape[len(lead) :]) for x in inputs)
     if reduction != "none":
-        return _uncompiled_loss(loss_fn, spec, flat, extra, reduction == "mean")
-    loss = loss_fn(TokenStats(_stats(spec, flat)), *extra)
+        return chunked_loss(loss_fn, spec, flat, extra, reduction == "mean")
+    loss = loss_fn(TokenStats(stats(spec, flat)), *extra)
     if flat.labels is not None:
         loss = torch.where(flat.labels != spec.ignore_index, loss, 0.0)
     return loss.reshape(lead)
-
-
-_uncompiled_loss = torch.compiler.disable(chunked_loss)  # it calls the caller's function: one graph break
 
 
 def linear_cross_entropy(
@@ -143,11 +143,7 @@ def linear_cross_entropy(
             raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint or 'see token_loss'}")
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if reduction == "none":
-
-        def loss_fn(stats: TokenStats) -> Tensor:
-            return cross_entropy_of(stats, label_smoothing, z_loss)
-
-        return token_loss(loss_fn, hidden, head, labels, reduction="none", **options)
+        return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
     spec, flat = flatten(hidden, head, labels, **options)
     if denominator is not None and not isinstance(denominator, Tensor):
         denominator = torch.full((), float(denominator), dtype=torch.float32, device=hidden.device)

@@ -35,6 +35,7 @@ def stats_price(spec: Spec, inputs: Inputs, needs: Needs) -> Price:
         weight_grad=needs.weight,
         bias_grad=needs.bias,
         one_hots=bool(spec.top_k) or inputs.candidates is not None,
+        softcap=bool(spec.softcap),
     )
 
 

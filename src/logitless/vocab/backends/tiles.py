@@ -49,7 +49,7 @@ class Projection:
         self.weight = head.weight.detach()[: head.rows]
         self.bias = None if head.bias is None else head.bias.detach()[: head.rows].to(compute)
         self.dtype = operand_dtype(hidden, self.cast, compute)
-        column = temperature if isinstance(temperature, float) else temperature.to(compute)[:, None]
+        column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
         # factors are numbers, or (C, 1) where the temperature is per token
         self.inner = head.scale / (head.softcap if head.softcap else column)
         self.outer = head.softcap / column if head.softcap else None
@@ -104,7 +104,8 @@ class Projection:
         return slope * (1 - (z / (_flat(self.outer) if z.dim() == 1 else self.outer)).square())
 
     def flatness(self, z: Tensor) -> Tensor:
-        """(softcap's derivative) 1 - tanh² from z; 0 at masked entries."""
+        """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
+        assert self.outer is not None
         return (z / self.outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
 
 
