@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,27 @@ def build(config: TrainConfig, source: ModelSource) -> Any:
             )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         raise ConfigError(f"--model {config.model}: {_line(error)}") from None
-    return _with_adapters(model, config.lora_rank) if config.lora_rank else model
+    if config.gradient_checkpointing:
+        checkpoint_layers(model)
+    return with_adapters(model, config.lora_rank) if config.lora_rank else model
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def checkpoint_layers(model: Any) -> None:
+    """Recompute layers in backward, without the reentrant form (it would lose a frozen embedding's gradient)."""
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Low-rank adapters on every linear layer but the head, the rest frozen (LoRA, Hu et al., arXiv 2106.09685)."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    return get_peft_model(model, lora)
+    with warnings.catch_warnings():  # PEFT 0.21 still asks for the older name
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, lora)
 
 
 def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:

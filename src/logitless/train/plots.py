@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .files import write_whole
 from .units import format_bytes
 
 STREAMED, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
+COLOURS = {"chunked": STREAMED, "dense": DENSE}
 NAMES = {"chunked": "streamed (logitless)", "dense": "dense logits"}
 
 
@@ -44,37 +46,34 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
             textcoords="offset points", ha="right" if last else "left", color=DENSE, fontsize=8,
         )  # fmt: skip
     axes.set(xlabel="optimiser step", ylabel="nats per token", title="Loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     _finish(figure, axes, path)
 
 
 def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size: int) -> bool:
     """Memory above the model's during one step's loss and gradients, streamed against dense; False if unmeasured."""
-    measured = {name: found for name, found in step_memory.items() if "curve" in found}
+    measured = [name for name in ("dense", "chunked") if "curve" in step_memory[name]]
     if not measured:
         return False
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     axes = figure.subplots()
-    for name, colour in (("dense", DENSE), ("chunked", STREAMED)):
-        if name not in measured:
-            continue
-        seconds, used = zip(*measured[name]["curve"], strict=True)
+    highest = 0.0
+    for name in measured:
+        colour, peak = COLOURS[name], step_memory[name]["peak_bytes"]
+        seconds, used = zip(*step_memory[name]["curve"], strict=True)
         mib = [max(0, value) / 2**20 for value in used]
+        highest = max(highest, *mib)
         axes.fill_between(seconds, mib, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(seconds, mib, color=colour, linewidth=1.5)
-        peak = measured[name]["peak_bytes"]
-        top = max(range(len(mib)), key=mib.__getitem__)
-        axes.annotate(
-            f"{NAMES[name]}: {format_bytes(peak)}", (seconds[top], mib[top]), (0, 5), textcoords="offset points",
-            ha="center" if 0.25 < seconds[top] / axes.get_xlim()[1] < 0.75 else "left", color=colour, fontsize=9,
-        )  # fmt: skip
+        axes.plot(seconds, mib, color=colour, linewidth=1.5, label=f"{NAMES[name]}: +{format_bytes(peak)} at the peak")
     axes.set(
-        xlabel="seconds", ylabel="MiB above the model",
-        title=f"One step's loss and gradients, {tokens:,} tokens × {vocab_size:,} vocabulary entries",
-    )  # fmt: skip
-    axes.set_ylim(bottom=0)
+        xlabel="seconds",
+        ylabel="MiB above the model",
+        title=f"One step's loss and gradients: {tokens:,} tokens × {vocab_size:,} entries",
+    )
+    axes.set_ylim(0, 1.3 * highest)  # room for the legend
     axes.set_xlim(left=0)
-    axes.margins(y=0.15)
+    axes.legend(frameon=False, loc="upper left")
     _finish(figure, axes, path)
     return True
 

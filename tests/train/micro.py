@@ -1,0 +1,52 @@
+"""A model, a tokenizer and a corpus small enough for whole runs in a test."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CONTEXT = 32
+SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def micro_model(**changes: object) -> Qwen3ForCausalLM:
+    """A two-layer Qwen3 with random weights; the same for the same torch seed."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **changes}))
+
+
+def micro_directory(place: Path, **changes: object) -> Path:
+    """config.json and a byte-level tokenizer, as transformers would have saved them; returns config.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", split_special_tokens=True
+    )
+    fast.save_pretrained(place)
+    config = place / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen3", **SHAPE, **changes}))
+    return config
+
+
+def micro_corpus(place: Path, documents: int = 60) -> Path:
+    """A folder of small text files, each with its own letters, so that there is something to learn."""
+    place.mkdir(parents=True)
+    for i in range(documents):
+        words = f"file {i}: " + " ".join("abcdefgh"[(i * k) % 8] * 3 for k in range(1, 5 + i % 11))
+        (place / f"{i:03d}.txt").write_text(words + "\n")
+    return place
