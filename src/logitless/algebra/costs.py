@@ -10,7 +10,7 @@ MIB = 1 << 20
 DEFAULT_BUDGET = 256 * MIB
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
-CPU_WHOLE_WIDTH = 4096
+WHOLE_WIDTH = 4096  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
 
@@ -81,10 +81,10 @@ def slices_of(
     scratch = 2 + heads  # tiles: logits and two temporaries, one more logits tile for a reference
     room = max(1, budget // itemsize)
     if whole:
-        row = heads * vocab_size
+        width = min(vocab_size, WHOLE_WIDTH)
+        row = heads * vocab_size + 2 * width
         tokens = max(1, min(n_tokens, room // row, n_tokens if gpu else CPU_WHOLE_ROWS))
-        width = max(1, min(vocab_size, CPU_WHOLE_WIDTH if not gpu else room // (8 * tokens) + 1))
-        return Slices(tokens, width, itemsize * tokens * (row + 2 * width))
+        return Slices(tokens, width, itemsize * tokens * row)
     tokens = max(1, min(n_tokens, STREAM_TOKENS["gpu" if gpu else "cpu"]))
     tile = room // scratch if gpu else min(CPU_TILE, room // scratch)
     tokens = min(tokens, max(1, tile // 64))

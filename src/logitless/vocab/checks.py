@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from numbers import Real
-from typing import TypedDict
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -32,70 +32,67 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
-def flatten(
-    hidden: Tensor,
-    head: LMHead,
-    labels: Tensor | None,
-    *,
-    want: tuple[str, ...] = ("logprob",),
-    temperature: float | Tensor = 1.0,
-    ignore_index: int = -100,
-    top_k: int = 0,
-    candidates: Tensor | None = None,
-    reference: tuple[Tensor, LMHead] | None = None,
-    jsd_beta: float = 0.5,
-    memory_budget: int | None = None,
-    backend: str | None = None,
-) -> tuple[Spec, Inputs]:
+DEFAULTS: Options = {
+    "want": ("logprob",),
+    "temperature": 1.0,
+    "ignore_index": -100,
+    "top_k": 0,
+    "candidates": None,
+    "reference": None,
+    "jsd_beta": 0.5,
+    "memory_budget": None,
+    "backend": None,
+}
+
+
+def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
     """The checked call: options as a `Spec`, tensors with their leading dimensions flattened."""
+    o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
     n = math.prod(lead)
-    want = _check_want(want, labels, reference)
-    _check_numbers(head, top_k, jsd_beta, memory_budget)
+    want = _check_want(o["want"], labels, o["reference"])
+    _check_numbers(head, o["top_k"], o["jsd_beta"], o["memory_budget"])
     if labels is not None:
         labels = _check_ids("labels", labels, lead, hidden).reshape(n)
-    if candidates is not None:
-        if candidates.dim() != len(lead) + 1:
-            raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
-        width = candidates.shape[-1]
-        candidates = _check_ids("candidates", candidates, (*lead, width), hidden).reshape(n, width)
-    number, tensor = _check_temperature(temperature, lead, hidden)
+    candidates = _check_candidates(o["candidates"], lead, hidden)
+    number, tensor = _check_temperature(o["temperature"], lead, hidden)
+    ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
     cast = _autocast_dtype(hidden)
-    ref_hidden = ref_head = None
-    if reference is not None:
-        ref_hidden, ref_head = _check_reference(reference, lead, head, hidden)
-        ref_hidden = ref_hidden.detach().reshape(n, ref_head.hidden_size)
-    spec = Spec(
-        want,
-        number,
-        ignore_index,
-        top_k,
-        float(jsd_beta),
-        DEFAULT_BUDGET if memory_budget is None else int(memory_budget),
-        choose(backend, hidden.device.type),
-        float(head.scale),
-        head.softcap or 0.0,
-        head.vocab_size or 0,
-        1.0 if ref_head is None else float(ref_head.scale),
-        0.0 if ref_head is None else ref_head.softcap or 0.0,
-        0 if ref_head is None else ref_head.vocab_size or 0,
-        "" if cast is None else str(cast).removeprefix("torch."),
-    )
     if cast is not None:
         hidden = hidden.to(cast)
         ref_hidden = None if ref_hidden is None else ref_hidden.to(cast)
-    inputs = Inputs(
-        hidden.reshape(n, head.hidden_size),
-        head.weight,
-        head.bias,
-        labels,
-        tensor,
-        candidates,
-        ref_hidden,
-        None if ref_head is None else ref_head.weight.detach(),
-        None if ref_head is None or ref_head.bias is None else ref_head.bias.detach(),
+    spec = Spec(
+        want,
+        number,
+        o["ignore_index"],
+        o["top_k"],
+        float(o["jsd_beta"]),
+        int(o["memory_budget"] or DEFAULT_BUDGET),
+        choose(o["backend"], hidden.device.type),
+        *_transform(head),
+        *_transform(ref_head),
+        operand="" if cast is None else str(cast).removeprefix("torch."),
     )
+    hidden = hidden.reshape(n, head.hidden_size)
+    inputs = Inputs(hidden, head.weight, head.bias, labels, tensor, candidates, ref_hidden)
+    if ref_head is not None:
+        bias = None if ref_head.bias is None else ref_head.bias.detach()
+        inputs = inputs._replace(ref_weight=ref_head.weight.detach(), ref_bias=bias)
     return spec, inputs
+
+
+def _with_defaults(options: Options) -> dict[str, Any]:
+    for name in options:
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(name, DEFAULTS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(DEFAULTS)}"
+            raise OptionError(f"options: no option is called {name!r}; {hint}")
+    return {**DEFAULTS, **options}
+
+
+def _transform(head: LMHead | None) -> tuple[float, float, int]:
+    """A head's (scale, softcap, vocab_size) as `Spec` holds them."""
+    return (1.0, 0.0, 0) if head is None else (float(head.scale), head.softcap or 0.0, head.vocab_size or 0)
 
 
 def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
@@ -140,6 +137,15 @@ def _check_numbers(head: LMHead, top_k: int, jsd_beta: float, memory_budget: int
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget}")
 
 
+def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: Tensor) -> Tensor | None:
+    if candidates is None:
+        return None
+    if candidates.dim() != len(lead) + 1:
+        raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
+    width = candidates.shape[-1]
+    return _check_ids("candidates", candidates, (*lead, width), hidden).reshape(math.prod(lead), width)
+
+
 def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
@@ -171,8 +177,10 @@ def _check_temperature(
 
 
 def _check_reference(
-    reference: tuple[Tensor, LMHead], lead: tuple[int, ...], head: LMHead, hidden: Tensor
-) -> tuple[Tensor, LMHead]:
+    reference: tuple[Tensor, LMHead] | None, lead: tuple[int, ...], head: LMHead, hidden: Tensor
+) -> tuple[Tensor | None, LMHead | None]:
+    if reference is None:
+        return None, None
     if not (isinstance(reference, tuple) and len(reference) == 2):
         raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
     ref_hidden, ref_head = reference
@@ -186,11 +194,12 @@ def _check_reference(
         )
     if ref_hidden.device != hidden.device:
         raise DeviceError(f"reference is on {ref_hidden.device}, hidden on {hidden.device}; move one of them")
-    return ref_hidden, ref_head
+    return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head
 
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    available = torch.amp.is_autocast_available(kind)
+    if hidden.dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +13,7 @@ from torch import Tensor
 from ..algebra.costs import Price, Slices, slices_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
-from .backends.chunk import Chunk, Scratch
-from .backends.eager import Folded, Grads
+from .backends.chunk import Chunk, Folded, Grads, Scratch
 from .backends.tiles import weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
@@ -61,7 +62,7 @@ class Pass:
     @property
     def weight_sum(self) -> Tensor:
         if self._weight_sum is None:
-            self._weight_sum = weight_sum(self.problem.head, self.problem.compute)
+            self._weight_sum = weight_sum(self.problem.head, self.problem.compute, self.problem.spec.operand)
         return self._weight_sum
 
     def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
@@ -135,6 +136,24 @@ class Saved:
         return out
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _exact(driver: F) -> F:
+    """`driver` with autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
+
+    @wraps(driver)
+    def run(problem: Problem, *args: Any, **kwargs: Any) -> Any:
+        kind = problem.inputs.hidden.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return driver(problem, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return driver(problem, *args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]
+
+
+@_exact
 def values(problem: Problem, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
     run = Pass(problem, price.whole_rows)
@@ -207,6 +226,7 @@ class Accumulator:
         return hidden, weight, bias
 
 
+@_exact
 def gradients(
     problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -228,6 +248,7 @@ def gradients(
 Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
 
 
+@_exact
 def loss_gradients(problem: Problem, needs: Needs, evaluate: Evaluate) -> tuple[Accumulator, Saved, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 

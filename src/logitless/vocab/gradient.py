@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..algebra.fold import Totals
 from ..algebra.stats import Slope, slopes
-from .backends.chunk import Chunk
-from .backends.eager import Folded, Grads
+from .backends.chunk import Chunk, Folded, Grads
 from .problem import Problem
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
@@ -103,13 +102,3 @@ def _transforms(model: Any) -> tuple[float, float | None]:
         scale = scale * scaling if config.model_type.startswith("hyperclovax") else scale / scaling
     softcap = getattr(config, "final_logit_softcapping", None)
     return scale, None if softcap is None else float(softcap)
-
-
-def logits_of(head: LMHead, hidden: Tensor, rows: Tensor) -> Tensor:
-    """z at given entries: hidden (N, H), rows (N,) or (N, K) ids -> same shape, in hidden's dtype; no temperature."""
-    weight = head.weight[rows].to(hidden.dtype)
-    z = torch.einsum("nh,n...h->n...", hidden, weight)
-    if head.bias is not None:
-        z = z + head.bias[rows].to(hidden.dtype)
-    z = z * head.scale if head.scale != 1.0 else z
-    return head.softcap * torch.tanh(z / head.softcap) if head.softcap else z

@@ -34,6 +34,7 @@ class Spec:
 
     @property
     def key(self) -> str:
+        """The spec as one string."""
         return (
             f"{'+'.join(self.want)}|{self.temperature}|{self.ignore_index}|{self.top_k}|{self.jsd_beta}|{self.budget}"
             f"|{self.backend}|{self.scale}|{self.softcap}|{self.vocab_size}"
@@ -42,6 +43,7 @@ class Spec:
 
     @classmethod
     def parse(cls, key: str) -> Spec:
+        """The spec whose `key` this is."""
         want, t, ignore, k, beta, budget, backend, scale, cap, rows, rscale, rcap, rrows, operand = key.split("|")
         names = tuple(filter(None, want.split("+")))
         return cls(

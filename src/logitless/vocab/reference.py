@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -27,20 +26,26 @@ def dense_logits(
     return z / (temperature.detach().double()[..., None] if isinstance(temperature, Tensor) else temperature)
 
 
+def _log_softmax(z: Tensor) -> Tensor:
+    """log p, to full relative accuracy for the largest too: float64 alone would lose it 37 nats above the rest."""
+    top = z.argmax(-1, keepdim=True)
+    gap = (z - z.gather(-1, top)).scatter(-1, top, 0.0)  # a constant 0 at the top: nothing to cancel
+    return gap - gap.exp().scatter(-1, top, 0.0).sum(-1, keepdim=True).log1p()
+
+
 class _Rows(NamedTuple):
     """The rows that are not ignored, as logits and their softmaxes."""
 
     z: Tensor  # (n, V)
     labels: Tensor | None  # (n,)
-    logp: Tensor
+    logp: Tensor  # (n, V)
     logq: Tensor | None  # the reference's, a constant
     beta: float
 
-    @property
-    def label_logit(self) -> Tensor:
+    def at_label(self, x: Tensor) -> Tensor:
         if self.labels is None:
             raise ValueError("this statistic needs labels")
-        return self.z.gather(-1, self.labels[:, None])[:, 0]
+        return x.gather(-1, self.labels[:, None])[:, 0]
 
     @property
     def log_reference(self) -> Tensor:
@@ -66,14 +71,14 @@ def _jsd(rows: _Rows) -> Tensor:
 
 
 _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
-    "logprob": lambda r: r.label_logit - r.z.logsumexp(-1),
+    "logprob": lambda r: r.at_label(r.logp),
     "logsumexp": lambda r: r.z.logsumexp(-1),
-    "label_logit": lambda r: r.label_logit,
+    "label_logit": lambda r: r.at_label(r.z),
     "entropy": lambda r: -_mean_under(r.logp.exp(), r.logp),
     "self_certainty": lambda r: r.z.logsumexp(-1) - r.z.mean(-1) - math.log(r.z.shape[-1]),
     "mean_logit": lambda r: r.z.mean(-1),
     "max_logit": lambda r: r.z.max(-1).values,
-    "rank": lambda r: 1 + (r.z > r.label_logit[:, None]).sum(-1),
+    "rank": lambda r: 1 + (r.z > r.at_label(r.z)[:, None]).sum(-1),
     "sum_sq_prob": lambda r: r.logp.exp().square().sum(-1),
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
@@ -112,8 +117,8 @@ def dense_token_stats(
     z = dense_logits(hidden[keep], head, temperature)
     logq = None
     if reference is not None:
-        logq = dense_logits(reference[0][keep], reference[1], temperature).log_softmax(-1).detach()
-    rows = _Rows(z, None if labels is None else labels[keep], z.log_softmax(-1), logq, jsd_beta)
+        logq = _log_softmax(dense_logits(reference[0][keep], reference[1], temperature)).detach()
+    rows = _Rows(z, None if labels is None else labels[keep], _log_softmax(z), logq, jsd_beta)
     stats = {name: _spread(_FORMULAS[name](rows), keep) for name in want}
     if top_k:
         best = z.topk(top_k)
@@ -139,7 +144,10 @@ def dense_cross_entropy(
     """`linear_cross_entropy` from whole logits in float64; a mean over no token is 0 with a live graph."""
     keep = labels != ignore_index
     z = dense_logits(hidden[keep], head, _select(temperature, keep))
-    loss = F.cross_entropy(z, labels[keep], reduction="none", label_smoothing=label_smoothing)
+    logp = _log_softmax(z)
+    loss = -(1 - label_smoothing) * logp.gather(-1, labels[keep][:, None])[:, 0]
+    if label_smoothing:
+        loss = loss - label_smoothing * logp.mean(-1)
     if z_loss:
         loss = loss + z_loss * z.logsumexp(-1).square()
     if reduction == "none":

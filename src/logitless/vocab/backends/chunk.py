@@ -1,4 +1,4 @@
-"""Some tokens of a problem on their way through the vocabulary: projections, reused buffers, slices of logits."""
+"""What backends take and give: some tokens of a problem with their buffers, the totals of a fold, the gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Slices
+from ...algebra.fold import Totals
 from ...algebra.stats import sums_of
 from ..problem import Inputs, Problem
 from .tiles import MASK, Projection, mask_labels
@@ -108,3 +109,22 @@ class Chunk:
         if self.may_be_infinite:
             gap.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return gap.add_(shift[:, None])
+
+
+@dataclass
+class Folded:
+    """A chunk after its fold: totals, the best entries, and per basis Σ basis_v·W_v with the label left out."""
+
+    totals: Totals
+    top_ids: Tensor | None = None  # (C, k)
+    top_logits: Tensor | None = None  # (C, k)
+    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H)
+
+
+@dataclass
+class Grads:
+    """Gradients being accumulated, in the compute dtype; None where not needed. hidden is the chunk's (C, H)."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None  # (V, H)
+    bias: Tensor | None = None  # (V,)

@@ -7,36 +7,16 @@ because torch's vectorised exp2 costs a third of its exp.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...algebra.fold import Fold, Totals, finish
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs
-from .chunk import Chunk, Tile
+from .chunk import Chunk, Folded, Grads, Tile
 from .tiles import EMPTY, MASK, add_product
 
 LOG2E = math.log2(math.e)
-
-
-@dataclass
-class Folded:
-    """A chunk after its fold: totals, the best entries, and per basis Σ basis_v·W_v with the label left out."""
-
-    totals: Totals
-    top_ids: Tensor | None = None  # (C, k)
-    top_logits: Tensor | None = None  # (C, k)
-    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H)
-
-
-@dataclass
-class Grads:
-    """Gradients being accumulated, in the compute dtype; None where not needed. hidden is the chunk's (C, H)."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None  # (V, H)
-    bias: Tensor | None = None  # (V,)
 
 
 def exp_(x: Tensor) -> Tensor:

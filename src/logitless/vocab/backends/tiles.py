@@ -127,14 +127,15 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def weight_sum(head: LMHead, compute: torch.dtype) -> Tensor:
-    """Σ_v W_v, (H,), in slices where the weight must be upcast."""
+def weight_sum(head: LMHead, compute: torch.dtype, operand: str = "") -> Tensor:
+    """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
     weight = head.weight.detach()[: head.rows]
-    if weight.dtype == compute:
+    if weight.dtype == compute and not operand:
         return weight.sum(0)
+    cast = getattr(torch, operand) if operand else weight.dtype
     total = torch.zeros(head.hidden_size, dtype=compute, device=weight.device)
     for part in weight.split(4096):
-        total += part.to(compute).sum(0)
+        total += part.to(cast).to(compute).sum(0)
     return total
 
 

@@ -1,0 +1,63 @@
+"""Prices and slices: the table of the design, and budgets that hold."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitless.algebra.costs import MIB, dense_loss_bytes, gemm_flop, logits_bytes, price_of, slices_of
+
+GIB = 1 << 30
+NONE = {"hidden_grad": False, "weight_grad": False, "bias_grad": False}
+FROZEN = {**NONE, "hidden_grad": True}
+TRAINED = {"hidden_grad": True, "weight_grad": True, "bias_grad": False}
+
+
+@pytest.mark.parametrize(
+    ("want", "grads", "loss", "method", "gemms"),
+    [
+        (("logprob", "entropy"), NONE, False, "values", 1),
+        (("kl",), NONE, False, "values", 2),
+        (("logprob", "logsumexp", "self_certainty"), FROZEN, False, "fold-basis", 2),
+        (("entropy",), FROZEN, False, "fold-basis", 3),
+        (("kl",), FROZEN, False, "fold-basis", 4),
+        (("entropy", "sum_sq_prob"), FROZEN, False, "recompute", 3),
+        (("logprob", "entropy"), TRAINED, False, "recompute", 4),
+        (("logprob", "kl"), TRAINED, False, "recompute", 6),
+        (("logprob", "entropy", "kl"), TRAINED, True, "in-forward", 4),
+        (("logprob",), TRAINED, True, "in-forward", 3),
+        (("logprob", "entropy"), FROZEN, True, "in-forward", 2),
+        (("rank",), TRAINED, False, "values", 1),
+    ],
+)
+def test_prices(want, grads, loss, method, gemms):
+    price = price_of(want, loss=loss, **grads)
+    assert (price.method, price.gemms) == (method, gemms)
+
+
+def test_softcapped_mean_logit_is_recomputed():
+    assert price_of(("mean_logit",), softcap=False, **FROZEN).method == "fold-basis"
+    assert price_of(("mean_logit",), softcap=True, **FROZEN).method == "recompute"
+
+
+@given(
+    n=st.integers(0, 300_000),
+    v=st.integers(1, 300_000),
+    budget=st.integers(1, 1 << 30),
+    device=st.sampled_from(["cpu", "cuda"]),
+    heads=st.integers(1, 2),
+    whole=st.booleans(),
+)
+def test_slices_keep_to_the_budget(n, v, budget, device, heads, whole):
+    got = slices_of(n, v, budget=budget, device=device, heads=heads, whole=whole)
+    assert 1 <= got.tokens <= max(n, 1)
+    assert 1 <= got.width <= v
+    least = 4 * (heads * v + 2 * got.width) if whole else 4 * 64 * (2 + heads)  # one row at the least
+    assert got.nbytes <= max(budget, least)
+
+
+def test_the_figures_that_the_project_starts_from():
+    tokens, vocab = 131_072, 151_936
+    assert logits_bytes(tokens, vocab, 2) / GIB == pytest.approx(37.09, abs=0.01)
+    assert dense_loss_bytes(tokens, vocab, 2) / GIB == pytest.approx(37.09 * 5, abs=0.05)
+    assert gemm_flop(4096, 4096, 128_256) == 2 * 4096 * 4096 * 128_256
+    assert slices_of(tokens, vocab, budget=256 * MIB, device="cpu").nbytes <= 256 * MIB

@@ -1,0 +1,142 @@
+"""Folds of parts of a vocabulary merge, in any order, to the fold of the whole."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from logitless.algebra.fold import Fold, finish, merge, rebase, single, total_names
+from logitless.algebra.stats import STATISTICS, mixture_logs, sums_of
+from logitless.vocab.autograd import stats_price
+from logitless.vocab.checks import flatten
+from logitless.vocab.engine import Needs, values
+from logitless.vocab.head import LMHead
+from logitless.vocab.problem import Problem
+
+N, V = 6, 40
+
+
+def fold_of(z, z_ref, shift):
+    """The fold of a part by its definition: every sum spelt out."""
+    m, m_ref = z.amax(1), z_ref.amax(1)
+    w, w_ref = (z - m[:, None]).exp(), (z_ref - m_ref[:, None]).exp()
+    e = z - z_ref - shift[:, None]
+    return Fold(
+        m=m,
+        rest=w.sum(1) - 1,
+        t=(w * (z - m[:, None])).sum(1),
+        r=w.square().sum(1),
+        above=(z > 0.3).sum(1),
+        m_ref=m_ref,
+        s_ref=w_ref.sum(1),
+        shift=shift,
+        a=(w * e).sum(1),
+        b=(w * torch.expm1(-e)).sum(1),
+        a_ref=(w_ref * e).sum(1),
+    )
+
+
+def logits(spread=3.0):
+    return spread * torch.randn(2, N, V, dtype=torch.float64)
+
+
+def assert_same(x: Fold, y: Fold):
+    for name, value in x.items():
+        torch.testing.assert_close(value, getattr(y, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("cuts", [(1,), (17,), (39,), (3, 4, 30), (10, 20, 30)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_parts_merge_to_the_whole(cuts, backwards):
+    z, z_ref = logits()
+    shift = torch.randn(N, dtype=torch.float64)
+    bounds = [0, *cuts, V]
+    parts = [
+        fold_of(z[:, a:b], z_ref[:, a:b], shift + i)  # every part measured from a d0 of its own
+        for i, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+    if backwards:
+        parts.reverse()
+    total = parts[0]
+    for part in parts[1:]:
+        total = merge(total, part, torch)
+    assert_same(total, fold_of(z, z_ref, parts[0].shift))
+
+
+def test_merge_is_associative():
+    z, z_ref = logits(30.0)
+    zero = torch.zeros(N, dtype=torch.float64)
+    a, b, c = (fold_of(z[:, s], z_ref[:, s], zero) for s in (slice(0, 9), slice(9, 10), slice(10, V)))
+    assert_same(merge(merge(a, b, torch), c, torch), merge(a, merge(b, c, torch), torch))
+
+
+def test_an_entry_is_a_part():
+    z, z_ref = logits()
+    shift = torch.randn(N, dtype=torch.float64)
+    others = fold_of(z[:, 1:], z_ref[:, 1:], shift)
+    one = single(z[:, 0], z_ref[:, 0], others, torch)
+    one.above = (z[:, 0] > 0.3).long()
+    assert_same(merge(others, one, torch), fold_of(z, z_ref, shift))
+
+
+def test_rebase_moves_the_origin_of_the_differences():
+    z, z_ref = logits()
+    here, there = torch.randn(2, N, dtype=torch.float64)
+    assert_same(rebase(fold_of(z, z_ref, here), there, torch), fold_of(z, z_ref, there))
+
+
+def test_totals_are_the_statistics():
+    z, z_ref = logits()
+    logp, logq = z.log_softmax(1), z_ref.log_softmax(1)
+    others = fold_of(z[:, 1:], z_ref[:, 1:], torch.randn(N, dtype=torch.float64))
+    got = finish(others, (z[:, 0], z_ref[:, 0]), torch)
+    p, q = logp.exp(), logq.exp()
+    expected = {
+        "logprob": logp[:, 0],
+        "logsumexp": z.logsumexp(1),
+        "entropy": -(p * logp).sum(1),
+        "sum_sq_prob": p.square().sum(1),
+        "kl": (p * (logp - logq)).sum(1),
+        "reverse_kl": (q * (logq - logp)).sum(1),
+        "lse_ref": z_ref.logsumexp(1),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(got, name), value, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CALLS = [
+    (want, label)
+    for want in [*((name,) for name in STATISTICS), tuple(STATISTICS)]
+    for label in (False, True)
+    if label or not any(STATISTICS[name].needs_label for name in want)
+]
+
+
+@pytest.mark.parametrize(("want", "label"), CALLS)
+def test_total_names_are_the_fields_that_a_pass_fills(want, label):
+    hidden, weight = torch.randn(5, 4), torch.randn(9, 4)
+    ref = (torch.randn(5, 4), LMHead(torch.randn(9, 4))) if any(STATISTICS[n].needs_reference for n in want) else None
+    labels = torch.arange(5) if label else None
+    spec, inputs = flatten(hidden, LMHead(weight), labels, want=want, reference=ref)
+    price = stats_price(spec, inputs, Needs(True, True, False))
+    _, saved = values(Problem.of(spec, inputs), price, save=True)
+    assert sorted(saved.totals) == sorted(total_names(sums_of(want), label))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_mixture_logs(beta):
+    d = torch.tensor([0.0, 1e-9, -1e-9, 0.3, -0.3, 20.0, -20.0, 800.0, -800.0], dtype=torch.float64)
+    log_p, log_q = mixture_logs(d, beta, torch)
+    near = d.abs() < 700
+    p_over_m = 1 / ((1 - beta) + beta * torch.exp(-d[near]))
+    torch.testing.assert_close(log_p[near], p_over_m.log(), rtol=1e-7, atol=1e-16)
+    torch.testing.assert_close(log_p - log_q, d)
+    assert log_p.isfinite().all()
+    small = torch.tensor([1e-9], dtype=torch.float64)
+    torch.testing.assert_close(mixture_logs(small, beta, torch)[0], beta * small, rtol=1e-6, atol=0)
+
+
+def test_fold_fields_default_to_absent():
+    assert [name for name, _ in Fold(m=torch.zeros(1), rest=torch.zeros(1)).items()] == ["m", "rest"]
+    assert len(dataclasses.fields(Fold)) == 11
