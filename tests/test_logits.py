@@ -182,10 +182,7 @@ def big():
 def test_memory_without_gradient():
     logits, ids = big()
     with torch.no_grad():
-        peak = {
-            m: peak_new_bytes(lambda m=m: per_token_logps(logits, ids, method=m))
-            for m in ("dense", *STREAMED)
-        }
+        peak = {m: peak_new_bytes(lambda m=m: per_token_logps(logits, ids, method=m)) for m in ("dense", *STREAMED)}
         two = peak_new_bytes(lambda: per_token_logps(logits, ids, method="chunked", chunk_size=2))
     assert B * ROW <= peak["dense"] <= B * ROW + SMALL
     assert ROW <= peak["loop"] <= 2 * ROW + SMALL  # a row is freed only after the next one exists
@@ -203,9 +200,7 @@ def test_a_loop_saves_every_row_for_backward_and_recompute_saves_none():
 
 
 @pytest.mark.usefixtures("tiny_tile")
-@pytest.mark.parametrize(
-    ("dtype", "tile_copies"), [(torch.float32, 0), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize(("dtype", "tile_copies"), [(torch.float32, 0), (torch.bfloat16, 2)], ids=["fp32", "bf16"])
 def test_backward_of_recompute_allocates_the_gradient_once(dtype, tile_copies):
     logits, ids = problem((B, L), V, dtype)
     result = per_token_logps(logits, ids, method="recompute")

@@ -38,9 +38,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 def __getattr__(name: str):
     if name not in _MODULE_OF:
-        raise AttributeError(
-            f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}"
-        )
+        raise AttributeError(f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}")
     module = import_module(_MODULE_OF[name])
     value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value

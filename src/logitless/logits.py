@@ -84,9 +84,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            raise GradientError(
-                "per_token_logps has no second derivative here: use method='dense' with create_graph"
-            )
+            raise GradientError("per_token_logps has no second derivative here: use method='dense' with create_graph")
         logits, ids, logp, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         same = grad.dtype == lse.dtype

@@ -63,9 +63,7 @@ def test_grpo_with_a_reference(rollout):
         p = z.softmax(-1)[torch.arange(len(labels)), labels]
         return clipped(z, labels, o, a, 0.2, 0.2) + 0.04 * (r.exp() / p - (r - p.log()) - 1)
 
-    assert_same(
-        lambda z, o, a, r: losses.grpo(stats_of(z, labels).logprob, o, a, r), dense, z, old, advantages, ref
-    )
+    assert_same(lambda z, o, a, r: losses.grpo(stats_of(z, labels).logprob, o, a, r), dense, z, old, advantages, ref)
 
 
 def test_the_clipped_family_differs_in_its_clip(rollout):
@@ -86,9 +84,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(rollout):
         weight = torch.clamp(p.detach() / o.exp(), 0.9, 1.3)
         return -weight * a * p.log()
 
-    assert_same(
-        lambda z, o, a: losses.cispo(stats_of(z, labels).logprob, o, a, 0.1, 0.3), dense, z, old, advantages
-    )
+    assert_same(lambda z, o, a: losses.cispo(stats_of(z, labels).logprob, o, a, 0.1, 0.3), dense, z, old, advantages)
     logprob = torch.zeros(2, requires_grad=True)
     losses.cispo(logprob, torch.tensor([-5.0, 0.0]), torch.ones(2)).sum().backward()
     assert logprob.grad.tolist() == [-5.0, -1.0]
@@ -134,9 +130,7 @@ def test_exact_kl_and_entropy_bonus():
     z_ref = torch.randn_like(z)
 
     def dense_kl(z):
-        return 0.2 * F.kl_div(
-            z_ref.log_softmax(-1), z.log_softmax(-1), reduction="none", log_target=True
-        ).sum(-1)
+        return 0.2 * F.kl_div(z_ref.log_softmax(-1), z.log_softmax(-1), reduction="none", log_target=True).sum(-1)
 
     assert_same(lambda z: losses.kl_exact(stats_of(z, labels, z_ref.to(z.dtype)).kl, 0.2), dense_kl, z)
     assert_same(

@@ -49,9 +49,7 @@ def test_dpo(pairs, smoothing):
 
 
 def test_ipo(pairs):
-    assert_same(
-        lambda *x: losses.ipo(*x, tau=0.4), lambda c, r, rc, rr: ((c - rc) - (r - rr) - 1 / 0.8) ** 2, *pairs
-    )
+    assert_same(lambda *x: losses.ipo(*x, tau=0.4), lambda c, r, rc, rr: ((c - rc) - (r - rr) - 1 / 0.8) ** 2, *pairs)
 
 
 def test_kto(pairs):

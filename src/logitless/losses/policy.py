@@ -226,6 +226,4 @@ def token_weights(
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
     if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
-        raise OptionError(
-            f"clip_low must be in [0, 1] and clip_high at least 0, got {clip_low} and {clip_high}"
-        )
+        raise OptionError(f"clip_low must be in [0, 1] and clip_high at least 0, got {clip_low} and {clip_high}")
