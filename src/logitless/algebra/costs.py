@@ -10,7 +10,7 @@ MIB = 1 << 20
 DEFAULT_BUDGET = 256 * MIB
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
-WHOLE_WIDTH = 4096  # entries at a time of rows that are kept whole
+WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..algebra.stats import STATISTICS
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
 from .problem import Inputs, Spec
@@ -165,6 +165,8 @@ def _check_temperature(
         if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
             raise OptionError(f"temperature: expected a positive number or tensor, got {temperature!r}")
         return float(temperature), None
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
     if not torch.compiler.is_compiling() and not bool((temperature > 0).all()):
         raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
     try:
