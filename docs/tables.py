@@ -1,0 +1,169 @@
+"""Figures of the docs and the README from result files: `python -m docs.tables [--check]`.
+
+Writes docs/generated/*.md and the part of README.md between its two bench markers. A result file that does not exist
+gives a line that says so. `--check` writes nothing and exits with 1 where a page is not what its results say.
+"""
+
+import argparse
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.harness import read_lines
+from bench.plot import caption, full_table, summary_table
+
+Record = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+def machine(records: list[Record]) -> str:
+    env = records[0]
+    return f"{env['cpu']}, {env['threads']} threads, torch {env['versions']['torch']}, {env['date'][:10]}."
+
+
+def grid(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def logits(records: list[Record]) -> str:
+    """Time and memory of log-probs from logits that exist, times the dense method, a table for each dtype."""
+    batch, length, vocab = records[0]["shape"]
+    found = [r for r in records[1:] if r["status"] == "ok"]
+    parts = []
+    for dtype in dict.fromkeys(r["dtype"] for r in found):
+        some = [r for r in found if r["dtype"] == dtype]
+        dense = next((r for r in some if r["method"] == "dense"), some[0])
+        copy = batch * length * vocab * (2 if dtype == "bf16" else 4) / 1e6
+        title = f"**{dtype} logits**, B={batch}, L={length:,}, V={vocab:,}: {copy:,.0f} MB"
+        parts.append(title + "\n\n" + grid(_LOGITS_HEAD, [_logits_row(r, dense) for r in some]))
+    return "\n\n".join([*parts, _guidance(found), f"{machine(records)} Memory is above the logits themselves."])
+
+
+_LOGITS_HEAD = [
+    "method",
+    "forward",
+    "× dense",
+    "with backward",
+    "× dense",
+    "forward peak",
+    "kept for backward",
+    "peak with backward",
+    "error (nat)",
+]
+
+
+def _logits_row(r: Record, dense: Record) -> list[str]:
+    cells = [r["method"]]
+    for key in ("forward_s_median", "step_s_median"):
+        cells += [f"{r[key]:.2f} s", f"{r[key] / dense[key]:.2f}"]
+    cells += [f"{r[key]:,.0f} MB" for key in ("forward_peak_mb", "kept_mb", "step_peak_mb")]
+    return [*cells, f"{r['value_error']:.0e}"]
+
+
+def _guidance(found: list[Record]) -> str:
+    """Which of ours was best at what, from the same records."""
+    lines = []
+    for dtype in dict.fromkeys(r["dtype"] for r in found):
+        ours = [r for r in found if r["dtype"] == dtype and not r["method"].startswith("tutorial")]
+        keys = ("forward_s_median", "step_s_median", "forward_peak_mb", "step_peak_mb")
+        best = [f"`{min(ours, key=operator.itemgetter(key))['method']}`" for key in keys]
+        lines.append(
+            f"- {dtype}: fastest without gradient {best[0]}, with backward {best[1]}; "
+            f"least memory without gradient {best[2]}, with backward {best[3]}."
+        )
+    return "\n".join(lines)
+
+
+def benchmark(records: list[Record]) -> str:
+    image = "![Time over the bare GEMMs, and peak memory](images/bench.png)\n\n" if _plot().is_file() else ""
+    return f"{image}{caption(records)}.\n\n{full_table(records)}"
+
+
+def readme(records: list[Record]) -> str:
+    image = "![Time over the bare GEMMs, and peak memory](docs/images/bench.png)\n\n" if _plot().is_file() else ""
+    return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}".strip()
+
+
+def _plot() -> Path:
+    return ROOT / "docs" / "images" / "bench.png"
+
+
+def precision(records: list[Record]) -> str:
+    """Errors against float64: the pass beside whole logits with a float32 log-softmax."""
+    of: dict[str, list[Record]] = {}
+    for r in records[1:]:
+        of.setdefault(r["kind"], []).append(r)
+    tokens, hidden, vocab = records[0]["shape"]
+    numbers = {(r["name"], r["dtype"]): r for r in of["statistic"]}
+    names = list(dict.fromkeys(r["name"] for r in of["statistic"]))
+    keys = [(dtype, key) for dtype in ("fp32", "bf16") for key in ("error", "plain_error")]
+    values = [[f"`{n}`", *(f"{numbers[n, d][k]:.0e}" for d, k in keys)] for n in names]
+    slopes = {(r["name"], r["dtype"]): r for r in of["gradient"]}
+    keys = [(dtype, key) for dtype in ("fp32", "bf16") for key in ("relative", "plain_relative")]
+    grads = [[f"gradient of {n}", *(f"{slopes[n, d][k]:.0e}" for d, k in keys)] for n in ("hidden", "weight")]
+    both = ["fp32: the pass", "fp32: whole logits", "bf16: the pass", "bf16: whole logits"]
+    sure = [
+        [f"{r['margin']:g}", *(f"{r[k]:.0e}" for k in ("loss", "relative", "plain_relative"))] for r in of["margin"]
+    ]
+    near = [[f"{r[k]:.0e}" for k in ("kl", "relative", "plain_relative", "moments_relative")] for r in of["kl"]]
+    return "\n\n".join(
+        [
+            f"Largest error of a token in nats (`sum_sq_prob`: in probability), N={tokens}, H={hidden}, V={vocab:,}:",
+            grid(["statistic", *both], values),
+            "Gradients of log-prob and entropy under a random cotangent, norm of the error over norm of the gradient:",
+            grid(["", *both], grads),
+            "A sure token, float32: relative error of its loss, the label leading all others together by a margin:",
+            grid(["margin (nat)", "loss", "the pass", "`F.cross_entropy`"], sure),
+            "KL to a reference, float32: largest relative error of a token:",
+            grid(["KL (median)", "the pass", "Σ p·(log p - log q)", "two moments and two log-sum-exps"], near),
+            machine(records),
+        ]
+    )
+
+
+PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
+    "logits.md": ("logits_table.jsonl", logits),
+    "benchmark.md": ("benchmark.jsonl", benchmark),
+    "precision.md": ("precision.jsonl", precision),
+}
+
+
+def rendered(name: str, make: Callable[[list[Record]], str]) -> str:
+    path = RESULTS / name
+    if not path.is_file():
+        return f"Not measured in this version: `bench/results/{name}` does not exist yet."
+    return make(read_lines(path))
+
+
+def wanted() -> Iterator[tuple[Path, str]]:
+    """Every page that holds figures, with the text that the result files give."""
+    for page, (name, make) in PAGES.items():
+        yield ROOT / "docs" / "generated" / page, rendered(name, make) + "\n"
+    page = ROOT / "README.md"
+    text = page.read_text("utf-8")
+    before, rest = text.split(BEGIN)
+    yield page, f"{before}{BEGIN}\n{rendered('benchmark.jsonl', readme)}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page is out of date")
+    check, status = parser.parse_args(argv).check, 0
+    for page, text in wanted():
+        if page.is_file() and page.read_text("utf-8") == text:
+            continue
+        print(f"{page.relative_to(ROOT)}: {'out of date, run python -m docs.tables' if check else 'written'}")
+        status = int(check)
+        if not check:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text, "utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Every figure in the docs is what its result file gives."""
+
+import pytest
+
+from docs import tables
+
+
+def test_the_committed_pages_are_up_to_date():
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_changed_figure_is_noticed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(f"# Title\n{tables.BEGIN}\n1.00 ×\n{tables.END}\nrest\n", "utf-8")
+    assert tables.main(["--check"]) == 1
+    assert "README.md: out of date" in capsys.readouterr().out
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    assert (tmp_path / "README.md").read_text("utf-8").endswith(f"\n{tables.END}\nrest\n")
+
+
+METHODS = {"tutorial loop": (0.5, 0.9), "dense": (2.0, 4.0), "loop": (1.0, 5.0), "recompute": (1.5, 3.0)}
+
+
+@pytest.fixture
+def records():
+    env = {"cpu": "A CPU", "threads": 2, "versions": {"torch": "2.13.0"}, "date": "2026-01-31 00:00 UTC"}
+    rows = [
+        {
+            "status": "ok", "dtype": "fp32", "method": name, "forward_s_median": forward, "step_s_median": step,
+            "forward_peak_mb": 100 * forward, "kept_mb": 7.0, "step_peak_mb": 100 * step, "value_error": 1e-6,
+        }
+        for name, (forward, step) in METHODS.items()
+    ]  # fmt: skip
+    return [{**env, "shape": [8, 912, 50_000]}, *rows]
+
+
+def test_logits_table_is_relative_to_the_dense_method(records):
+    page = tables.logits(records)
+    assert "| loop | 1.00 s | 0.50 | 5.00 s | 1.25 | 100 MB | 7 MB | 500 MB | 1e-06 |" in page
+    assert "1,459 MB" in page
+    assert "fastest without gradient `loop`, with backward `recompute`" in page
+    assert "A CPU, 2 threads, torch 2.13.0, 2026-01-31." in page
