@@ -1,0 +1,196 @@
+"""From a name or a configuration to a model's shape: families, published sizes, config.json (no torch import)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .presets import PRESETS
+from .shapes import ModelShape
+
+LARGEST = 2**63 - 1  # what torch and every file format can count
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type decides without a field in its configuration."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2  # RMSNorms a layer, each of the hidden size
+    fp32_norm: bool = False  # the norm's weight multiplies in fp32, before the cast
+    window_every: int = 0  # every n-th layer attends to all tokens, the others to a window; 0: see `window`
+    defaults: dict[str, Any] = field(default_factory=dict)  # fields that published configurations leave out
+
+
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}
+_GEMMA3 = {**_GEMMA, "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+_CAPPED = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(defaults={"num_key_value_heads": 8}),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True, defaults={"head_dim": 128}),
+    "gemma": Family(fp32_norm=True, defaults={"tie_word_embeddings": True, "head_dim": 256}),
+    "gemma2": Family(norms=4, fp32_norm=True, window_every=2, defaults={**_GEMMA, **_CAPPED}),
+    "gemma3_text": Family(qk_norm=True, norms=4, fp32_norm=True, window_every=6, defaults=_GEMMA3),
+    "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2_moe": Family(qkv_bias=True),
+    "qwen3_moe": Family(qk_norm=True),
+    "smollm3": Family(defaults={"tie_word_embeddings": True}),
+    "granite": Family(),
+}
+
+# Published shapes beside those that `logitless train` offers, one row each:
+# family, vocabulary, hidden, layers, heads, kv heads, head width, MLP width, tied, window
+_ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, int]] = {
+    "qwen2.5-0.5b": ("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, True, 0),
+    "qwen2.5-1.5b": ("qwen2", 151_936, 1536, 28, 12, 2, 128, 8960, True, 0),
+    "qwen2.5-3b": ("qwen2", 151_936, 2048, 36, 16, 2, 128, 11_008, True, 0),
+    "qwen2.5-7b": ("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, False, 0),
+    "llama-3.1-8b": ("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, False, 0),
+    "gemma-2-2b": ("gemma2", 256_000, 2304, 26, 8, 4, 256, 9216, True, 4096),
+    "gemma-2-9b": ("gemma2", 256_000, 3584, 42, 16, 8, 256, 14_336, True, 4096),
+    "gemma-3-270m": ("gemma3_text", 262_144, 640, 18, 4, 1, 256, 2048, True, 512),
+    "gemma-3-1b": ("gemma3_text", 262_144, 1152, 26, 4, 1, 256, 6912, True, 512),
+    "gemma-3-4b": ("gemma3_text", 262_208, 2560, 34, 8, 4, 256, 10_240, True, 1024),
+    "mistral-7b": ("mistral", 32_768, 4096, 32, 32, 8, 128, 14_336, False, 0),
+}
+_ROW_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "tie_word_embeddings", "sliding_window",
+)  # fmt: skip
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    **PRESETS,
+    **{name: dict(zip(_ROW_FIELDS, row, strict=True)) for name, row in _ROWS.items()},
+}
+ALIASES = {"4b": "qwen3-4b", "llama-3-8b": "llama-3.1-8b"}  # Llama 3 and 3.1 differ in positions only
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a preset, a config.json, a model directory or an id in the local Hugging Face cache.
+
+    Raises ConfigError, naming the nearest presets or the missing key.
+    """
+    known = ALIASES.get(name.lower(), name.lower())
+    if known in CONFIGS:
+        return from_config(CONFIGS[known], known)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return from_config(_read(path), name)
+    if path.suffix == ".json" or path.name == "config.json":
+        raise ConfigError(f"model {name}: there is no such file")
+    if name.count("/") == 1:
+        return from_config(_read(_cached(name)), name)
+    near = get_close_matches(known, [*CONFIGS, *ALIASES], n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}" if near else f"presets are {', '.join([*CONFIGS, *ALIASES])}"
+    raise ConfigError(f"unknown model {name!r}: {hint}; or give a config.json or a model id (owner/name) in the cache")
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        raise ConfigError(f"model {name!r}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, str):
+        near = get_close_matches(name.split("/")[1].lower(), CONFIGS, n=1, cutoff=0.6)
+        hint = f"; its shape may be the preset {near[0]}" if near else ""
+        raise ConfigError(f"model {name} is not in the local cache: download it, or give its config.json{hint}")
+    return Path(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a readable JSON file ({' '.join(str(error).split())})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected a table of configuration fields, got {type(config).__name__}")
+    return config
+
+
+def from_config(config: dict[str, Any], name: str) -> ModelShape:
+    """The shape that a transformers configuration describes; of a multimodal one, its text part."""
+    config = config.get("text_config") or config
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"model {name}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    c = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    missing = [key for key in REQUIRED if key not in c]
+    if missing:
+        raise ConfigError(f"model {name}: its configuration has no {missing[0]}; add it")
+    sizes = {key: _size(c, key, name) for key in REQUIRED}
+    heads = sizes["num_attention_heads"]
+    layers = sizes["num_hidden_layers"]
+    window, windowed = _windows(c, family, layers)
+    bias = bool(c.get("attention_bias"))
+    return ModelShape(
+        name=name,
+        vocab=sizes["vocab_size"],
+        hidden=sizes["hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=_size(c, "num_key_value_heads", name, heads),
+        head_dim=_size(c, "head_dim", name, max(1, sizes["hidden_size"] // heads)),
+        mlp=sizes["intermediate_size"],
+        tied=bool(c.get("tie_word_embeddings", False)),
+        norms=family.norms,
+        qk_norm=family.qk_norm,
+        fp32_norm=family.fp32_norm,
+        qkv_bias=bool(c.get("qkv_bias", family.qkv_bias)) or bias,
+        out_bias=bias,
+        mlp_bias=bool(c.get("mlp_bias")),
+        softcap=bool(c.get("final_logit_softcapping")),
+        attention_softcap=bool(c.get("attn_logit_softcapping")),
+        window=window,
+        windowed_layers=windowed,
+        **_experts(c, name, layers),
+    )
+
+
+def _size(config: dict[str, Any], key: str, name: str, default: int = 0) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+        raise ConfigError(f"model {name}: {key} must be a whole number of 1 to 2^63-1, got {value!r}")
+    return value
+
+
+def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
+    """(tokens of a window, number of layers that have one)."""
+    window = c.get("sliding_window") or 0
+    if not window or c.get("use_sliding_window") is False:
+        return 0, 0
+    if "layer_types" in c:
+        return window, sum(kind == "sliding_attention" for kind in c["layer_types"][:layers])
+    every = c.get("sliding_window_pattern") or family.window_every
+    if every:
+        return window, layers - layers // every
+    return (window, layers) if c.get("model_type") in ("mistral", "mixtral") else (0, 0)
+
+
+def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, int]:
+    key = next((key for key in ("num_local_experts", "num_experts") if c.get(key)), None)
+    if key is None:
+        return {}
+    step, plain = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
+    routed = [i for i in range(layers) if (i + 1) % step == 0 and i not in plain] if layers < 1 << 20 else []
+    own = "moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"
+    return {
+        "moe_layers": len(routed),
+        "experts": _size(c, key, name),
+        "active_experts": _size(c, "num_experts_per_tok", name),
+        "expert_mlp": _size(c, own, name),
+        "shared_mlp": _size(c, "shared_expert_intermediate_size", name) if c.get("model_type") == "qwen2_moe" else 0,
+    }

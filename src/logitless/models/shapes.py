@@ -1,0 +1,114 @@
+"""The sizes of a decoder and what follows from them: exact parameter counts, cache sizes (no torch import)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; counts are exact for `transformers`' class of the same model_type."""
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # width of a dense MLP
+    tied: bool
+    norms: int = 2
+    qk_norm: bool = False
+    fp32_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    softcap: bool = False
+    attention_softcap: bool = False
+    window: int = 0  # tokens that a windowed layer attends to
+    windowed_layers: int = 0
+    moe_layers: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    expert_mlp: int = 0
+    shared_mlp: int = 0  # width of the expert that every token passes
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads together; the value heads' too."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding; of an untied head as well."""
+        return self.vocab * self.hidden
+
+    @property
+    def head(self) -> int:
+        """Parameters of a head of its own, 0 when tied."""
+        return 0 if self.tied else self.embedding
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of a dense layer's matrices, in the order q, k, v, o, gate, up, down."""
+        h, q, k, i = self.hidden, self.query, self.key, self.mlp
+        return (h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of a dense layer's matrices."""
+        return sum(a * b for a, b in self.linears)
+
+    @property
+    def layer_vectors(self) -> int:
+        """Parameters of a layer's norms and attention biases."""
+        bias = self.qkv_bias * (self.query + 2 * self.key) + self.out_bias * self.hidden
+        return self.norms * self.hidden + self.qk_norm * 2 * self.head_dim + bias
+
+    @property
+    def dense_layer(self) -> int:
+        """Parameters of a layer with one MLP."""
+        return self.layer_matrices + self.layer_vectors + self.mlp_bias * (2 * self.mlp + self.hidden)
+
+    @property
+    def moe_layer(self) -> int:
+        """Parameters of a mixture-of-experts layer."""
+        h = self.hidden
+        shared = 3 * h * self.shared_mlp + h if self.shared_mlp else 0
+        experts = self.experts * (h + 3 * h * self.expert_mlp) + shared
+        return sum(a * b for a, b in self.linears[:4]) + self.layer_vectors + experts
+
+    @property
+    def body(self) -> int:
+        """Parameters of the layers and the last norm."""
+        return (self.layers - self.moe_layers) * self.dense_layer + self.moe_layers * self.moe_layer + self.hidden
+
+    @property
+    def vectors(self) -> int:
+        """Parameters of norms and biases, which tensor parallelism keeps whole."""
+        return self.layers * self.layer_vectors + self.hidden
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest layer, what a sharded model gathers at a time."""
+        return max(self.dense_layer, self.moe_layer if self.moe_layers else 0)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.embedding + self.head + self.body
+
+    def lora(self, rank: int) -> int:
+        """Parameters of rank-r adapters on every linear layer but the head, without experts."""
+        return self.layers * sum(rank * (a + b) for a, b in self.linears)
+
+    def kv_tokens(self, length: int) -> int:
+        """Tokens in a sequence's key-value cache, summed over the layers; windowed layers keep their window."""
+        windowed = self.windowed_layers
+        return (self.layers - windowed) * length + windowed * min(length, self.window or length)
