@@ -149,7 +149,7 @@ def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: 
 def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        hint = "; probability targets are not supported: see losses.sparse_soft_targets" if name == "labels" else ""
+        hint = "; probability targets are not supported: see losses.soft_targets" if name == "labels" else ""
         raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")
     if tuple(ids.shape) != shape:
         raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {tuple(ids.shape)}")
