@@ -1,0 +1,18 @@
+"""The docs build fails on a public name without an entry, and lists the decisions that exist."""
+
+from docs import hooks
+
+
+def test_a_name_without_an_entry_is_found():
+    names = hooks.public_names()
+    assert {"logitless.LMHead", "logitless.losses.dpo"} <= set(names)
+    page = "".join(f'<h3 id="{name}">' for name in names if name != "logitless.losses.dpo")
+    assert hooks.undocumented(page) == ["logitless.losses.dpo"]
+
+
+def test_decisions_are_listed_by_number(tmp_path):
+    assert "None" in hooks.decisions(tmp_path)
+    (tmp_path / "0002-b.md").write_text("# 0002: second\n\ntext\n", "utf-8")
+    (tmp_path / "0001-a.md").write_text("# 0001: first\n", "utf-8")
+    (tmp_path / "template.md").write_text("# NNNN\n", "utf-8")
+    assert hooks.decisions(tmp_path) == "- [0001: first](0001-a.md)\n- [0002: second](0002-b.md)"
