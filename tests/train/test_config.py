@@ -8,6 +8,15 @@ from logitless.errors import OptionError
 from logitless.train.config import TrainConfig, from_dict, read_file
 from logitless.train.units import format_bytes, parse_bytes
 
+TOML = """
+max-steps = 7
+learning_rate = 1e-4
+memory-budget = "64MiB"
+lora_rank = 4
+data = "x.txt"
+loss = "dense"
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "size"),
@@ -52,10 +61,7 @@ def test_values_without_a_meaning(name, value):
     ("name", "text"),
     [
         ("a.yaml", "max-steps: 7\nlearning_rate: 1e-4\nmemory-budget: 64MiB\nlora_rank: 4\ndata: x.txt\nloss: dense\n"),
-        (
-            "a.toml",
-            'max-steps = 7\nlearning_rate = 1e-4\nmemory-budget = "64MiB"\nlora_rank = 4\ndata = "x.txt"\nloss = "dense"\n',
-        ),
+        ("a.toml", TOML),
     ],
 )
 def test_files(tmp_path, name, text):

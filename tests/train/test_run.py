@@ -176,7 +176,7 @@ class TestShortRuns:
         assert not (place / "checkpoint-4").exists()
 
     def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path):
-        with pytest.raises(OptionError, match="the loss is nan at step .*lower --learning-rate"):
+        with pytest.raises(OptionError, match=r"the loss is nan at step .*lower --learning-rate"):
             run(replace(micro.config, learning_rate=1e30, output_dir=tmp_path / "nan"), QUIET)
 
 

@@ -141,7 +141,7 @@ class GentleStop(TrainerCallback):
         if self.asked or not self.stepping:
             raise KeyboardInterrupt
         self.asked = True
-        self.console.print("stopping after this step, with a checkpoint; once more stops at once", highlight=False)
+        self.console.print("stopping after this step, with a checkpoint; once more stops at once", soft_wrap=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.stepping = True

@@ -39,7 +39,7 @@ class TrainConfig:
     """Forward passes per optimiser step."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
-    max_steps: int = 60
+    max_steps: int = 48
     """Optimiser steps."""
     learning_rate: float | None = None
     """Peak of a cosine schedule. Default: 2e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""

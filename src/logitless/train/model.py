@@ -116,7 +116,9 @@ def build(config: TrainConfig, source: ModelSource) -> Any:
                 source.weights, dtype=config.dtype, use_safetensors=True, trust_remote_code=False
             )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
-        raise ConfigError(f"--model {config.model}: {_line(error)}") from None
+        misfit = "mismatched" in str(error)
+        reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
+        raise ConfigError(f"--model {config.model}: {reason}") from None
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     return with_adapters(model, config.lora_rank) if config.lora_rank else model

@@ -14,6 +14,11 @@ from .units import format_bytes
 LINES = 10  # of a whole run, without a terminal
 
 
+def say(console: Console, text: str) -> None:
+    """One line as it is: not wrapped, not coloured."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 class ProgressBar(TrainerCallback):
     """Shows what `Records` last recorded; comes after it in the list of callbacks."""
 
@@ -49,7 +54,7 @@ class ProgressBar(TrainerCallback):
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step, line=line)
         elif state.global_step % self.every == 0 or state.global_step in (1, state.max_steps):
-            self.console.print(f"step {state.global_step:>5}/{state.max_steps} · {line}", highlight=False)
+            say(self.console, f"step {state.global_step:>5}/{state.max_steps} · {line}")
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -26,13 +26,13 @@ from .loss import choose, hook, logits_bytes
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
-from .progress import ProgressBar
+from .progress import ProgressBar, say
 from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, record
 from .stepcost import measure
 from .summary import SCHEMA, numbers
 from .tokenizer import TextTokenizer
 
-CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 5, 500
+CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
 WARM_UP = 0.05  # of the steps
 METRICS_FILE = "metrics.jsonl"
 
@@ -80,7 +80,7 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
 def _set_up(config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
     state, tokens = PartialState(), place / TOKENS_FILE
     if state.is_main_process and not (config.resume and tokens.exists()):
-        console.print(f"reading and tokenising {config.data or 'the standard library'} ...", highlight=False)
+        say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
         prepare(config, tokenizer, source.vocab_size, tokens)
         record(config, place)
     state.wait_for_everyone()
@@ -92,7 +92,7 @@ def _step_memory(parts: Run) -> dict[str, Any]:
     """What one step needs, streamed and dense; before training, while the memory is free. Measured once per run."""
     path = parts.place / "step_memory.json"
     if not path.exists():
-        parts.console.print("measuring one step's memory, streamed and dense ...", highlight=False)
+        say(parts.console, "measuring one step's memory, streamed and dense ...")
         write_json(path, measure(parts.config, parts.place / TOKENS_FILE))
     return json.loads(path.read_text(encoding="utf-8"))
 

@@ -33,18 +33,20 @@ def numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(summary: dict[str, Any], run: Path, console: Console) -> None:
-    """The summary as a table for people."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
-    table.title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {summary['steps']} steps"
-    table.add_column(style="dim")
-    table.add_column()
+    """The summary as a table for people, and the files that a run wrote."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
-    for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model"):
-        if (run / name).exists():
-            table.add_row("written" if name == "loss.png" else "", str(run / name))
+    files = [
+        name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
+    ]
     console.print()
+    title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {summary['steps']} steps"
+    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
+    console.print(f"in {run}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

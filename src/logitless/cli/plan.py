@@ -1,0 +1,210 @@
+"""`logitless plan`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import tyro
+
+from ..errors import OptionError
+from ..memory.fit import fit
+from ..memory.plan import both, sweep
+from ..memory.setting import Setting
+from ..models.catalog import shape_of
+from ..train.units import parse_bytes
+
+DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant, nothing is loaded.
+
+Prints what each GPU holds, phase by phase, with dense logits and without them."""
+DEFAULT_LENGTHS = {"sft": (0, 2048)}  # prompt, response
+AT_WORK = (512, 1024)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Options of `logitless plan`."""
+
+    model: str = "qwen2.5-1.5b"
+    """A preset such as qwen3-4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."""
+    algorithm: Literal["sft", "dpo", "ppo", "grpo", "intuitor", "reinforce", "grade"] = "sft"
+    """What is computed in a step, and which further models it keeps."""
+    batch_size: int = 64
+    """Prompts per optimizer step, on all GPUs together."""
+    responses_per_prompt: int = 1
+    """Responses per prompt; the group of grpo and intuitor."""
+    prompt_length: int | None = None
+    """Tokens of a prompt, which have no label. Default: 0 for sft, 512 otherwise."""
+    response_length: int | None = None
+    """Tokens of a response. Default: 2048 for sft, 1024 otherwise."""
+    context_length: int | None = None
+    """Tokens of a sequence without a prompt: instead of the two lengths."""
+    validation_length: int = 0
+    """Tokens of a response in validation; 0: no longer than in training."""
+    micro_batch: int = 0
+    """Rows of a forward pass, on each GPU (for dpo: pairs); 0: all that a GPU has."""
+    rollout_batch: int = 0
+    """Sequences generated at a time, on each GPU; 0: all that a GPU has."""
+    gpus: str = "1x80GiB"
+    """How many GPUs and the memory of one: 8x80GiB, 1x24GB."""
+    reserve: str = "2GiB"
+    """Of a GPU's memory, for the CUDA context, communication buffers and fragmentation."""
+    sharding: Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"] = "ddp"
+    """What is divided among the GPUs: nothing, optimizer state, gradients too, parameters too."""
+    tensor_parallel: int = 1
+    """GPUs that share each matrix, the vocabulary included."""
+    context_parallel: int = 1
+    """GPUs that share each sequence."""
+    optimizer: Literal["adamw-fp32", "adamw-bf16", "adamw-8bit", "sgd", "none"] = "adamw-fp32"
+    """The optimizer, with the precision of its state."""
+    master_weights: bool = True
+    """Keep an fp32 copy of bf16 weights for the optimizer."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    lora_rank: int = 0
+    """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
+    attention: Literal["flash", "eager"] = "flash"
+    """Whether the scores of attention are made whole."""
+    reference: Literal["auto", "yes", "no"] = "auto"
+    """Keep a reference model. auto: as the algorithm does; with adapters, their base model serves."""
+    critic: Literal["auto", "yes", "no"] = "auto"
+    """Keep a critic of the model's shape."""
+    reward_model: Literal["auto", "yes", "no"] = "auto"
+    """Keep a reward model of the model's shape."""
+    top_k: int = 256
+    """Entries of grade's soft tokens."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    dense_logits: Literal["all", "response"] = "all"
+    """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
+    sweep: tuple[int, ...] = ()
+    """Sequence lengths to plan as well."""
+    what_if: tuple[str, ...] = ()
+    """KEY=VALUE: plan again with this option changed; several are planned one by one."""
+    fit: bool = False
+    """Search a conservative and an aggressive setting that fit, and say why."""
+    check: bool = False
+    """Exit status 1 when the plan without logits does not fit."""
+    units: Literal["GiB", "GB"] = "GiB"
+    """GiB are 2^30 bytes, GB are 10^9."""
+    json: Path | None = None
+    """Write the plan as JSON to this file (- for standard output)."""
+    png: Path | None = None
+    """Draw the phases into this PNG."""
+
+    def setting(self) -> Setting:
+        """The planner's setting; OptionError or ConfigError for what cannot be planned."""
+        count, size = parse_gpus(self.gpus)
+        prompt, response = self._lengths()
+        same = {f.name for f in fields(Setting)} & {f.name for f in fields(self)}
+        given = {name: getattr(self, name) for name in same}
+        given |= {"model": shape_of(self.model), "gpus": count, "gpu_bytes": size}
+        given |= {"prompt_length": prompt, "response_length": response}
+        given["reserve"] = (
+            0 if re.fullmatch(r"0+\s*[A-Za-z]*", self.reserve) else parse_bytes(self.reserve, "--reserve")
+        )
+        given["memory_budget"] = parse_bytes(self.memory_budget, "--memory-budget")
+        return Setting(**given).check()
+
+    def _lengths(self) -> tuple[int, int]:
+        prompt, response = DEFAULT_LENGTHS.get(self.algorithm, AT_WORK)
+        if self.context_length is not None:
+            if self.prompt_length is not None or self.response_length is not None:
+                raise OptionError(
+                    "--context-length replaces --prompt-length and --response-length: give one or the other"
+                )
+            return 0, self.context_length
+        given = self.prompt_length, self.response_length
+        return given[0] if given[0] is not None else prompt, given[1] if given[1] is not None else response
+
+
+def parse_gpus(text: str) -> tuple[int, int]:
+    """ "8x80GiB" -> (8, bytes of one); OptionError for anything else."""
+    match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]+\s*[KMGT]i?B)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise OptionError(f"--gpus must be a number and a size with its unit, such as 8x80GiB or 1x24GB, got {text!r}")
+    return int(match[1] or 1), parse_bytes(match[2], "--gpus")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plans, prints, writes; 1 under --check when it does not fit."""
+    config = tyro.cli(PlanConfig, prog="logitless plan", description=DESCRIPTION, args=list(arguments))
+    setting = config.setting()
+    dense, logitless = both(setting)
+    lengths = sweep(setting, config.sweep)
+    changes = [(change, *both(changed(config, change).setting())) for change in config.what_if]
+    found = fit(setting) if config.fit else {}
+    from rich.console import Console
+
+    from ..memory import report
+
+    to_stdout = config.json is not None and str(config.json) == "-"
+    console = Console(stderr=to_stdout)
+    report.show(dense, logitless, console, config.units)
+    if lengths:
+        report.show_sweep(lengths, console, config.units)
+    if changes:
+        report.show_changes([("as given", dense, logitless), *changes], console, config.units)
+    report.show_fits(found, console, config.units)
+    if config.json is not None:
+        value = report.as_json(dense, logitless)
+        value["sweep"] = [_row("length", *row) for row in lengths]
+        value["what_if"] = [_row("change", *row) for row in changes]
+        value["fit"] = report.fits_json(found) or None
+        _write(config.json, json.dumps(value, indent=2))
+    if config.png is not None:
+        from ..memory.plots import draw
+
+        draw(dense, logitless, config.png, config.units)
+    return int(config.check and not logitless.fits)
+
+
+def _row(key: str, value: Any, dense: Any, logitless: Any) -> dict[str, Any]:
+    from ..memory.report import plan_json
+
+    return {key: value, "dense": plan_json(dense), "logitless": plan_json(logitless)}
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        print(text)
+        return
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"cannot write --json {path}: {error.strerror}") from None
+
+
+def changed(config: PlanConfig, change: str) -> PlanConfig:
+    """The options with one KEY=VALUE of --what-if; OptionError names the nearest keys."""
+    key, equals, value = change.partition("=")
+    name = key.strip().lstrip("-").replace("-", "_")
+    hints = get_type_hints(PlanConfig)
+    keys = [f.name for f in fields(Setting) if f.name in hints] + ["context_length"]
+    if not equals or name not in keys:
+        near = get_close_matches(name, keys, n=3, cutoff=0.4) or keys
+        options = ", ".join(k.replace("_", "-") for k in near)
+        raise OptionError(f"--what-if {change!r} must be KEY=VALUE with a KEY such as {options}")
+    return replace(config, **{name: _coerce(value.strip(), hints[name], change)})
+
+
+def _coerce(text: str, kind: Any, change: str) -> Any:
+    options = get_args(kind)
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return text.lower() in ("true", "yes", "on", "1")
+        raise OptionError(f"--what-if {change!r}: expected true or false")
+    if options and int not in options:
+        if text in options:
+            return text
+        raise OptionError(f"--what-if {change!r}: expected one of {', '.join(options)}")
+    if not re.fullmatch(r"-?\d{1,30}", text):
+        raise OptionError(f"--what-if {change!r}: expected a whole number")
+    return int(text)

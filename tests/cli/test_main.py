@@ -1,0 +1,67 @@
+"""Commands, help and exit statuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from logitless.cli.main import COMMANDS, main
+from logitless.train.rundir import Interrupted, OutOfSpace
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert main([]) == 2
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("logitless ")
+
+
+def test_an_unknown_command(capsys):
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_imports_no_torch(command):
+    code = (
+        "import sys\nfrom logitless.cli.main import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"logitless {command}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (Interrupted("logitless train --resume x goes on from step 3"), 130, "interrupted; logitless train --resume x"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OutOfSpace("no space left at x"), 2, "logitless: no space left at x"),
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "train needs peft: pip install"),
+    ],
+)
+def test_errors_are_one_line(monkeypatch, capsys, error, status, line):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr("logitless.cli.train.main", fail)
+    assert main(["train"]) == status
+    err = capsys.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_defect_is_not_hidden(monkeypatch):
+    def fail(arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("logitless.cli.train.main", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["train"])

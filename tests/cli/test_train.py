@@ -1,0 +1,134 @@
+"""`logitless train` from its command line: options, the summary, and one line for bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from logitless.cli.main import main
+from logitless.cli.train import parse
+from logitless.train.config import TrainConfig
+
+
+def arguments(micro, place: Path, *more: object) -> list[str]:
+    fixed = ["train", "--model", micro.model, "--data", micro.data, "--context-length", 32, "--max-steps", 4]
+    return [str(x) for x in (*fixed, "--learning-rate", 1e-2, "--device", "cpu", "--output-dir", place, *more)]
+
+
+def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
+    given = (
+        "--model small --data d --context-length 64 --batch-size 3 --gradient-accumulation-steps 2 "
+        "--gradient-checkpointing --max-steps 9 --learning-rate 1e-3 --lora-rank 4 --loss dense --memory-budget 1GiB "
+        "--seed 5 --dtype bfloat16 --device cpu --output-dir o --json j"
+    )
+    assert parse(given.split()) == TrainConfig(
+        "small", "d", 64, 3, 2, True, 9, 1e-3, 4, "dense", "1GiB", 5, "bfloat16", "cpu", Path("o"), None, Path("j")
+    )
+
+
+def test_the_command_line_overrides_a_file(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text("max_steps = 7\nbatch_size = 3\n")
+    config = parse(["--config", str(path), "--max-steps", "8"])
+    assert (config.max_steps, config.batch_size, config.context_length) == (8, 3, TrainConfig().context_length)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_run_and_its_summary(micro, tmp_path, capsys):
+    place = tmp_path / "run"
+    assert main(arguments(micro, place, "--json", tmp_path / "summary.json")) == 0
+    out, err = capsys.readouterr()
+    for shown in ("training loss", "held-out loss", "tokens/s", "peak memory", "one step, dense", "loss.png"):
+        assert shown in out
+    assert "step     1/4" in err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["schema"] == 1
+    assert summary["loss"] == {
+        "asked": "auto",
+        "method": "dense",
+        "logits_bytes": 2 * 32 * 259 * 4,
+        "memory_budget_bytes": 2**28,
+    }
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_json_on_standard_output_stands_alone(micro, tmp_path, capsys):
+    assert main(arguments(micro, tmp_path / "run", "--memory-budget", "16KiB", "--json", "-")) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["loss"]["method"] == "chunked"  # auto, above the budget
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def bad_model(name: str, text: str):
+    return lambda micro, tmp: ["--model", write(tmp / "model" / name, text)]
+
+
+def mismatched_weights(micro, tmp: Path) -> list[object]:
+    """A directory whose weights have another width than its configuration says."""
+    import torch
+
+    place = tmp / "model"
+    place.mkdir()
+    for path in micro.model.parent.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    save_file({"model.norm.weight": torch.ones(31)}, place / "model.safetensors", metadata={"format": "pt"})
+    return ["--model", place]
+
+
+BAD = {
+    "unknown preset": (lambda m, t: ["--model", "tinny"], "unknown model 'tinny': did you mean tiny"),
+    "no such directory": (lambda m, t: ["--model", t / "none"], "unknown model"),
+    "config without a type": (bad_model("config.json", "{}"), "expected a transformers configuration"),
+    "config that is not JSON": (bad_model("config.json", "{"), "not a readable JSON file"),
+    "config of an unknown type": (bad_model("config.json", '{"model_type": "zzz"}'), "zzz"),
+    "config with code": (
+        bad_model("config.json", '{"model_type": "qwen3", "auto_map": {"AutoModelForCausalLM": "x.Y"}}'),
+        "never run",
+    ),
+    "config with a small vocabulary": (
+        bad_model("config.json", '{"model_type": "qwen3", "vocab_size": 100}'),
+        "the tokenizer has 131,072 entries, the model's vocabulary only 100",
+    ),
+    "weights of another shape": (mismatched_weights, "its weights have other shapes"),
+    "no such data": (lambda m, t: ["--data", t / "none"], "no such file"),
+    "empty data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "")], "no text in it"),
+    "binary data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "a\0b")], "not UTF-8 text"),
+    "short data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "short")], "6 tokens, two sequences"),
+    "long context": (lambda m, t: ["--context-length", 128], "positions up to 64"),
+    "no budget": (lambda m, t: ["--memory-budget", "much"], "--memory-budget must be a size"),
+    "no such config": (lambda m, t: ["--config", t / "none.yaml"], "cannot read --config"),
+    "no run to resume": (lambda m, t: ["--resume", t], "no run in this directory"),
+    "output in a file": (lambda m, t: ["--output-dir", write(t / "data" / "file", "")], "--output-dir"),
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_line(micro, tmp_path, capsys, what):
+    change, message = BAD[what]
+    status = main(arguments(micro, tmp_path / "run", *change(micro, tmp_path)))
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("...")]
+    assert status == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("logitless: ")
+    assert message in lines[0]
+
+
+def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasured):
+    place = tmp_path / "run"
+    assert main(arguments(micro, place, "--data", write(tmp_path / "d" / "a.txt", "short"))) == 2
+    assert main(arguments(micro, place)) == 0
+
+
+@pytest.mark.parametrize("given", [["--max-steps", "many"], ["--los", "dense"], ["--loss", "fast"]])
+def test_options_that_cannot_be_read(given, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *given])
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

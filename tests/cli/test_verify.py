@@ -1,0 +1,68 @@
+"""`logitless verify`: its table, and that it can fail."""
+
+import json
+
+import pytest
+import torch
+
+from logitless.cli.main import main
+from logitless.train import verify
+
+SMALL = ["--vocab-size", "1000"]
+
+
+def test_the_default_lengths_and_threshold(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "checks", lambda *_: [verify.Check("value", 0.0, 1e-6)])
+    assert main(["verify", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == 1
+    assert report["vocab_size"] == 151_936
+    assert [(c["length"], round(c["logits_bytes"] / 2**30, 2), c["method"]) for c in report["choices"]] == [
+        (4096, 1.16, "dense"),
+        (40_000, 11.32, "chunked"),
+        (131_072, 37.09, "chunked"),
+    ]
+
+
+def test_equal_losses_pass(capsys):
+    assert main(["verify", *SMALL, "--sequence-lengths", "8", "100000", "--threshold", "100MB"]) == 0
+    out = capsys.readouterr().out
+    assert "value and gradients agree" in out
+    assert out.count("equal") == 12
+    assert "dense" in out
+    assert "chunked" in out
+
+
+@pytest.mark.parametrize("part", ["value", "gradient", "nan"])
+def test_different_losses_fail(monkeypatch, capsys, part):
+    right = verify.linear_cross_entropy
+
+    def wrong(hidden, head, labels, **options):
+        if part == "gradient":
+            hidden = hidden + 1e-4 * (hidden - hidden.detach())  # the value stays, the gradient is 1e-4 off
+        loss = right(hidden, head, labels, **options)
+        return loss * (float("nan") if part == "nan" else 1 + 1e-5 if part == "value" else 1)
+
+    monkeypatch.setattr(verify, "linear_cross_entropy", wrong)
+    assert main(["verify", *SMALL]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_the_check_fits_for_any_vocabulary():
+    for vocab in (2, 1000, 151_936, 10**7):
+        assert 2 <= verify.check_size(vocab) <= verify.TOKENS
+        assert verify.check_size(vocab) * vocab * 8 <= verify.DENSE_BYTES
+    assert all(check.holds for check in verify.checks(7, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--threshold", "lots"], "--threshold must be a size"),
+        (["--vocab-size", "1"], "--vocab-size must be at least 2"),
+        (["--sequence-lengths", "0"], "--sequence-lengths must be at least 2"),
+    ],
+)
+def test_bad_options(given, message, capsys):
+    assert main(["verify", *given]) == 2
+    assert message in capsys.readouterr().err
