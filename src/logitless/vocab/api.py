@@ -39,7 +39,7 @@ def token_stats(
 ) -> TokenStats:
     """Any per-token statistics of the head's distribution, in one pass over the vocabulary, without its logits.
 
-    Dense equivalent::
+    Dense equivalent:
 
         z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
         logp = z.log_softmax(-1)
@@ -82,7 +82,7 @@ def token_loss(
 ) -> Tensor:
     """A loss that is a function of each token's statistics, with its gradient formed in the forward pass: 3 GEMMs.
 
-    Dense equivalent::
+    Dense equivalent:
 
         stats = token_stats(hidden, head, labels, **options)
         loss_fn(stats, *inputs)[labels != ignore_index].mean()
@@ -122,7 +122,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of the head's logits with integer labels, loss and gradients in 3 GEMMs.
 
-    Dense equivalent::
+    Dense equivalent:
 
         z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
         F.cross_entropy(z, labels, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()

@@ -14,7 +14,7 @@ from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeErr
 class LMHead:
     """A language-model head: z = softcap(scale · (h · Wᵀ + b)) over the first `vocab_size` rows of W.
 
-    Dense equivalent::
+    Dense equivalent:
 
         z = scale * F.linear(hidden, weight[:vocab_size], bias[:vocab_size])
         z = softcap * torch.tanh(z / softcap) if softcap else z

@@ -1,0 +1,211 @@
+"""The pass under the tools that people train with: compile, autocast, checkpointing, accumulation, DDP."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+
+V, H = 61, 16
+
+
+class Model(nn.Module):
+    """A body, a head, and what users compute from them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.body = nn.Linear(H, H)
+        self.lm_head = nn.Linear(H, V)
+
+    def forward(self, x, labels):
+        hidden, head = torch.tanh(self.body(x)), ll.LMHead.of(self.lm_head)
+        if self.what == "cross_entropy":
+            return ll.linear_cross_entropy(hidden, head, labels, label_smoothing=0.1, z_loss=1e-2)
+        if self.what == "token_loss":
+            loss = ll.token_loss(
+                lambda s: -s.logprob - 0.1 * s.entropy, hidden, head, labels, want=("logprob", "entropy")
+            )
+            return loss * 2
+        stats = ll.token_stats(hidden, head, labels, want=("logprob", "entropy", "max_logit", "rank"), top_k=2)
+        return (stats.logprob * 2 - stats.entropy).mean() + stats.top_k_logits.sum() + stats.max_logit.mean()
+
+
+def model(what, dtype=torch.float32):
+    torch.manual_seed(1)
+    return Model(what).to(dtype)
+
+
+def batch(n=13):
+    torch.manual_seed(2)
+    labels = torch.randint(V, (n,))
+    labels[1] = -100
+    return torch.randn(n, H), labels
+
+
+def grads(module, loss):
+    return torch.autograd.grad(loss, list(module.parameters()))
+
+
+def assert_same(got, expected, tolerance=1e-6):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("what", ["cross_entropy", "token_stats"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiles_without_a_graph_break(what, frozen):
+    module = model(what)
+    module.lm_head.requires_grad_(not frozen)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    trained = [p for p in module.parameters() if p.requires_grad]
+    loss, expected = compiled(*batch()), module(*batch())
+    torch.testing.assert_close(loss, expected)
+    assert_same(torch.autograd.grad(loss * 3, trained), torch.autograd.grad(expected * 3, trained))
+
+
+@pytest.mark.compiled
+def test_compiles_with_every_option():
+    hidden, labels = batch()
+    weight, ref = torch.randn(V, H, requires_grad=True), torch.randn(V, H)
+    want = ("logprob", "self_certainty", "kl", "reverse_kl", "jsd", "sum_sq_prob")
+    ids = torch.randint(V, (13, 3))
+
+    def run(hidden, weight, temperature):
+        stats = ll.token_stats(
+            *(hidden, ll.LMHead(weight, softcap=5.0, scale=1.5, vocab_size=50), labels.clamp(max=49)),
+            want=want,
+            temperature=temperature,
+            candidates=ids.clamp(max=49),
+            reference=(hidden.detach() + 1, ll.LMHead(ref, vocab_size=50)),
+        )
+        return sum(getattr(stats, name).sum() for name in want) + stats.candidate_logits.sum()
+
+    hidden = hidden.requires_grad_()
+    for temperature in (0.7, torch.rand(13) + 0.5):
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(hidden, weight, temperature)
+        expected = run(hidden, weight, temperature)
+        torch.testing.assert_close(compiled, expected)
+        assert_same(
+            torch.autograd.grad(compiled, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), 1e-5
+        )
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its input
+def test_token_loss_breaks_the_graph_once():
+    module = model("token_loss")
+    found = torch._dynamo.explain(module)(*batch())
+    assert found.graph_break_count == 1
+    loss, expected = torch.compile(module, backend="aot_eager")(*batch()), module(*batch())
+    torch.testing.assert_close(loss, expected)
+    assert_same(grads(module, loss), grads(module, expected))
+
+
+@pytest.mark.parametrize("what", ["cross_entropy", "token_stats", "token_loss"])
+def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_numbers(what):
+    module = model(what)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = torch.tanh(module.body(batch()[0]))
+        loss = module(*batch())
+    assert loss.dtype == torch.float32
+    assert all(g.dtype == torch.float32 for g in grads(module, loss))
+    rounded = model(what)
+    rounded.body = nn.Identity()
+    for p in rounded.lm_head.parameters():
+        p.data = p.data.bfloat16().float()
+    rounded.lm_head.bias.data = module.lm_head.bias.data
+    x = torch.atanh(hidden.float().clamp(-0.999, 0.999)).detach()
+    expected = rounded(x, batch()[1])
+    torch.testing.assert_close(loss, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("what", ["cross_entropy", "token_stats", "token_loss"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(what, reentrant):
+    module, (x, labels) = model(what), batch()
+    x = x.requires_grad_()
+    loss = checkpoint(module, x, labels, use_reentrant=reentrant)
+    module.zero_grad()
+    loss.backward()
+    got = [x.grad, *(p.grad for p in module.parameters())]
+    assert_same(got, torch.autograd.grad(module(x, labels), [x, *module.parameters()]))
+
+
+@pytest.mark.parametrize("what", ["cross_entropy", "token_loss"])
+def test_gradient_accumulation(what):
+    module, (x, labels) = model(what), batch(12)
+    labels[1] = 3  # micro-batches of one size
+    for part in range(3):
+        rows = slice(4 * part, 4 * part + 4)
+        (module(x[rows], labels[rows]) / 3).backward()
+    got = [p.grad for p in module.parameters()]
+    assert_same(got, grads(module, module(x, labels)))
+
+
+def test_grad_scaler():
+    module, (x, labels) = model("cross_entropy"), batch()
+    expected = grads(module, module(x, labels))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    scaler.scale(module(x, labels)).backward()
+    scaler.unscale_(optimizer)
+    assert_same([p.grad for p in module.parameters()], expected)
+
+
+@pytest.mark.parametrize("what", ["cross_entropy", "token_stats", "token_loss"])
+def test_without_gradients(what):
+    module = model(what)
+    expected = module(*batch())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            got = module(*batch())
+        assert not got.requires_grad
+        torch.testing.assert_close(got, expected.detach())
+
+
+WORKER = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    sys.path.insert(0, sys.argv[1])
+    from test_training_tools import Model, batch, model
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for what in ("cross_entropy", "token_stats", "token_loss"):
+        x, labels = batch(12)
+        labels[1] = 3
+        module = model(what)
+        wrapped = DDP(module)
+        rows = slice(6 * rank, 6 * rank + 6)
+        for _ in range(2):  # the second step uses the buckets that the first one built
+            module.zero_grad()
+            wrapped(x[rows], labels[rows]).backward()
+        got = [p.grad.clone() for p in module.parameters()]
+        alone = model(what)
+        loss = (alone(x[:6], labels[:6]) + alone(x[6:], labels[6:])) / 2
+        for a, b in zip(got, torch.autograd.grad(loss, list(alone.parameters())), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    dist.destroy_process_group()
+    print("ok", rank)
+"""
+
+
+def test_two_ranks_give_the_gradient_of_one_process(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    here = os.path.dirname(__file__)
+    done = subprocess.run([*command, here], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"ok 0", "ok 1"} <= set(done.stdout.splitlines())
