@@ -106,3 +106,26 @@ def dense_loss_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:
 def gemm_flop(n_tokens: int, hidden_size: int, vocab_size: int) -> int:
     """Flop of one product of a (tokens, hidden) and a (hidden, vocabulary) matrix."""
     return 2 * n_tokens * hidden_size * vocab_size
+
+
+def dense_parts(n_tokens: int, vocab_size: int, itemsize: int, softcap: bool = False) -> dict[str, int]:
+    """Bytes of each (tokens, vocabulary) tensor that dense cross-entropy makes, forward and backward.
+
+    The first three are alive together in the forward pass (`dense_loss_bytes`); the log-softmax and the two
+    gradients in the backward pass, and the softcap's tanh in both.
+    """
+    wide = logits_bytes(n_tokens, vocab_size, max(itemsize, 4))
+    return {
+        "logits": logits_bytes(n_tokens, vocab_size, itemsize),
+        "logits in fp32": 0 if itemsize >= 4 else wide,
+        "log-softmax": wide,
+        "gradient of the log-softmax": wide,
+        "gradient of the logits": wide,
+        "softcap's tanh": logits_bytes(n_tokens, vocab_size, itemsize) if softcap else 0,
+    }
+
+
+def weight_gradient_bytes(vocab_size: int, hidden_size: int, itemsize: int) -> tuple[int, int]:
+    """(the fp32 sum of the head's gradient, its copy in the weight's dtype)."""
+    wide = logits_bytes(hidden_size, vocab_size, max(itemsize, 4))
+    return wide, 0 if itemsize >= 4 else logits_bytes(hidden_size, vocab_size, itemsize)

@@ -45,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}")
 
 
 def _fail(message: str) -> int:

@@ -15,7 +15,7 @@ import tyro
 from ..errors import OptionError
 from ..memory.fit import fit
 from ..memory.plan import both, sweep
-from ..memory.setting import Setting
+from ..memory.setting import LARGEST, Setting
 from ..models.catalog import shape_of
 from ..train.units import parse_bytes
 
@@ -24,6 +24,7 @@ DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant,
 Prints what each GPU holds, phase by phase, with dense logits and without them."""
 DEFAULT_LENGTHS = {"sft": (0, 2048)}  # prompt, response
 AT_WORK = (512, 1024)
+LENGTHS = ("context_length", "prompt_length", "response_length")
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,18 @@ class PlanConfig:
     def setting(self) -> Setting:
         """The planner's setting; OptionError or ConfigError for what cannot be planned."""
         count, size = parse_gpus(self.gpus)
-        prompt, response = self._lengths()
+        prompt, response = self.lengths()
         same = {f.name for f in fields(Setting)} & {f.name for f in fields(self)}
         given = {name: getattr(self, name) for name in same}
         given |= {"model": shape_of(self.model), "gpus": count, "gpu_bytes": size}
         given |= {"prompt_length": prompt, "response_length": response}
-        given["reserve"] = (
-            0 if re.fullmatch(r"0+\s*[A-Za-z]*", self.reserve) else parse_bytes(self.reserve, "--reserve")
-        )
-        given["memory_budget"] = parse_bytes(self.memory_budget, "--memory-budget")
+        no_reserve = re.fullmatch(r"0+\s*[A-Za-z]*", self.reserve)
+        given["reserve"] = 0 if no_reserve else _bytes(self.reserve, "--reserve")
+        given["memory_budget"] = _bytes(self.memory_budget, "--memory-budget")
         return Setting(**given).check()
 
-    def _lengths(self) -> tuple[int, int]:
+    def lengths(self) -> tuple[int, int]:
+        """(prompt, response), in tokens."""
         prompt, response = DEFAULT_LENGTHS.get(self.algorithm, AT_WORK)
         if self.context_length is not None:
             if self.prompt_length is not None or self.response_length is not None:
@@ -123,12 +124,23 @@ class PlanConfig:
         return given[0] if given[0] is not None else prompt, given[1] if given[1] is not None else response
 
 
+def _bytes(text: str, option: str) -> int:
+    """`parse_bytes` for sizes that the planner can count."""
+    try:
+        size = parse_bytes(text, option)
+    except OverflowError:  # 1e999GiB
+        size = LARGEST + 1
+    if size > LARGEST:
+        raise OptionError(f"{option} must be less than 2^63 bytes, got {text!r}")
+    return size
+
+
 def parse_gpus(text: str) -> tuple[int, int]:
     """ "8x80GiB" -> (8, bytes of one); OptionError for anything else."""
-    match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]+\s*[KMGT]i?B)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]{1,18}\s*[KMGT]i?B)\s*", text, re.IGNORECASE)
     if match is None:
         raise OptionError(f"--gpus must be a number and a size with its unit, such as 8x80GiB or 1x24GB, got {text!r}")
-    return int(match[1] or 1), parse_bytes(match[2], "--gpus")
+    return int(match[1] or 1), _bytes(match[2], "--gpus")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -190,6 +202,10 @@ def changed(config: PlanConfig, change: str) -> PlanConfig:
         near = get_close_matches(name, keys, n=3, cutoff=0.4) or keys
         options = ", ".join(k.replace("_", "-") for k in near)
         raise OptionError(f"--what-if {change!r} must be KEY=VALUE with a KEY such as {options}")
+    if name in LENGTHS:  # both ways to give lengths, one of which may be in use
+        prompt, response = config.lengths()
+        lengths = {"prompt_length": prompt, "response_length": response}
+        config = replace(config, context_length=None, **(dict.fromkeys(lengths) if name == LENGTHS[0] else lengths))
     return replace(config, **{name: _coerce(value.strip(), hints[name], change)})
 
 

@@ -122,10 +122,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def from_config(config: dict[str, Any], name: str) -> ModelShape:
     """The shape that a transformers configuration describes; of a multimodal one, its text part."""
-    config = config.get("text_config") or config
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
     kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"model {name}: its configuration has no model_type; add it")
     if kind not in FAMILIES:
-        raise ConfigError(f"model {name}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        from .counted import counted  # transformers and torch, only for what the table above does not have
+
+        return counted(config, name)
     family = FAMILIES[kind]
     c = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     missing = [key for key in REQUIRED if key not in c]
@@ -169,13 +174,13 @@ def _size(config: dict[str, Any], key: str, name: str, default: int = 0) -> int:
 
 def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
     """(tokens of a window, number of layers that have one)."""
-    window = c.get("sliding_window") or 0
-    if not window or c.get("use_sliding_window") is False:
+    window = c.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or c.get("use_sliding_window") is False:
         return 0, 0
-    if "layer_types" in c:
+    if isinstance(c.get("layer_types"), list):
         return window, sum(kind == "sliding_attention" for kind in c["layer_types"][:layers])
     every = c.get("sliding_window_pattern") or family.window_every
-    if every:
+    if isinstance(every, int) and every > 0:
         return window, layers - layers // every
     return (window, layers) if c.get("model_type") in ("mistral", "mixtral") else (0, 0)
 
@@ -184,11 +189,11 @@ def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, int]:
     key = next((key for key in ("num_local_experts", "num_experts") if c.get(key)), None)
     if key is None:
         return {}
-    step, plain = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
-    routed = [i for i in range(layers) if (i + 1) % step == 0 and i not in plain] if layers < 1 << 20 else []
+    step = _size(c, "decoder_sparse_step", name, 1)
+    plain = {i for i in c.get("mlp_only_layers") or () if 0 <= i < layers and (i + 1) % step == 0}
     own = "moe_intermediate_size" if "moe_intermediate_size" in c else "intermediate_size"
     return {
-        "moe_layers": len(routed),
+        "moe_layers": layers // step - len(plain),
         "experts": _size(c, key, name),
         "active_experts": _size(c, "num_experts_per_tok", name),
         "expert_mlp": _size(c, own, name),

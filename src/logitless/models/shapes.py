@@ -33,6 +33,7 @@ class ModelShape:
     active_experts: int = 0
     expert_mlp: int = 0
     shared_mlp: int = 0  # width of the expert that every token passes
+    uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
 
     @property
     def query(self) -> int:
@@ -87,7 +88,8 @@ class ModelShape:
     @property
     def body(self) -> int:
         """Parameters of the layers and the last norm."""
-        return (self.layers - self.moe_layers) * self.dense_layer + self.moe_layers * self.moe_layer + self.hidden
+        layers = (self.layers - self.moe_layers) * self.dense_layer + self.moe_layers * self.moe_layer
+        return layers + self.hidden + self.uncounted
 
     @property
     def vectors(self) -> int:

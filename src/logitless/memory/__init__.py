@@ -1,0 +1,1 @@
+"""Where memory goes: arithmetic for a run that has not started."""

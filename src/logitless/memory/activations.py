@@ -1,0 +1,93 @@
+"""What a layer keeps for its backward pass, in bytes per token: bf16, as transformers' layers under autograd do.
+
+A norm keeps its input in fp32 and the normalised tensor; a matrix its input; flash attention q, k, v, its output and
+a log-sum-exp; a gated MLP four tensors of its width. A frozen weight keeps no input; PEFT's adapters keep their own
+copy of it, in fp32. Tests hold these numbers against what real layers save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..models.shapes import ModelShape
+from .setting import Setting, ceil_div
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes per token of one model's body."""
+
+    kept: int  # all layers, without checkpointing
+    layer: int  # the largest layer
+    inputs: int  # the layers' inputs, all that checkpointing keeps
+    last: int  # the last norm, its output and the rotary tables
+    forward: int  # at work in a layer, forward
+    backward: int  # gradients at work in a layer, backward
+
+    def held(self, checkpointing: bool) -> int:
+        return self.inputs if checkpointing else self.kept
+
+
+def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Activations:
+    """`frozen`: gradient flows through the model but none of its weights is trained, nor adapters."""
+    rank = 0 if frozen else setting.lora_rank
+    trained = not frozen and not rank
+    attention = _attention(shape, setting, trained, rank)
+    dense = attention + _mlp(shape, setting.tensor_parallel, trained, rank)
+    routed = attention + _experts(shape, setting.tensor_parallel, trained)
+    hidden, width = shape.hidden, ceil_div(_width(shape), setting.tensor_parallel)
+    norm = _norm(hidden, shape, trained=trained)
+    adapters = bool(rank)
+    return Activations(
+        kept=(shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed,
+        layer=max(dense, routed if shape.moe_layers else 0),
+        inputs=shape.layers * 2 * hidden,
+        last=norm + 2 * hidden + 4 * shape.head_dim,
+        forward=(10 * width + 11 * hidden) if adapters else (6 * width + 5 * hidden),
+        backward=(6 * width + 5 * hidden) if adapters else (4 * width + 5 * hidden),
+    )
+
+
+def _norm(width: int, shape: ModelShape, trained: bool, rows: int = 1) -> int:
+    """The input in fp32, its scale, and what the norm's own weight multiplies."""
+    product = (4 if shape.fp32_norm else 2) * width if trained else 0
+    return 4 * width + 4 * rows + product
+
+
+def _attention(shape: ModelShape, setting: Setting, trained: bool, rank: int) -> int:
+    parts = setting.tensor_parallel
+    hidden, query, key = shape.hidden, ceil_div(shape.query, parts), ceil_div(shape.key, min(parts, shape.kv_heads))
+    heads, kv_heads = ceil_div(shape.heads, parts), ceil_div(shape.kv_heads, parts)
+    total = shape.norms * _norm(hidden, shape, trained)
+    if shape.qk_norm:
+        total += _norm(query, shape, trained, heads) + _norm(key, shape, trained, kv_heads)
+    if setting.attention == "flash":
+        total += 4 * query + 4 * key + 4 * heads
+    else:  # keys and values repeated for every head; scores, their fp32 softmax, and the softcap's tanh
+        total += 8 * query + heads * setting.length * (8 if shape.attention_softcap else 6)
+    if trained:
+        total += 2 * hidden  # what q, k and v multiply
+    if rank:
+        total += 12 * hidden + 4 * query + 16 * rank
+    return total
+
+
+def _mlp(shape: ModelShape, parts: int, trained: bool, rank: int) -> int:
+    width = ceil_div(shape.mlp, parts)
+    total = 6 * width + (2 * width + 2 * shape.hidden if trained else 0)
+    return total + (8 * shape.hidden + 4 * width + 12 * rank if rank else 0)
+
+
+def _experts(shape: ModelShape, parts: int, trained: bool) -> int:
+    """Each token visits `active_experts`, which get a copy of it, and gives its output a weight."""
+    width, shared = ceil_div(shape.expert_mlp, parts), ceil_div(shape.shared_mlp, parts)
+    gathered = shape.active_experts * (4 * shape.hidden + 8 * width)
+    router = 12 * shape.experts
+    beside = 8 * shared + 2 * shape.hidden if shared else 0
+    return gathered + router + beside + (2 * shape.hidden if trained else 0)
+
+
+def _width(shape: ModelShape) -> int:
+    """Elements per token of the widest tensor inside a layer."""
+    routed = shape.active_experts * shape.expert_mlp + shape.shared_mlp if shape.moe_layers else 0
+    return max(shape.mlp if shape.moe_layers < shape.layers else 0, routed)
