@@ -44,6 +44,7 @@ def test_help_of_a_command_imports_no_torch(command):
         (Interrupted("logitless train --resume x goes on from step 3"), 130, "interrupted; logitless train --resume x"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OutOfSpace("no space left at x"), 2, "logitless: no space left at x"),
+        (PermissionError(13, "Permission denied", "/x.json"), 2, "logitless: /x.json: Permission denied"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "train needs peft: pip install"),
     ],
 )

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import OptionError
 from logitless.train.checkpoints import checkpoints, last_checkpoint
+from logitless.train.config import TrainConfig
 from logitless.train.data import load
 from logitless.train.files import read_lines
 from logitless.train.rundir import Interrupted, OutOfSpace, stored
@@ -29,10 +30,10 @@ def losses(place: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_lines(place / "metrics.jsonl") if "loss" in r}
 
 
-def dense_held_out_loss(place: Path) -> float:
+def dense_held_out_loss(place: Path, length: int = CONTEXT) -> float:
     """transformers' own dense loss of the saved model, per token of the held-out rows."""
     model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
-    _, rows = load(place / "tokens.npz", CONTEXT)
+    _, rows = load(place / "tokens.npz", length)
     total, count = 0.0, 0
     with torch.no_grad():
         for row in rows:
@@ -199,8 +200,8 @@ raise SystemExit(main(sys.argv[1:]))
 def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     place = tmp_path / "killed"
     options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 10]
-    options += ["--learning-rate", 1e-2, "--loss", "chunked", "--device", "cpu", "--output-dir", place]
-    command = [sys.executable, "-c", KILLED, "train", *map(str, options)]
+    options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "chunked", "--device", "cpu"]
+    command = [sys.executable, "-c", KILLED, "train", *map(str, options), "--output-dir", str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
@@ -215,6 +216,47 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     summary = json.loads((place / "summary.json").read_text())
     assert summary["held_out_loss_before"] == pytest.approx(finished[1]["held_out_loss_before"], rel=1e-5)
     assert summary["held_out_loss_after"] == pytest.approx(finished[1]["held_out_loss_after"], rel=1e-5)
+
+
+RANK = """
+import sys
+from logitless.cli.main import main
+from logitless.train import sft
+sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("chunked", "dense")}
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_are_a_larger_batch(micro, tmp_path):
+    """torchrun with two gloo ranks of one sequence each: the rows of one process with two, so the same losses."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 6]
+    options += ["--learning-rate", 1e-2, "--loss", "chunked", "--device", "cpu", "--batch-size", 1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29_611, script]
+    command = [*launch, "train", *options, "--output-dir", tmp_path / "two"]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training loss") == 1  # one summary, not one per rank
+    alone = run(replace(micro.config, max_steps=6, output_dir=tmp_path / "one"), QUIET)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert dense_held_out_loss(tmp_path / "two") == pytest.approx(alone["held_out_loss_after"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_default_run_loads_in_transformers(tmp_path):
+    """Two steps of `logitless train` without a model or data: Tekken, the standard library, both measurements."""
+    place = tmp_path / "run"
+    summary = run(TrainConfig(max_steps=2, context_length=128, batch_size=2, output_dir=place, loss="chunked"), QUIET)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    assert len(tokenizer) == summary["vocab_size"] == 131_072
+    assert dense_held_out_loss(place, 128) == pytest.approx(summary["held_out_loss_after"], rel=1e-5)
+    measured = summary["step_memory"]
+    logits = 4 * 256 * 131_072
+    assert measured["dense"]["peak_bytes"] > 2.5 * logits  # logits, log-softmax, and a gradient
+    assert measured["chunked"]["peak_bytes"] < measured["dense"]["peak_bytes"]
+    assert measured["chunked"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
 
 
 def resume(place: Path) -> dict:

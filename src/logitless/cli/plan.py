@@ -185,11 +185,8 @@ def _row(key: str, value: Any, dense: Any, logitless: Any) -> dict[str, Any]:
 def _write(path: Path, text: str) -> None:
     if str(path) == "-":
         print(text)
-        return
-    try:
+    else:
         path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"cannot write --json {path}: {error.strerror}") from None
 
 
 def changed(config: PlanConfig, change: str) -> PlanConfig:

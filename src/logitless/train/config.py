@@ -31,9 +31,9 @@ class TrainConfig:
     """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory or a hub id (owner/name)."""
     data: str | None = None
     """A text file or folder, a jsonl or parquet file, or a `datasets` directory. Default: this Python's own library."""
-    context_length: int = 512
+    context_length: int = 256
     """Tokens per sequence; documents are packed into full sequences."""
-    batch_size: int = 2
+    batch_size: int = 4
     """Sequences per forward pass and device."""
     gradient_accumulation_steps: int = 1
     """Forward passes per optimiser step."""
@@ -42,7 +42,7 @@ class TrainConfig:
     max_steps: int = 48
     """Optimiser steps."""
     learning_rate: float | None = None
-    """Peak of a cosine schedule. Default: 2e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""
+    """Peak of a cosine schedule. Default: 3e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""
     lora_rank: int = 0
     """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
     loss: Literal["auto", "dense", "chunked"] = "auto"

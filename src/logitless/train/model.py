@@ -13,7 +13,7 @@ from ..models.presets import PRESETS, preset
 from .config import TrainConfig
 from .tokenizer import TextTokenizer, pretrained, tekken
 
-FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 2e-3, 2e-5, 2e-4
+FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ from .files import write_whole
 from .units import format_bytes
 
 STREAMED, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
+SMOOTH = 5
 COLOURS = {"chunked": STREAMED, "dense": DENSE}
 NAMES = {"chunked": "streamed (logitless)", "dense": "dense logits"}
 
@@ -28,13 +30,10 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
         f"uniform guess, log {vocab_size:,}", (1, math.log(vocab_size)), (-2, 3), textcoords="offset points",
         xycoords=("axes fraction", "data"), ha="right", color=GREY, fontsize=8,
     )  # fmt: skip
-    axes.plot(
-        [r["step"] for r in steps],
-        [r["loss"] for r in steps],
-        color=STREAMED,
-        linewidth=1.5,
-        label="training",
-    )
+    at, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
+    recent = [fmean(losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(losses))]
+    axes.plot(at, losses, color=STREAMED, linewidth=1, alpha=0.35, label="training")
+    axes.plot(at, recent, color=STREAMED, linewidth=2, label=f"training, mean of {SMOOTH} steps")
     axes.plot(
         [r["step"] for r in held], [r["held_out_loss"] for r in held], "D", color=DENSE, markersize=6, label="held out",
         clip_on=False, zorder=3,
