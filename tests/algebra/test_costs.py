@@ -45,13 +45,16 @@ def test_softcapped_mean_logit_is_recomputed():
     budget=st.integers(1, 1 << 30),
     device=st.sampled_from(["cpu", "cuda"]),
     heads=st.integers(1, 2),
+    tiles=st.integers(3, 16),
+    converted=st.integers(0, 8192),
     whole=st.booleans(),
 )
-def test_slices_keep_to_the_budget(n, v, budget, device, heads, whole):
-    got = slices_of(n, v, budget=budget, device=device, heads=heads, whole=whole)
+def test_slices_keep_to_the_budget(n, v, budget, device, heads, tiles, converted, whole):
+    sizes = {"heads": heads, "tiles": tiles, "converted": converted}
+    got = slices_of(n, v, budget=budget, device=device, whole=whole, **sizes)
     assert 1 <= got.tokens <= max(n, 1)
     assert 1 <= got.width <= v
-    least = 4 * (heads * v + 2 * got.width) if whole else 4 * 64 * (2 + heads)  # one row at the least
+    least = 4 * (heads * v + (tiles + converted) * got.width) if whole else 4 * (64 * tiles + converted)  # one row
     assert got.nbytes <= max(budget, least)
 
 

@@ -66,6 +66,14 @@ class Slices:
     nbytes: int
 
 
+def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) -> int:
+    """How many (tokens, width) buffers of a slice live at once, in the fold or in its gradient."""
+    sums = sums_of(want)
+    tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
+    tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's slope
+    return tiles + 7 * ("jsd" in sums)  # logarithms of both shares of the mixture
+
+
 def slices_of(
     n_tokens: int,
     vocab_size: int,
@@ -74,22 +82,33 @@ def slices_of(
     device: str,
     itemsize: int = 4,
     heads: int = 1,
+    tiles: int = 3,
+    converted: int = 0,
     whole: bool = False,
 ) -> Slices:
-    """Slice sizes for `budget` bytes; `heads` is 2 with a reference, `whole` keeps a chunk's whole rows."""
+    """Slice sizes that keep to `budget` bytes, down to one row and 64 entries or whole rows of one token.
+
+    heads: 2 with a reference; tiles: as `tiles_of`; converted: the hidden size where a slice of W is converted to
+    another dtype; whole: a chunk's whole rows are kept.
+    """
     gpu = device != "cpu"
-    scratch = 2 + heads  # tiles: logits and two temporaries, one more logits tile for a reference
     room = max(1, budget // itemsize)
     if whole:
-        width = min(vocab_size, WHOLE_WIDTH)
-        row = heads * vocab_size + 2 * width
-        tokens = max(1, min(n_tokens, room // row, n_tokens if gpu else CPU_WHOLE_ROWS))
-        return Slices(tokens, width, itemsize * tokens * row)
-    tokens = max(1, min(n_tokens, STREAM_TOKENS["gpu" if gpu else "cpu"]))
-    tile = room // scratch if gpu else min(CPU_TILE, room // scratch)
-    tokens = min(tokens, max(1, tile // 64))
-    width = max(1, min(vocab_size, tile // tokens))
-    return Slices(tokens, width, itemsize * scratch * tokens * width)
+        width = min(vocab_size, WHOLE_WIDTH, max(1, room // (4 * (tiles + converted))))
+        row = heads * vocab_size + tiles * width
+        most = max(1, (room - converted * width) // row)
+        tokens = _even(n_tokens, most if gpu else min(most, CPU_WHOLE_ROWS))
+        return Slices(tokens, width, itemsize * (tokens * row + converted * width))
+    tile = room // tiles if gpu else min(CPU_TILE, room // tiles)
+    tokens = _even(n_tokens, min(STREAM_TOKENS["gpu" if gpu else "cpu"], max(1, tile // 64)))
+    width = max(1, min(vocab_size, tile // tokens, room // (tiles * tokens + converted)))
+    return Slices(tokens, width, itemsize * width * (tiles * tokens + converted))
+
+
+def _even(n_tokens: int, most: int) -> int:
+    """Chunks of at most `most` tokens, about equal in size."""
+    chunks = max(1, -(-n_tokens // most))
+    return max(1, -(-n_tokens // chunks))
 
 
 def logits_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:

@@ -111,7 +111,8 @@ class Totals:
     rank: Array = None
     shift: Array = None  # d0
     log_ratio: Array = None  # L = logsumexp(z') + d0 - logsumexp(z): log p - log q = e + L
-    lse_ref: Array = None
+    m_ref: Array = None  # max of the reference's logits
+    log_s_ref: Array = None  # log q = (z' - m_ref) - log_s_ref
     kl: Array = None
     reverse_kl: Array = None
     jsd: Array = None
@@ -132,7 +133,7 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
     for name, given in (("entropy", "t"), ("mean_logit", "zsum"), ("sum_sq_prob", "r"), ("rank", "above")):
         names += [name] * (given in sums)
     if "ref" in sums:
-        names += ["shift", "log_ratio", "lse_ref", "kl"] + ["reverse_kl"] * ("qe" in sums)
+        names += ["shift", "log_ratio", "m_ref", "log_s_ref", "kl"] + ["reverse_kl"] * ("qe" in sums)
     return names + ["jsd", "kl_mixture"] * ("jsd" in sums)
 
 
@@ -154,8 +155,9 @@ def finish(fold: Fold, label: tuple[Array, Array | None] | None, xp: Any) -> Tot
         out.rank = fold.above + 1
     if fold.shift is not None:
         out.shift = fold.shift
-        out.lse_ref = fold.m_ref + xp.log(fold.s_ref)
-        out.log_ratio = _log_ratio(fold.b / s, out.lse_ref + fold.shift - out.logsumexp, xp)
+        out.m_ref, out.log_s_ref = fold.m_ref, xp.log(fold.s_ref)
+        direct = (fold.m_ref - out.m + fold.shift) + (out.log_s_ref - out.log_s)
+        out.log_ratio = _log_ratio(fold.b / s, direct, xp)
         out.kl = xp.clip(fold.a / s + out.log_ratio, 0, None)
         if fold.a_ref is not None:
             out.reverse_kl = xp.clip(-fold.a_ref / fold.s_ref - out.log_ratio, 0, None)

@@ -136,5 +136,5 @@ def label_slope(c: Slope, totals: Totals, jsd_beta: float, xp: Any) -> Array:
         if "pM" in c:
             total = total + c["pM"] * times(p, mixture_logs(d, jsd_beta, xp)[0], xp)
         if "q" in c:
-            total = total + c["q"] * xp.exp(totals.label_ref - totals.lse_ref)
+            total = total + c["q"] * xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
     return total

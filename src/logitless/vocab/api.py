@@ -9,11 +9,12 @@ from typing import TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, gemm_flop, price_of, slices_of
+from ..algebra.costs import Price, Slices, gemm_flop, price_of
 from ..errors import OptionError, ShapeError
 from . import ops
 from .autograd import needs_of, stats, stats_price
 from .checks import Options, flatten
+from .engine import slices_for
 from .head import LMHead
 from .loss import LossFn, chunked_cross_entropy, chunked_loss, cross_entropy_of, cross_entropy_wants
 from .stats import TokenStats
@@ -198,15 +199,7 @@ def explain(
     else:
         price = stats_price(spec, flat, needs)
     n, itemsize = flat.hidden.shape[0], 8 if flat.hidden.dtype == torch.float64 else 4
-    slices = slices_of(
-        n,
-        head.rows,
-        budget=spec.budget,
-        device=flat.hidden.device.type,
-        itemsize=itemsize,
-        heads=1 if flat.ref_weight is None else 2,
-        whole=price.whole_rows,
-    )
+    slices = slices_for(spec, flat, n, price.whole_rows)
     gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize + needs.weight * head.weight.numel() * itemsize
     bias = head.weight.shape[0] * itemsize if needs.bias else 0
     return Explanation(

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, slices_of
+from ..algebra.costs import Price, Slices, slices_of, tiles_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
 from .backends.chunk import Chunk, Folded, Grads, Scratch
-from .backends.tiles import weight_sum
+from .backends.tiles import operand_dtype, weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
 from .problem import Inputs, Problem, Spec, compute_dtype
@@ -33,6 +33,27 @@ class Needs:
         return self.hidden or self.weight or self.bias
 
 
+def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool) -> Slices:
+    """The slice sizes that a call gets."""
+    compute, reference = compute_dtype(inputs.hidden), inputs.ref_weight is not None
+    converted = sum(
+        w.shape[1]
+        for w in (inputs.weight, inputs.ref_weight)
+        if w is not None and (w.dtype != operand_dtype(inputs.hidden, w.dtype, compute) or spec.operand)
+    )
+    return slices_of(
+        n_tokens,
+        spec.vocab_size or inputs.weight.shape[0],
+        budget=spec.budget,
+        device=inputs.hidden.device.type,
+        itemsize=compute.itemsize,
+        heads=1 + reference,
+        tiles=tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k),
+        converted=converted,
+        whole=whole,
+    )
+
+
 class Pass:
     """A problem with its slices, buffers and the head's summed rows."""
 
@@ -40,15 +61,7 @@ class Pass:
         self.problem = problem
         self.backend = load(problem.spec.backend)
         i = problem.inputs
-        self.slices: Slices = slices_of(
-            problem.n_tokens,
-            problem.head.rows,
-            budget=problem.spec.budget,
-            device=i.hidden.device.type,
-            itemsize=problem.compute.itemsize,
-            heads=1 if i.ref_weight is None else 2,
-            whole=whole,
-        )
+        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole)
         self.scratch = Scratch(problem.compute, i.hidden.device)
         self._weight_sum: Tensor | None = None
 

@@ -152,7 +152,7 @@ class _Running:
         if "p2" in out:
             out["p2"].mul_(factor * factor)
         if "q" in out:
-            out["q"].mul_(torch.exp(self.fold.m_ref - totals.lse_ref)[:, None])
+            out["q"].mul_(torch.exp((self.fold.m_ref - totals.m_ref) - totals.log_s_ref)[:, None])
         if "p" in out:
             out["p"].mul_(factor)
         return out
@@ -205,11 +205,11 @@ def second_look(chunk: Chunk, totals: Totals) -> None:
         assert tile.z_ref is not None
         d = totals.log_ratio[:, None] - chunk.gap(tile, totals.shift)
         p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
-        add(p, exp_(tile.z_ref - totals.lse_ref[:, None]), d)
+        add(p, exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None])), d)
     if chunk.label is not None:
         e = totals.label_logit - totals.label_ref - totals.shift
         d = torch.where(e.isnan(), 0.0, e) + totals.log_ratio
-        q = torch.exp(totals.label_ref - totals.lse_ref)
+        q = torch.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
         add(torch.exp(totals.logprob)[:, None], q[:, None], d[:, None])
     totals.jsd = totals.jsd.clamp_(min=0)
 
@@ -260,7 +260,8 @@ def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Slope) -> Tensor:
         terms.append((p.clone(), c["p2"]))
     dz = _weighted(terms, base).mul_(p) if terms else p.mul_(base[:, None])
     if "q" in c and tile.z_ref is not None:
-        dz.add_(exp_(tile.z_ref.sub_(totals.lse_ref[:, None])).mul_(c["q"][:, None]))
+        q = exp_(tile.z_ref.sub_(totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
+        dz.add_(q.mul_(c["q"][:, None]))
     if flat is not None:
         dz.add_(c.get("one", zero)[:, None]).mul_(flat)
     return dz
