@@ -1,0 +1,73 @@
+"""What `explain` says a call costs is what the call is measured to cost."""
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support import trace_allocations
+from tests.vocab.comparing import operands
+from tests.vocab.measuring import measure
+
+N, H, V = 64, 32, 2048
+TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
+
+
+def problem(trainable, want, dtype=torch.float32):
+    ops = operands((N,), H, V, dtype=dtype, reference="kl" in want).training(*trainable)
+    if ops.ref is not None:  # as wide as the policy, so that its product costs the same
+        ops.ref.hidden, ops.ref.weight = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype)
+    return ops
+
+
+def backward(outputs, ops):
+    if ops.leaves:
+        torch.autograd.grad(sum(x.sum() for x in outputs), list(ops.leaves.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [None, 100_000])
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
+@pytest.mark.parametrize("want", [("logprob",), ("logprob", "entropy"), ("logprob", "kl"), ("entropy", "kl")], ids=str)
+def test_flop_and_bytes(want, trainable, loss, budget, dtype, backend):
+    ops = problem(trainable, want, dtype)
+    call = (ops.hidden, ops.head, ops.labels)
+    options = {"want": want, "reference": ops.reference, "memory_budget": budget, "backend": backend}
+    said = ll.explain(*call, loss=loss, **options)
+
+    def step():
+        if loss:
+            backward([ll.token_loss(lambda s: sum(getattr(s, n) for n in want), *call, **options)], ops)
+        else:
+            stats = ll.token_stats(*call, **options)
+            backward([getattr(stats, name) for name in want], ops)
+
+    flops = measure(step).flops
+    assert abs(flops - said.flop) <= 0.03 * said.flop
+    assert said.price.gemms == pytest.approx(said.flop / (2 * N * H * V), rel=0.03)
+    assert said.backend == backend
+    if budget is not None:
+        assert said.buffer_bytes <= budget
+    predicted = said.buffer_bytes + said.kept_bytes + said.gradient_bytes
+    per_token = N * (12 * H + 256)  # hidden states and their gradient in fp32, and a few numbers
+    assert trace_allocations(step).peak <= 1.05 * predicted + per_token
+
+
+def test_it_computes_nothing(backend):
+    ops = operands((4096,), 64, 100_000, dtype=torch.float32)
+    measured = measure(lambda: ll.explain(ops.hidden, ops.head, ops.labels, backend=backend))
+    assert measured.flops == 0
+
+
+def test_one_readable_line(backend):
+    ops = problem(("hidden", "weight"), ("logprob",))
+    line = str(ll.explain(ops.hidden, ops.head, ops.labels, backend=backend))
+    assert "\n" not in line
+    for word in ("4 GEMMs", backend, "MiB", "slices"):
+        assert word in line
+
+
+def test_it_refuses_what_the_call_refuses(backend):
+    ops = operands()
+    with pytest.raises(ll.errors.OptionError, match="entropi"):
+        ll.explain(ops.hidden, ops.head, ops.labels, want=("entropi",), backend=backend)
