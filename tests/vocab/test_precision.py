@@ -8,7 +8,7 @@ import logitless as ll
 from logitless.vocab.reference import dense_cross_entropy, dense_token_stats
 from tests.vocab.comparing import Operands, assert_near, assert_near_in_norm, operands
 
-BUDGETS = [None, 20_000]
+BUDGETS = [None, 400_000]
 
 
 def stats_of(ops, want, backend, budget=None):
