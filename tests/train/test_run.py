@@ -148,7 +148,7 @@ class TestShortRuns:
         assert summary["steps"] == 6
         assert list(losses(place)) == [1, 2, 3, 4, 5, 6]
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_signal_keeps_the_work(self, micro, finished, tmp_path, monkeypatch, number):
         """Asked to stop in mid-step, a run finishes the step, saves, and resumes to the same losses."""
         place = tmp_path / "stopped"

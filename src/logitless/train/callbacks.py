@@ -120,7 +120,7 @@ def held_out_loss(model: Any, rows: PackedRows, batch_size: int, device: torch.d
 
 
 class GentleStop(TrainerCallback):
-    """Ctrl-C or SIGTERM while steps run: finish this one, save a checkpoint, stop. A second one stops at once.
+    """Ctrl-C, SIGTERM or SIGHUP while steps run: finish this one, save a checkpoint, stop. A second one stops at once.
 
     Outside the steps (measuring a loss, before anything was learned) the first one stops at once too.
     """
@@ -130,7 +130,10 @@ class GentleStop(TrainerCallback):
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> GentleStop:
-        self.previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last where there is one: a terminal that closes
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it on purpose
+                self.previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

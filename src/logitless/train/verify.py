@@ -82,7 +82,8 @@ def _compare(
     results = []
     for streamed in (True, False):
         h, w = (x.detach().clone() if streamed else x.detach().double() for x in (hidden, weight))
-        h.requires_grad_(), w.requires_grad_()
+        for operand in (h, w):
+            operand.requires_grad_()
         head = LMHead(w)
         if streamed:
             loss = linear_cross_entropy(h, head, labels, reduction=reduction, memory_budget=budget)
