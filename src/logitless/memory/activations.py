@@ -64,7 +64,7 @@ def _attention(shape: ModelShape, setting: Setting, trained: bool, rank: int) ->
     if setting.attention == "flash":
         total += 4 * query + 4 * key + 4 * heads
     else:  # keys and values repeated for every head; scores, their fp32 softmax, and the softcap's tanh
-        total += 8 * query + heads * setting.length * (8 if shape.attention_softcap else 6)
+        total += (8 if trained else 6) * query + heads * setting.length * (8 if shape.attention_softcap else 6)
     if trained:
         total += 2 * hidden  # what q, k and v multiply
     if rank:

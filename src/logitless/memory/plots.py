@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
 from .plan import Plan
 from .report import headline
 from .setting import GIB
@@ -32,7 +31,7 @@ def category(name: str) -> str:
 
 
 def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
-    """Writes the PNG; OptionError when the file cannot be written."""
+    """Writes the PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,10 +52,7 @@ def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     _legend(axes)
     FigureCanvasAgg(figure)
-    try:
-        figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise OptionError(f"cannot write --png {path}: {error.strerror}") from None
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _bars(axes: Any, plan: Plan, offset: float, size: int) -> None:

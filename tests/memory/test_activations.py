@@ -1,0 +1,136 @@
+"""Bytes per token against what real layers save for their backward pass, and a plan against a whole traced step."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.memory.activations import activations
+from logitless.memory.plan import plan
+from logitless.memory.setting import Setting
+from logitless.models.catalog import from_config
+from logitless.train.model import checkpoint_layers, with_adapters
+from tests.support import AllocationTracker, trace_allocations
+
+TOKENS = 64
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": True, "use_cache": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+FAMILIES = [
+    {"model_type": "llama"},
+    {"model_type": "mistral"},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3"},
+    {"model_type": "gemma"},
+    {"model_type": "gemma2", "attention": "eager"},
+    {"model_type": "gemma3_text"},
+    {"model_type": "smollm3"},
+    {"model_type": "granite"},
+    {"model_type": "qwen3_moe", **EXPERTS},
+    {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 128},
+]
+
+
+@pytest.fixture
+def no_mask(monkeypatch):
+    """Causal attention without a mask tensor, which these transformers build for traced inputs."""
+
+    def apply(kind: str) -> None:
+        name = kind.removesuffix("_text")
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):
+            if hasattr(module, maker):
+                monkeypatch.setattr(module, maker, lambda *args, **kwargs: None)
+
+    return apply
+
+
+def build(config: dict, layers: int, lora: int = 0, attention: str = "sdpa"):
+    fields = {**config, "num_hidden_layers": layers}
+    full = AutoConfig.for_model(fields.pop("model_type"), **fields, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(full, dtype=torch.bfloat16)
+    if lora:
+        model = with_adapters(model, lora).get_base_model()
+    return model.train()
+
+
+def saved(model) -> int:
+    """Bytes alive after the body's forward pass."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    return trace_allocations(lambda: model.model(input_ids=ids).last_hidden_state).kept
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f["model_type"])
+def test_a_layer_keeps_what_the_planner_says(family, lora, no_mask):
+    if lora and "moe" in family["model_type"]:
+        pytest.skip("adapters of experts are not planned")
+    config = {**SMALL, **family}
+    attention = config.pop("attention", "sdpa")
+    no_mask(config["model_type"])
+    one, three = (saved(build(config, layers, lora, attention)) for layers in (1, 3))
+    shape = from_config(config, "x")
+    setting = Setting(shape, response_length=TOKENS, lora_rank=lora, attention=attention.replace("sdpa", "flash"))
+    per = activations(shape, setting)
+    assert math.isclose((three - one) / 2 / TOKENS, per.layer, rel_tol=0.02)
+    if "moe" not in config["model_type"]:
+        assert math.isclose((three - one) / 2 / TOKENS, per.layer, rel_tol=0.004)
+    if not lora:  # beside the layers: the last norm, its output, the rotary tables
+        assert math.isclose((one - (three - one) / 2) / TOKENS, per.last, rel_tol=0.06)
+    assert per.kept == shape.layers * per.layer
+
+
+BACKWARDS = ("loss backward", "backward", "backward's end")
+LONG = {
+    **SMALL,
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "vocab_size": 8192,
+}
+
+
+@pytest.mark.compiled  # fake tensors hold nothing to poison
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_plan_against_a_traced_step(checkpointing, lora, no_mask):
+    """A whole forward, dense loss and backward of a model in bf16, traced without memory."""
+    tokens, layers = 16_384, 6
+    no_mask("qwen3")
+    model = build(LONG, layers, lora)
+    weights = sum(p.nbytes for p in model.parameters())
+    if checkpointing:
+        checkpoint_layers(model)
+        if lora:
+            model.enable_input_require_grads()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, AllocationTracker() as tracker:
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(fake.from_tensor(p.detach()), requires_grad=p.requires_grad))
+        tracker.live = tracker.peak = 0
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        hidden = model.model(input_ids=ids).last_hidden_state
+        logits = model.lm_head(hidden)
+        loss = model.loss_function(logits, ids, vocab_size=8192)
+        del logits  # as Trainer does
+        forward, tracker.peak = tracker.peak, tracker.live
+        loss.backward()
+        backward = tracker.peak
+    shape = from_config({**LONG, "num_hidden_layers": layers}, "x")
+    setting = Setting(
+        shape,
+        batch_size=1,
+        response_length=tokens,
+        gradient_checkpointing=checkpointing,
+        lora_rank=lora,
+        optimizer="none",
+    )
+    planned = plan(setting, "dense").peaks
+    assert math.isclose(max(planned["forward"], planned["loss"]) - weights, forward, rel_tol=0.02)
+    assert math.isclose(max(planned[p] for p in BACKWARDS) - weights, backward, rel_tol=0.03)

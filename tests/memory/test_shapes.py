@@ -1,0 +1,184 @@
+"""Model shapes against transformers' own models, built on the meta device: no weight exists."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.errors import ConfigError
+from logitless.models.catalog import ALIASES, CONFIGS, FAMILIES, REQUIRED, from_config, shape_of
+from logitless.train.model import with_adapters
+
+# The meta device knows torch.empty by identity: a poisoned one would allocate gigabytes.
+pytestmark = pytest.mark.compiled
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+VARIANTS = [
+    *({"model_type": kind} for kind in FAMILIES if "moe" not in kind and kind != "mixtral"),
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    {"model_type": "llama", "num_key_value_heads": None},
+    {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": False},
+    {"model_type": "mixtral", "num_local_experts": 4},
+    {"model_type": "qwen3_moe", **EXPERTS},
+    {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+]
+
+
+def instantiated(config: dict) -> int:
+    """Parameters of transformers' model."""
+    fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
+    if not fields.get("sliding_window"):
+        fields.pop("sliding_window", None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_presets_have_exactly_transformers_parameters(name):
+    assert shape_of(name).parameters == instantiated(CONFIGS[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{x}" for x in v.values()))
+def test_any_configuration_has_exactly_transformers_parameters(variant):
+    config = {k: v for k, v in {**SMALL, **variant}.items() if v is not None}
+    tied = config.setdefault(
+        "tie_word_embeddings", FAMILIES[config["model_type"]].defaults.get("tie_word_embeddings", False)
+    )
+    shape = from_config(config, "x")
+    assert shape.tied == tied
+    assert shape.parameters == instantiated(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # as their authors publish them
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("4b", 4_022_468_096),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3-8b", 8_030_261_248),
+        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-3-1b", 999_885_952),
+        ("mistral-7b", 7_248_023_552),
+    ],
+)
+def test_published_counts(name, parameters):
+    assert shape_of(name).parameters == parameters
+
+
+def test_4b_is_qwen3_4b():
+    shape = shape_of("4b")
+    assert ALIASES["4b"] == shape.name == "qwen3-4b"
+    assert (shape.vocab, shape.tied, shape.layers) == (151_936, True, 36)
+
+
+def test_windows_shorten_the_cache():
+    gemma = shape_of("gemma-2-2b")
+    assert (gemma.window, gemma.windowed_layers) == (4096, 13)
+    assert gemma.kv_tokens(8192) == 13 * 8192 + 13 * 4096
+    assert gemma.kv_tokens(100) == 26 * 100
+    assert shape_of("gemma-3-1b").windowed_layers == 26 - 4
+    assert shape_of("llama-3.2-1b").kv_tokens(8192) == 16 * 8192
+    listed = {**SMALL, "model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert from_config(listed, "x").windowed_layers == 1
+
+
+def test_softcaps():
+    assert shape_of("gemma-2-2b").softcap
+    assert not shape_of("gemma-3-1b").softcap
+    assert not shape_of("qwen3-4b").softcap
+
+
+def test_the_text_part_of_a_multimodal_configuration():
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    shape = from_config({"model_type": "gemma3", "vision_config": {}, "text_config": text}, "x")
+    assert shape.parameters == shape_of("gemma-3-4b").parameters
+
+
+def test_adapters_have_exactly_pefts_parameters():
+    config = {**SMALL, "model_type": "qwen3"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        adapted = with_adapters(model, 4)
+    assert from_config(config, "x").lora(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_a_family_outside_of_the_catalogue_is_counted_by_transformers(tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512}
+    config = {"model_type": "gpt_neox", **sizes, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_of(str(tmp_path))
+    assert shape.uncounted
+    assert (shape.layers, shape.hidden, shape.mlp, shape.vocab) == (2, 64, 96, 512)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_in_the_local_cache(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a: str(tmp_path / "config.json"))
+    assert shape_of("owner/name").layers == 3
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named(key):
+    config = {k: v for k, v in SMALL.items() if k != key}
+    with pytest.raises(ConfigError, match=f"has no {key}; add it"):
+        from_config({**config, "model_type": "llama"}, "x")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**63, 1.5, "32", True])
+def test_a_size_without_a_meaning_is_named(value):
+    with pytest.raises(ConfigError, match="hidden_size must be a whole number of 1 to 2"):
+        from_config({**SMALL, "model_type": "llama", "hidden_size": value}, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3-5b", "did you mean qwen3-"),
+        ("Qwen2.5-1.5", "did you mean qwen2.5-1.5b"),
+        ("zzzzzz", "presets are tiny"),
+        (
+            "nobody/qwen3-4b",
+            "not in the local cache: .* its shape may be the preset qwen3-4b",
+        ),
+        ("no-such-file.json", "there is no such file"),
+        ("no body/model", "Repo id must"),
+    ],
+)
+def test_unknown_models(name, message, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=message) as caught:
+        shape_of(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a readable JSON file"),
+        ("[1]", "expected a table"),
+        ("{}", "has no model_type; add it"),
+        ('{"model_type": "lama"}', "knows no model_type 'lama'; did you mean llama"),
+        ('{"model_type": "x", "auto_map": {}}', "which is never run"),
+        ('{"model_type": "bert", "hidden_size": -3}', "model "),
+    ],
+)
+def test_unreadable_configurations(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        shape_of(str(path))
+    assert "\n" not in str(caught.value)
