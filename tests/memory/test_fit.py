@@ -1,0 +1,140 @@
+"""The search: what it finds fits, nothing better would, and its reasons and command lines are true."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+
+from logitless.memory.fit import LADDER, fit
+from logitless.memory.flags import flags, logitless_train, trl
+from logitless.memory.plan import plan
+from logitless.memory.setting import GIB, Setting
+from logitless.models.catalog import shape_of
+
+INTUITOR = Setting(
+    shape_of("qwen2.5-1.5b"),
+    "intuitor",
+    batch_size=64,
+    responses_per_prompt=8,
+    prompt_length=2048,
+    response_length=4096,
+    gpus=8,
+)
+LONG = Setting(shape_of("4b"), batch_size=8, response_length=131_072, gpus=2)
+SMALL_GPU = Setting(shape_of("gemma-2-2b"), gpu_bytes=24 * GIB)
+WISHES = {"intuitor": INTUITOR, "long": LONG, "24 GiB": SMALL_GPU}
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_what_is_found_fits(wish):
+    found = fit(wish)
+    assert list(found) == ["conservative", "aggressive"]
+    for name, part in (("conservative", 0.2), ("aggressive", 0.02)):
+        result = found[name]
+        assert result is not None
+        assert result.plan.fits
+        assert result.plan.peak <= result.allowed == pytest.approx(wish.gpu_bytes * (1 - part) - wish.reserve)
+        assert result.plan.setting.batch_size <= wish.batch_size
+        assert result.plan.setting.response_length <= wish.response_length
+    assert found["aggressive"].plan.setting.tokens_per_step >= found["conservative"].plan.setting.tokens_per_step
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_nothing_cheaper_would_fit(wish):
+    """One step back on any knob, with the others where they are, does not fit."""
+    for result in fit(wish).values():
+        s = result.plan.setting
+        back = []
+        if s.gradient_checkpointing:
+            back.append({"gradient_checkpointing": False})
+        if s.lora_rank and not wish.lora_rank:
+            back.append({"lora_rank": 0})
+        if s.sharding != wish.sharding:
+            back.append({"sharding": LADDER[LADDER.index(s.sharding) - 1]})
+        if s.micro_rows < s.rows:
+            back.append({"micro_batch": 2 * s.micro_rows})
+        assert back
+        for change in back:
+            assert plan(replace(s, **change)).peak > result.allowed, change
+
+
+def test_reasons_carry_the_numbers():
+    result = fit(LONG)["aggressive"]
+    rows = {option: (value, why) for option, value, why in result.reasons}
+    assert set(rows) >= {
+        "batch-size",
+        "response-length",
+        "lora-rank",
+        "gradient-checkpointing",
+        "sharding",
+        "micro-batch",
+    }
+    other = plan(replace(result.plan.setting, gradient_checkpointing=False))
+    value, why = rows["gradient-checkpointing"]
+    assert value == "on"
+    assert f"{other.peak / GIB:.1f} GiB in {other.peak_phase}" in why
+    assert f"{result.allowed / GIB:.1f} GiB are allowed" in why
+
+
+def test_rollouts_are_split_when_their_cache_is_too_large():
+    wish = replace(INTUITOR, batch_size=512, gpu_bytes=48 * GIB)
+    result = fit(wish)["conservative"]
+    s = result.plan.setting
+    assert s.rollout_sequences < s.rows
+    assert plan(replace(s, rollout_batch=2 * s.rollout_sequences)).peaks["rollout"] > result.allowed
+
+
+def test_nothing_fits_a_small_gpu():
+    wish = replace(INTUITOR, model=shape_of("qwen3-8b"), algorithm="ppo", gpus=1, gpu_bytes=24 * GIB)
+    assert fit(wish) == {"conservative": None, "aggressive": None}
+
+
+def test_what_is_asked_for_stays():
+    wish = replace(SMALL_GPU, lora_rank=4, gradient_checkpointing=True, gpus=4, sharding="zero3")
+    s = fit(wish)["aggressive"].plan.setting
+    assert (s.lora_rank, s.gradient_checkpointing, s.sharding) == (4, True, "zero3")
+
+
+def test_command_lines():
+    single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
+    assert logitless_train(single) == (
+        "logitless train --model gemma-2-2b --context-length 2048 --batch-size 4 --gradient-accumulation-steps 16 "
+        "--gradient-checkpointing --lora-rank 16 --loss chunked --memory-budget 256MiB --dtype bfloat16"
+    )
+    assert set(flags(INTUITOR)) == {"TRL", "accelerate"}
+    assert "trl grpo" in trl(INTUITOR)
+    assert "--num_generations 8" in trl(INTUITOR)
+    assert "--use_deepspeed --zero_stage 2" in flags(replace(INTUITOR, sharding="zero2"))["accelerate"]
+    assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
+
+
+def test_logitless_train_knows_its_flags():
+    from logitless.cli.train import parse
+
+    line = logitless_train(replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True))
+    config = parse(line.split()[2:])
+    assert (config.context_length, config.lora_rank, config.memory_budget_bytes) == (2048, 16, 256 << 20)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "reinforce"])
+def test_trl_knows_its_flags(algorithm):
+    import trl as package
+
+    configs = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "reinforce": "RLOOConfig"}
+    known = {f.name for kind in (configs[algorithm], "ModelConfig") for f in fields(getattr(package, kind))}
+    line = trl(replace(INTUITOR, algorithm=algorithm, lora_rank=16))
+    assert set(re.findall(r"--(\w+)", line)) <= known
+
+
+def test_accelerate_knows_its_flags():
+    code = (
+        "import sys, shlex\nfrom accelerate.commands.launch import launch_command_parser\n"
+        "for line in sys.stdin:\n    launch_command_parser().parse_args(shlex.split(line)[2:] + ['x.py'])\n"
+    )
+    lines = "\n".join(flags(replace(INTUITOR, sharding=s))["accelerate"] for s in ("ddp", "zero1", "zero3", "fsdp2"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], input=lines, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
