@@ -78,8 +78,7 @@ def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
     for method, name in (("chunked", "one step, streamed"), ("dense", "one step, dense")):
         found = step_memory[method]
         if "peak_bytes" in found:
-            text = f"+{format_bytes(found['peak_bytes'])} at the peak, {found['seconds']:.1f} s"
-            text += f", loss {found['loss']:.5f}"
+            text = f"+{format_bytes(found['peak_bytes'])} at the peak, loss {found['loss']:.5f}"
         else:
             text = f"not measured: {found['not_measured']}"
         rows.append((name, text))
