@@ -47,7 +47,7 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
     assert summary["loss"] == {
         "asked": "auto",
         "method": "dense",
-        "logits_bytes": 2 * 32 * 259 * 4,
+        "logits_bytes": TrainConfig().batch_size * 32 * 259 * 4,
         "memory_budget_bytes": 2**28,
     }
 
