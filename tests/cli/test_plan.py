@@ -1,0 +1,188 @@
+"""`logitless plan`: output, files, exit statuses, and one line for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from logitless.cli.main import main
+from logitless.cli.plan import PlanConfig, changed, parse_gpus
+from logitless.errors import OptionError
+from logitless.memory.algorithms import PHASES
+from logitless.memory.plots import CATEGORIES, category
+from logitless.memory.setting import CHOICES, GIB
+from logitless.memory.units import human
+
+RUN = [
+    "plan", "--model", "qwen2.5-1.5b", "--algorithm", "intuitor", "--batch-size", "64", "--prompt-length", "2048",
+    "--response-length", "4096", "--gpus", "8x80GiB",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_tables(capsys):
+    assert main([*RUN, "--sweep", "2048", "8192", "--what-if", "gradient-checkpointing=true", "--fit"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "1,543,714,304 parameters",
+        "logits in fp32",
+        "(49,152, 151,936) bf16",
+        "slices of the logits",
+        "key-value cache",
+        "forward … backward",
+        *PHASES,
+        "largest single allocation: logits in fp32, 27.82 GiB",
+        "dense does not fit",
+        "GiB too much",
+        "peak on each GPU by sequence length",
+        "gradient-checkpointing=true",
+        "conservative",
+        "aggressive",
+        "trl grpo",
+        "a group of one has no advantage",
+    ):
+        assert text in out, text
+
+
+def test_json(capsys):
+    extra = ["--sweep", "2048", "--what-if", "micro-batch=2", "--fit", "--json", "-"]
+    assert main([*RUN, *extra]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert found["model"]["parameters"] == 1_543_714_304
+    assert found["setting"]["gpu_bytes"] == 80 * GIB
+    for way in ("dense", "logitless"):
+        one = found[way]
+        assert set(one["peaks"]) == set(PHASES)
+        assert one["peak_bytes"] == max(one["peaks"].values()) == one["peaks"][one["peak_phase"]]
+        assert set(one["components"][0]) == {"name", "shape", "nbytes", "phases", "largest"}
+    assert found["sweep"][0]["length"] == 2048
+    assert found["what_if"][0]["change"] == "micro-batch=2"
+    assert set(found["fit"]["aggressive"]) == {"setting", "allowed_bytes", "plan", "reasons", "flags"}
+
+
+def test_files(tmp_path):
+    assert main([*RUN, "--json", str(tmp_path / "p.json"), "--png", str(tmp_path / "p.png")]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["fit"] is None
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_check():
+    assert main([*RUN, "--check"]) == 1
+    assert main([*RUN, "--check", "--gradient-checkpointing"]) == 0
+    assert main(RUN) == 0
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", "--model", "qwen3-8b", "--algorithm", "ppo", "--gpus", "24GiB", "--fit"]) == 0
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_units(capsys):
+    assert main([*RUN, "--units", "GB"]) == 0
+    out = capsys.readouterr().out
+    assert " GiB" not in out
+    assert "29.87 GB" in out  # 27.82 GiB
+    assert human(37_094 * 2**20) == "36.22 GiB"
+    assert (human(5), human(-3 * GIB), human(10**6, "GB")) == ("5 B", "-3.00 GiB", "1 MB")
+
+
+def test_no_torch():
+    code = (
+        "import sys\nfrom logitless.cli.main import main\n"
+        "assert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *RUN, "--fit"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("algorithm", CHOICES["algorithm"])
+@pytest.mark.parametrize("model", ["4b", "gemma-2-2b"])
+def test_every_algorithm(algorithm, model, capsys):
+    assert main(["plan", "--model", model, "--algorithm", algorithm, "--lora-rank", "8"]) == 0
+    assert "logitless" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model qwen3-5b", "unknown model 'qwen3-5b': did you mean qwen3-8b"),
+        ("--gpus 8xbanana", "--gpus must be a number and a size with its unit, such as 8x80GiB or 1x24GB"),
+        ("--gpus 8x80", "with its unit"),
+        ("--gpus 0x80GiB", "--gpus must be 1 to 2^63-1, got 0"),
+        ("--gpus 8x0GiB", "--gpus must be more than 0 bytes"),
+        ("--gpus 8x999999999999999999TiB", "--gpus must be less than 2^63 bytes"),
+        ("--batch-size 0", "--batch-size must be 1 to 2^63-1, got 0"),
+        ("--batch-size -3", "--batch-size must be 1 to 2^63-1, got -3"),
+        ("--batch-size 99999999999999999999", "--batch-size must be 1 to 2^63-1"),
+        ("--response-length 9000000000000000000", "more than 2^63-1: give smaller sizes"),
+        ("--sweep 0", "--sweep lengths must be 1 or more"),
+        ("--reserve 1e999GiB", "--reserve must be less than 2^63 bytes"),
+        ("--reserve 99GiB", "leave nothing of a GPU"),
+        ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
+        ("--tensor-parallel 3", "--gpus must be a multiple of tensor × context parallelism (3), got 1"),
+        ("--context-length 5 --prompt-length 3", "give one or the other"),
+        ("--what-if batchsize=3", "must be KEY=VALUE with a KEY such as batch-size"),
+        ("--what-if batch-size", "must be KEY=VALUE"),
+        ("--what-if batch-size=many", "expected a whole number"),
+        ("--what-if master-weights=maybe", "expected true or false"),
+        ("--what-if sharding=zero9", "expected one of ddp, zero1"),
+        ("--what-if model=qwen9", "unknown model 'qwen9'"),
+        ("--json /nowhere/at/all.json", "/nowhere/at/all.json: No such file"),
+        ("--png /nowhere/at/all.png", "/nowhere/at/all.png: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("logitless: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8x80GiB", (8, 80 * GIB)),
+        ("1x24GB", (1, 24 * 10**9)),
+        ("80gib", (1, 80 * GIB)),
+        ("2 × 79.6 GiB", (2, int(79.6 * GIB))),
+        ("4*500MiB", (4, 500 * 2**20)),
+    ],
+)
+def test_gpus(text, expected):
+    assert parse_gpus(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "8x", "GiB", "-8x80GiB", "8x80GiB x", "8x80 PiB", "8x8x80GiB"])
+def test_gpus_that_make_no_sense(text):
+    with pytest.raises(OptionError, match="--gpus must be a"):
+        parse_gpus(text)
+
+
+def test_changes_to_lengths():
+    base = PlanConfig(context_length=4096)
+    assert changed(base, "response-length=100").lengths() == (0, 100)
+    assert changed(base, "context-length=77").lengths() == (0, 77)
+    assert changed(PlanConfig(prompt_length=5, response_length=6), "context-length=77").lengths() == (0, 77)
+    assert changed(PlanConfig(prompt_length=5, response_length=6), "prompt-length=7").lengths() == (7, 6)
+    assert changed(base, "--LORA-rank = 4".lower()).lora_rank == 4
+    assert not changed(base, "master_weights=off").master_weights
+
+
+def test_every_component_has_its_colour():
+    labels = {label for label, *_ in CATEGORIES}
+    assert category("logits in fp32") == category("slices of the logits") == "logits and their gradients"
+    assert category("head's gradient, summed") == "head's gradient"
+    assert category("critic's optimizer state") == "other models"
+    assert category("optimizer state") == "optimizer and master weights"
+    assert category("a layer's activation gradients") == category("gradient of the hidden states") == "activations"
+    assert category("a layer's gradients") == "gradients"
+    assert {category(n) for n in ("parameters", "key-value cache", "anything")} <= labels
