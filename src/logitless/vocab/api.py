@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Unpack
@@ -10,15 +12,24 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price, Slices, gemm_flop, price_of
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError
 from . import ops
 from .autograd import needs_of, stats, stats_price
-from .checks import Options, flatten
+from .checks import Options, flatten, flatten_inputs
 from .engine import slices_for
 from .head import LMHead
-from .loss import LossFn, chunked_cross_entropy, chunked_loss, cross_entropy_of, cross_entropy_wants
+from .loss import (
+    LossFn,
+    chunked_cross_entropy,
+    chunked_loss,
+    cross_entropy_of,
+    cross_entropy_wants,
+    loss_of_each,
+)
+from .problem import compute_dtype
 from .stats import TokenStats
 
+CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
 F = TypeVar("F", bound=Callable[..., Tensor])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
 
@@ -97,17 +108,10 @@ def token_loss(
     """
     _check_reduction(reduction)
     spec, flat = flatten(hidden, head, labels, **options)
-    lead = hidden.shape[:-1]
-    for x in inputs:
-        if x.shape[: len(lead)] != lead:
-            raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
-    extra = tuple(x.reshape(flat.hidden.shape[0], *x.shape[len(lead) :]) for x in inputs)
-    if reduction != "none":
-        return chunked_loss(loss_fn, spec, flat, extra, reduction == "mean")
-    loss = loss_fn(TokenStats(stats(spec, flat)), *extra)
-    if flat.labels is not None:
-        loss = torch.where(flat.labels != spec.ignore_index, loss, 0.0)
-    return loss.reshape(lead)
+    extra = flatten_inputs(inputs, hidden)
+    if reduction == "none":
+        return loss_of_each(loss_fn, spec, flat, extra).reshape(hidden.shape[:-1])
+    return chunked_loss(loss_fn, spec, flat, extra, reduction == "mean")
 
 
 def linear_cross_entropy(
@@ -138,16 +142,20 @@ def linear_cross_entropy(
     _check_reduction(reduction)
     if not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing}")
+    if not 0 <= z_loss < math.inf:
+        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss}")
+    if denominator is not None:
+        denominator = _check_denominator(denominator, reduction, hidden)
     for name in options:
-        if name not in ("temperature", "ignore_index", "memory_budget", "backend"):
+        if name not in CROSS_ENTROPY_OPTIONS:
             hint = "class weights are not supported; scale per-token losses with token_loss" if name == "weight" else ""
-            raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint or 'see token_loss'}")
+            near = difflib.get_close_matches(name, CROSS_ENTROPY_OPTIONS, 1)
+            hint = hint or (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_OPTIONS)}")
+            raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint}")
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if reduction == "none":
         return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
     spec, flat = flatten(hidden, head, labels, **options)
-    if denominator is not None and not isinstance(denominator, Tensor):
-        denominator = torch.full((), float(denominator), dtype=torch.float32, device=hidden.device)
     run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", denominator)
 
@@ -155,6 +163,18 @@ def linear_cross_entropy(
 def _check_reduction(reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:
+    if reduction != "mean":
+        raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1:
+            raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
+        return denominator.detach().reshape(())
+    if not 0 < denominator < math.inf:
+        raise OptionError(f"denominator: expected a positive number, got {denominator}")
+    return torch.full((), float(denominator), dtype=compute_dtype(hidden), device=hidden.device)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, formed: FormedLoss, input_grads: list[Tensor | None], loss: Tensor, *tensors: Any) -> Tensor:
         ctx.formed, ctx.input_grads = formed, input_grads
+        ctx.dtypes = [x.dtype for x in tensors[len(Inputs._fields) :]]
         ctx.save_for_backward(*tensors[: len(Inputs._fields)])
         return loss.clone()
 
@@ -122,7 +123,10 @@ class _Attach(torch.autograd.Function):
             raise GradientError(NO_SECOND_DERIVATIVE)
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
         others = [None] * (len(Inputs._fields) - DIFFERENTIATED)
-        given = [None if g is None else (g * upstream).to(g.dtype) for g in ctx.input_grads]
+        given = [
+            None if g is None else (g * upstream).to(dtype)
+            for g, dtype in zip(ctx.input_grads, ctx.dtypes, strict=True)
+        ]
         return None, None, None, *result, *others, *given
 
 

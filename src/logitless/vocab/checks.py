@@ -81,6 +81,21 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     return spec, inputs
 
 
+def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
+    """The loss function's own inputs, (N, ...) each."""
+    lead = hidden.shape[:-1]
+    if isinstance(inputs, Tensor):
+        raise DtypeError("inputs: expected a tuple of tensors, got one tensor; pass inputs=(tensor,)")
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"inputs: expected tensors of labels' shape, got {type(x).__name__}; close over constants")
+        if x.shape[: len(lead)] != lead:
+            raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
+        if x.device != hidden.device:
+            raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
+    return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
+
+
 def _with_defaults(options: Options) -> dict[str, Any]:
     for name in options:
         if name not in DEFAULTS:
@@ -131,15 +146,17 @@ def _check_want(
 def _check_numbers(head: LMHead, top_k: int, jsd_beta: float, memory_budget: int | None) -> None:
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= head.rows:
         raise OptionError(f"top_k: expected a whole number in 0..{head.rows} (the vocabulary), got {top_k!r}")
-    if not 0 < jsd_beta < 1:
+    if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
         raise OptionError(f"jsd_beta: expected 0 < beta < 1, got {jsd_beta}; at the ends use kl or reverse_kl")
-    if memory_budget is not None and not memory_budget > 0:
-        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget}")
+    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
+        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
 
 
 def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: Tensor) -> Tensor | None:
     if candidates is None:
         return None
+    if not isinstance(candidates, Tensor):
+        raise DtypeError(f"candidates: expected integer ids in a tensor, got {type(candidates).__name__}")
     if candidates.dim() != len(lead) + 1:
         raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
     width = candidates.shape[-1]

@@ -228,7 +228,7 @@ class Accumulator:
             return
         for x in (self.hidden, self.weight, self.bias):
             if x is not None:
-                x.mul_(factor.to(x.dtype))
+                x.mul_(factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dhidden, dweight, dbias) in the inputs' dtypes."""

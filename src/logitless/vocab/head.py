@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,15 +39,21 @@ class LMHead:
         if not self.weight.is_floating_point():
             raise DtypeError(f"LMHead: weight must be floating point, got {self.weight.dtype}; dequantise it first")
         rows = self.weight.shape[0]
+        if self.bias is not None and not (isinstance(self.bias, Tensor) and self.bias.is_floating_point()):
+            got = self.bias.dtype if isinstance(self.bias, Tensor) else type(self.bias).__name__
+            raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
         if self.bias is not None and tuple(self.bias.shape) != (rows,):
             raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(self.bias.shape)}")
         if self.bias is not None and self.bias.device != self.weight.device:
             raise DeviceError(f"LMHead: bias is on {self.bias.device}, weight on {self.weight.device}; move one")
-        if self.vocab_size is not None and not 1 <= self.vocab_size <= rows:
-            raise OptionError(f"LMHead: vocab_size must be in 1..{rows} (the rows of weight), got {self.vocab_size}")
         if rows == 0:
             raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
-        if self.softcap is not None and not self.softcap > 0:
+        size = self.vocab_size
+        if size is not None and not (isinstance(size, int) and 1 <= size <= rows):
+            raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size}")
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
+        if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
             raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
 
     @property
@@ -86,19 +94,31 @@ class LMHead:
 
 
 def _plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not nn.utils.parametrize.is_parametrized(module)
+    return type(module) is nn.Linear  # a parametrised or adapted one is of another class
+
+
+MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+DIVIDES = ("logits_scaling", "logits_mup_width_multiplier")
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _transforms(model: Any) -> tuple[float, float | None]:
     """(scale, softcap) that the model's configuration applies to its logits."""
-    config = model.config
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ConfigError(
+            f"LMHead.of: {type(model).__name__} has no config to read softcap and scale from; pass LMHead(weight, bias)"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"LMHead.of: {type(model).__name__} is an encoder-decoder; pass LMHead(weight, bias, scale)")
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kind = getattr(config, "model_type", "")
     scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+    for name in MULTIPLIES + DIVIDES:
         value = getattr(config, name, None)
-        scale *= 1.0 if value is None else float(value)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is not None:
-        scale = scale * scaling if config.model_type.startswith("hyperclovax") else scale / scaling
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return scale, None if softcap is None else float(softcap)
+        if value is None or kind == "mpt":  # MPT's configuration has a logit_scale that its model never applies
+            continue
+        divides = name in DIVIDES and not kind.startswith("hyperclovax")
+        scale = scale / float(value) if divides else scale * float(value)
+    softcap = next((float(c) for name in SOFTCAPS if (c := getattr(config, name, None))), None)
+    return scale, softcap

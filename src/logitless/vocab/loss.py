@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import GradientError, ShapeError
 from ..losses import supervised
-from .autograd import FormedLoss, attach, needs_of
+from .autograd import FormedLoss, attach, needs_of, stats
 from .engine import Needs, loss_gradients
 from .problem import Inputs, Problem, Spec
 from .stats import TokenStats
@@ -35,6 +35,18 @@ def chunked_cross_entropy(
     problem.check_ids()
     evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator))
     return _finish(problem, needs, evaluator, (), [])
+
+
+def loss_of_each(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...]) -> Tensor:
+    """loss_fn's value for every token, 0 where ignored; loss_fn sees only the tokens that count."""
+    problem = Problem.of(spec, inputs)
+    every = slice(None)
+    numbers = {name: problem.rows(x, every) for name, x in stats(spec, inputs).items()}
+    loss = loss_fn(TokenStats(numbers), *(problem.rows(x, every) for x in extra))
+    _check_loss(loss, problem.n_tokens)
+    if problem.index is None:
+        return loss
+    return loss.new_zeros(inputs.hidden.shape[0]).index_put((problem.index,), loss)
 
 
 def _finish(
@@ -101,13 +113,15 @@ class _Caller:
         self, loss_fn: LossFn, problem: Problem, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor
     ) -> None:
         self.loss_fn, self.problem, self.extra, self.needs, self.scale = loss_fn, problem, extra, needs, scale
-        grad = torch.is_grad_enabled()
+        self.differentiate = torch.is_grad_enabled()
+        # in the compute dtype: fp16 would underflow before the loss scale arrives
         self.extra_grads: list[Tensor | None] = [
-            torch.zeros_like(x) if grad and x.requires_grad else None for x in extra
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, scale.dtype))
+            if self.differentiate and x.requires_grad
+            else None
+            for x in extra
         ]
-        self.differentiate = needs.any or any(g is not None for g in self.extra_grads)
         self.total = torch.zeros_like(scale)
-        self.checked = False
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.set_grad_enabled(self.differentiate):
@@ -117,7 +131,7 @@ class _Caller:
             parts = []
             for x, full in zip(self.extra, self.extra_grads, strict=True):
                 part = self.problem.rows(x.detach(), rows)
-                parts.append(part if full is None else part.requires_grad_())
+                parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             loss = self.loss_fn(TokenStats(leaves), *parts)
             _check_loss(loss, rows.stop - rows.start)
             summed = (loss.to(self.scale.dtype) * self.scale).sum()
@@ -126,9 +140,7 @@ class _Caller:
             return {}
         named = {name: x for name, x in leaves.items() if x.requires_grad}
         targets = [*named.values(), *(x for x in parts if x.requires_grad)]
-        if not self.checked:
-            _check_leaves(summed, targets)
-            self.checked = True
+        _check_leaves(summed, targets)
         found = list(torch.autograd.grad(summed, targets, allow_unused=True))
         wanted = [full for full in self.extra_grads if full is not None]
         for full, g in zip(wanted, found[len(named) :], strict=True):
