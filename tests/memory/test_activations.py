@@ -99,11 +99,13 @@ LONG = {
 @pytest.mark.compiled  # fake tensors hold nothing to poison
 @pytest.mark.parametrize("lora", [0, 8])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_plan_against_a_traced_step(checkpointing, lora, no_mask):
+@pytest.mark.parametrize(("kind", "attention"), [("qwen3", "sdpa"), ("llama", "sdpa"), ("gemma2", "eager")])
+def test_a_plan_against_a_traced_step(kind, attention, checkpointing, lora, no_mask):
     """A whole forward, dense loss and backward of a model in bf16, traced without memory."""
     tokens, layers = 16_384, 6
-    no_mask("qwen3")
-    model = build(LONG, layers, lora)
+    no_mask(kind)
+    config = {**LONG, "model_type": kind}
+    model = build(config, layers, lora, attention)
     weights = sum(p.nbytes for p in model.parameters())
     if checkpointing:
         checkpoint_layers(model)
@@ -117,18 +119,21 @@ def test_a_plan_against_a_traced_step(checkpointing, lora, no_mask):
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         hidden = model.model(input_ids=ids).last_hidden_state
         logits = model.lm_head(hidden)
+        if softcap := getattr(model.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / softcap) * softcap
         loss = model.loss_function(logits, ids, vocab_size=8192)
         del logits  # as Trainer does
         forward, tracker.peak = tracker.peak, tracker.live
         loss.backward()
         backward = tracker.peak
-    shape = from_config({**LONG, "num_hidden_layers": layers}, "x")
+    shape = from_config({**config, "num_hidden_layers": layers}, "x")
     setting = Setting(
         shape,
         batch_size=1,
         response_length=tokens,
         gradient_checkpointing=checkpointing,
         lora_rank=lora,
+        attention=attention.replace("sdpa", "flash"),
         optimizer="none",
     )
     planned = plan(setting, "dense").peaks

@@ -23,6 +23,7 @@ class Activations:
     last: int  # the last norm, its output and the rotary tables
     forward: int  # at work in a layer, forward
     backward: int  # gradients at work in a layer, backward
+    scores: int  # eager attention's scores beyond what it keeps
 
     def held(self, checkpointing: bool) -> int:
         return self.inputs if checkpointing else self.kept
@@ -38,13 +39,18 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
     hidden, width = shape.hidden, ceil_div(_width(shape), setting.tensor_parallel)
     norm = _norm(hidden, shape, trained=trained)
     adapters = bool(rank)
+    scores = 0 if setting.attention == "flash" else ceil_div(shape.heads, setting.tensor_parallel) * setting.length
     return Activations(
         kept=(shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed,
         layer=max(dense, routed if shape.moe_layers else 0),
         inputs=shape.layers * 2 * hidden,
         last=norm + 2 * hidden + 4 * shape.head_dim,
-        forward=(10 * width + 11 * hidden) if adapters else (6 * width + 5 * hidden),
-        backward=(6 * width + 5 * hidden) if adapters else (4 * width + 5 * hidden),
+        forward=max(
+            10 * width + 11 * hidden if adapters else 6 * width + 5 * hidden,
+            10 * scores + 5 * hidden,
+        ),
+        backward=max((6 if adapters else 4) * width, 6 * scores) + 5 * hidden,
+        scores=4 * scores,
     )
 
 

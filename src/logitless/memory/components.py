@@ -156,6 +156,7 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
         yield Component("a layer, recomputed", f"{n:,} tokens", per.layer * n, (BACKWARD, BACKWARD_END), wide)
     else:
         yield Component("a layer at work", f"{n:,} tokens", per.forward * n, (SCORING,), wide)
+        yield Component("scores at work", f"{n:,} tokens", per.scores * n, (FORWARD,), per.scores * n)
         yield Component("the last layer kept", f"{n:,} tokens", per.layer * n, (BACKWARD_END,), wide)
     ends = (BACKWARD, BACKWARD_END)
     yield Component("a layer's activation gradients", f"{n:,} tokens", per.backward * n, ends, wide)
