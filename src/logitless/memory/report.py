@@ -81,7 +81,7 @@ def _table(*columns: str) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         right = column[0] == ">"
-        table.add_column(column[1:], justify="right" if right else "left", no_wrap=right)
+        table.add_column(column[1:], justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table
 
 
