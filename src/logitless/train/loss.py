@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..algebra.costs import logits_bytes
 from ..vocab.api import linear_cross_entropy
 from ..vocab.head import LMHead
 from .packing import IGNORED
 
 Method = Literal["dense", "chunked"]
-
-
-def logits_bytes(tokens: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """The size of the logits tensor that a dense loss makes."""
-    return tokens * vocab_size * dtype.itemsize
 
 
 def choose(loss: str, size: int, budget: int) -> Method:
@@ -44,7 +40,7 @@ def hook(model: Any, loss: str, budget: int) -> None:
             return dense(input_ids, *args, labels=labels, **kwargs)
         kwargs.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
         head = inner.get_output_embeddings().weight
-        if choose(loss, logits_bytes(input_ids.numel(), head.shape[0], head.dtype), budget) == "dense":
+        if choose(loss, logits_bytes(input_ids.numel(), head.shape[0], head.itemsize), budget) == "dense":
             return dense(input_ids, *args, labels=labels, **kwargs)
         return _streamed(inner, budget, labels, input_ids, *args, **kwargs)
 

@@ -16,13 +16,14 @@ from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
+from ..algebra.costs import logits_bytes
 from ..errors import DeviceError
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
 from .config import TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
-from .loss import choose, hook, logits_bytes
+from .loss import choose, hook
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
@@ -160,7 +161,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
     tokens = config.batch_size * config.context_length
-    size, budget = logits_bytes(tokens, vocab, dtype), config.memory_budget_bytes
+    size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     _save_model(parts, model, weights)
     records = read_lines(place / METRICS_FILE)
     plot_loss(place / "loss.png", records, vocab)

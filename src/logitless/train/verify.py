@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..algebra.costs import logits_bytes
 from ..vocab.api import linear_cross_entropy
 from ..vocab.head import LMHead
 from ..vocab.reference import dense_cross_entropy
-from .loss import Method, choose, logits_bytes
+from .loss import Method, choose
 
 TOKENS, HIDDEN = 64, 64
 DENSE_BYTES = 2**28  # the float64 logits of the check stay below this
@@ -43,7 +44,7 @@ class Check:
 
 def choices(lengths: tuple[int, ...], vocab_size: int, threshold: int, dtype: torch.dtype) -> list[Choice]:
     """The method for one sequence of each length, by the size of its logits against the threshold."""
-    sizes = [logits_bytes(length, vocab_size, dtype) for length in lengths]
+    sizes = [logits_bytes(length, vocab_size, dtype.itemsize) for length in lengths]
     return [Choice(n, size, choose("auto", size, threshold)) for n, size in zip(lengths, sizes, strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, gemm_flop, price_of
+from ..algebra.costs import Price, Slices, gemm_flop, price_of, weight_gradient_bytes
 from ..errors import OptionError
 from . import ops
 from .autograd import needs_of, stats, stats_price
@@ -220,8 +220,10 @@ def explain(
         price = stats_price(spec, flat, needs)
     n, itemsize = flat.hidden.shape[0], 8 if flat.hidden.dtype == torch.float64 else 4
     slices = slices_for(spec, flat, n, price.whole_rows)
-    gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize + needs.weight * head.weight.numel() * itemsize
-    bias = head.weight.shape[0] * itemsize if needs.bias else 0
+    # fp32 sums, and their copies in the parameters' own dtypes where those are narrower
+    gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize
+    gradient += needs.weight * sum(weight_gradient_bytes(*head.weight.shape, head.weight.itemsize))
+    gradient += needs.bias * sum(weight_gradient_bytes(head.weight.shape[0], 1, head.weight.itemsize))
     return Explanation(
         price,
         spec.backend,
@@ -229,5 +231,5 @@ def explain(
         price.gemms * gemm_flop(n, head.hidden_size, head.rows),
         slices.nbytes,
         len(price.bases) * n * head.hidden_size * itemsize,
-        gradient + bias,
+        gradient,
     )
