@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -222,7 +222,7 @@ def explain(
     slices = slices_for(spec, flat, n, price.whole_rows)
     # fp32 sums, and their copies in the parameters' own dtypes where those are narrower
     gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize
-    gradient += needs.weight * sum(weight_gradient_bytes(*head.weight.shape, head.weight.itemsize))
+    gradient += needs.weight * sum(weight_gradient_bytes(head.weight.shape[0], head.hidden_size, head.weight.itemsize))
     gradient += needs.bias * sum(weight_gradient_bytes(head.weight.shape[0], 1, head.weight.itemsize))
     return Explanation(
         price,
