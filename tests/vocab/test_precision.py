@@ -1,5 +1,7 @@
 """How right the numbers are where other implementations are wrong: bf16, wide margins, near-equal policies."""
 
+import statistics
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,28 +196,38 @@ def plain(ops: Operands) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("spread", [0.1, 3.0, 12.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_further_from_exact_than_plain_torch(dtype, spread, budget, backend):
+def results(numbers, ops: Operands, name: str, up: torch.Tensor) -> list[torch.Tensor]:
+    """A statistic and its gradients in float64."""
+    value = numbers[name] if isinstance(numbers, dict) else getattr(numbers, name)
+    grads = torch.autograd.grad(value, list(ops.leaves.values()), up.to(value.dtype), retain_graph=True)
+    return [x.detach().double() for x in (value, *grads)]
+
+
+def error_ratios(dtype, spread, budget, backend) -> dict[str, list[float]]:
+    """For each statistic and each of its gradients: our error over plain torch's, which has a small floor."""
     ops = operands((24,), 48, 3000, dtype=dtype, spread=spread, reference=True)
     got, rough = stats_of(ops, WANT, backend, budget), plain(ops)
     exact, expected = exactly(ops, WANT)
     up = torch.randn(24)
+    unit = 5e-7 if dtype == torch.float32 else 2**-9
+    terms = [rms(up) * rms(x) for x in (ops.weight, ops.hidden, torch.ones(1))]
+    out = {}
     for name in WANT:
-        results = [(getattr(got, name), ops), (rough[name], ops), (expected[name], exact)]
-        values, grads = [], []
-        for value, owner in results:
-            values.append(value.detach().double())
-            found = torch.autograd.grad(value, list(owner.leaves.values()), up.to(value.dtype), retain_graph=True)
-            grads.append([g.double() for g in found])
-        ours, theirs = (rms(v - values[2]) for v in values[:2])
-        assert ours <= LUCK * theirs + 1e-6 * (1 + rms(values[2])), name
-        unit = 5e-7 if dtype == torch.float32 else 2**-9
-        terms = (ops.weight, ops.hidden, torch.ones(1))
-        for a, b, x, term in zip(*grads, terms, strict=True):
-            floor = unit * max(rms(x), rms(term) * rms(up))
-            assert rms(a - x) <= LUCK * rms(b - x) + floor, f"d {name}"
+        triples = zip(results(got, ops, name, up), results(rough, ops, name, up), strict=True)
+        truth = results(expected, exact, name, up)
+        floors = [1e-6 * (1 + rms(truth[0])), *(unit * max(rms(x), t) for x, t in zip(truth[1:], terms, strict=True))]
+        out[name] = [rms(a - x) / (rms(b - x) + floor) for (a, b), x, floor in zip(triples, truth, floors, strict=True)]
+    return out
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("spread", [0.1, 3.0, 12.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_further_from_exact_than_plain_torch(dtype, spread, budget, backend):
+    draws = [error_ratios(dtype, spread, budget, backend) for _ in range(5)]
+    for name in WANT:
+        for i, what in enumerate(("value", "d hidden", "d weight", "d bias")):
+            assert statistics.median(ratios[name][i] for ratios in draws) <= LUCK, f"{name}: {what}"
 
 
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("weight",)])
