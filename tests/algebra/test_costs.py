@@ -27,6 +27,7 @@ TRAINED = {"hidden_grad": True, "weight_grad": True, "bias_grad": False}
         (("logprob",), TRAINED, True, "in-forward", 3),
         (("logprob", "entropy"), FROZEN, True, "in-forward", 2),
         (("rank",), TRAINED, False, "values", 1),
+        (("label_logit", "max_logit", "mean_logit"), TRAINED, False, "one-hot", 1),
     ],
 )
 def test_prices(want, grads, loss, method, gemms):
@@ -35,7 +36,7 @@ def test_prices(want, grads, loss, method, gemms):
 
 
 def test_softcapped_mean_logit_is_recomputed():
-    assert price_of(("mean_logit",), softcap=False, **FROZEN).method == "fold-basis"
+    assert price_of(("mean_logit",), softcap=False, **FROZEN).method == "one-hot"
     assert price_of(("mean_logit",), softcap=True, **FROZEN).method == "recompute"
 
 

@@ -19,7 +19,7 @@ FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product wit
 class Price:
     """How a call is paid for. `gemms` counts products of 2·N·H·V flop, forward and backward together."""
 
-    method: str  # "values" | "fold-basis" | "in-forward" | "recompute"
+    method: str  # "values" | "one-hot" | "fold-basis" | "in-forward" | "recompute"
     gemms: int
     bases: tuple[str, ...] = ()  # the (N, H) buffers of "fold-basis"
     whole_rows: bool = False  # a chunk's whole rows are kept: token_loss, and jsd's second look
@@ -51,6 +51,8 @@ def price_of(
     if not one_hots and all(STATISTICS[name].slope is None for name in want):
         return Price("values", products, whole_rows=whole)
     bases = bases_of(want)
+    if not bases and not (softcap and "zsum" in sums):
+        return Price("one-hot", products, whole_rows=whole)
     foldable = bases <= FOLDABLE and len(bases) <= 2 and not (softcap and "zsum" in sums)
     if foldable and not weight_grad and not bias_grad:
         return Price("fold-basis", products + len(bases), tuple(sorted(bases)), whole_rows=whole)
