@@ -39,17 +39,11 @@ def stats_price(spec: Spec, inputs: Inputs, needs: Needs) -> Price:
     )
 
 
-def _checked(spec: Spec, inputs: Inputs) -> Problem:
-    problem = Problem.of(spec, inputs)
-    problem.check_ids()
-    return problem
-
-
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
         inputs = Inputs(*tensors)
-        out, saved = values(_checked(spec, inputs), price, save=True)
+        out, saved = values(Problem.checked(spec, inputs), price, save=True)
         names.extend(out)
         ctx.spec, ctx.price, ctx.needs, ctx.names = spec, price, needs, names
         ctx.saved_names, flat = saved.flat()
@@ -76,7 +70,7 @@ def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
     price = stats_price(spec, inputs, needs)
     if price.method == "values":
         with torch.no_grad():
-            return values(_checked(spec, inputs), price, save=False)[0]
+            return values(Problem.checked(spec, inputs), price, save=False)[0]
     names: list[str] = []
     out = _Stats.apply(spec, price, needs, names, *inputs)
     return dict(zip(names, out, strict=True))

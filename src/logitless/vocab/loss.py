@@ -20,8 +20,7 @@ LossFn = Callable[..., Tensor]
 def chunked_loss(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
     """Σ over tokens of loss_fn(stats, *extra), or its mean over the tokens that count."""
     needs = needs_of(inputs)
-    problem = Problem.of(spec, inputs)
-    problem.check_ids()
+    problem = Problem.checked(spec, inputs)
     caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None))
     return _finish(problem, needs, caller, extra, caller.extra_grads)
 
@@ -31,8 +30,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Cross-entropy over all tokens, with its slopes in closed form."""
     needs = needs_of(inputs)
-    problem = Problem.of(spec, inputs)
-    problem.check_ids()
+    problem = Problem.checked(spec, inputs)
     evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator))
     return _finish(problem, needs, evaluator, (), [])
 

@@ -75,8 +75,7 @@ def _stats(
     spec, needs = Spec.parse(key), Needs(*flags)
     inputs = Inputs(hidden, weight, bias, labels, temperature, candidates, ref_hidden, ref_weight, ref_bias)
     price = stats_price(spec, inputs, needs)
-    problem = Problem.of(spec, inputs)
-    problem.check_ids()
+    problem = Problem.checked(spec, inputs)
     out, saved = values(problem, price, save=price.method != "values")
     if price.method == "values":
         return [out[name] for name in outputs(spec, inputs)]
@@ -174,8 +173,7 @@ def _cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Optional, labels: Tensor, temperature: Optional, denominator: Optional,
     key: str, flags: Sequence[bool], label_smoothing: float, z_loss: float, mean: bool,
 ) -> list[Tensor]:  # fmt: skip
-    problem = Problem.of(Spec.parse(key), Inputs(hidden, weight, bias, labels, temperature))
-    problem.check_ids()
+    problem = Problem.checked(Spec.parse(key), Inputs(hidden, weight, bias, labels, temperature))
     evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator))
     total, _, _ = loss_gradients(problem, Needs(*flags), evaluate)
     return [evaluate.total, *(x for x in total.result() if x is not None)]

@@ -83,6 +83,13 @@ class Problem:
             index = None if bool(valid.all()) else valid.nonzero().squeeze(1)
         return cls(spec, inputs, index)
 
+    @classmethod
+    def checked(cls, spec: Spec, inputs: Inputs) -> Problem:
+        """The problem, once its ids are known to lie in the vocabulary."""
+        problem = cls.of(spec, inputs)
+        problem.check_ids()
+        return problem
+
     def check_ids(self) -> None:
         """Raise LabelError for a counted label or candidate outside the vocabulary."""
         rows, every = self.head.rows, slice(None)
