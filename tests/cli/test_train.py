@@ -126,9 +126,19 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     assert main(arguments(micro, place)) == 0
 
 
-@pytest.mark.parametrize("given", [["--max-steps", "many"], ["--los", "dense"], ["--loss", "fast"]])
-def test_options_that_cannot_be_read(given, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", *given])
-    assert stop.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--max-steps", "many"], "logitless: --max-steps: invalid literal"),
+        (["--los", "dense"], "--los, dense; did you mean --loss?"),
+        (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'chunked')"),
+        (["--data"], "Missing value for argument '--data'"),
+        (["everything"], "Unrecognized options: everything"),
+    ],
+)
+def test_options_that_cannot_be_read(given, expected, capsys):
+    assert main(["train", *given]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert expected in error
+    assert error.endswith("(see logitless train --help)\n")

@@ -10,14 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-import tyro
-
 from ..errors import OptionError
 from ..memory.fit import fit
 from ..memory.plan import both, sweep
 from ..memory.setting import LARGEST, Setting
 from ..models.catalog import shape_of
 from ..train.units import parse_bytes
+from . import options
 
 DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant, nothing is loaded.
 
@@ -145,7 +144,7 @@ def parse_gpus(text: str) -> tuple[int, int]:
 
 def main(arguments: Sequence[str]) -> int:
     """Plans, prints, writes; 1 under --check when it does not fit."""
-    config = tyro.cli(PlanConfig, prog="logitless plan", description=DESCRIPTION, args=list(arguments))
+    config = options.parse(PlanConfig, prog="logitless plan", description=DESCRIPTION, arguments=arguments)
     setting = config.setting()
     dense, logitless = both(setting)
     lengths = sweep(setting, config.sweep)
@@ -207,15 +206,15 @@ def changed(config: PlanConfig, change: str) -> PlanConfig:
 
 
 def _coerce(text: str, kind: Any, change: str) -> Any:
-    options = get_args(kind)
+    choices = get_args(kind)
     if kind is str:
         return text
     if kind is bool:
         if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
             return text.lower() in ("true", "yes", "on", "1")
         raise OptionError(f"--what-if {change!r}: expected true or false")
-    if options and int not in options:
-        if text in options:
+    if choices and int not in choices:
+        if text in choices:
             return text
         raise OptionError(f"--what-if {change!r}: expected one of {', '.join(options)}")
     if not re.fullmatch(r"-?\d{1,30}", text):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
 from ..train.config import TrainConfig, read_file
 from ..train.rundir import stored
+from . import options
 
 DESCRIPTION = """Train a causal language model on text, without its logits.
 
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The options as given; raises OptionError and ConfigError for files, SystemExit(2) for the command line."""
+    """The options as given; raises OptionError for what cannot be read, ConfigError for files."""
     given = _cli(arguments, TrainConfig())
     base = TrainConfig() if given.resume is None else stored(given.resume)
     if given.config is not None:
@@ -45,7 +44,9 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _cli(arguments: Sequence[str], default: TrainConfig) -> TrainConfig:
-    return tyro.cli(TrainConfig, prog="logitless train", description=DESCRIPTION, default=default, args=list(arguments))
+    return options.parse(
+        TrainConfig, prog="logitless train", description=DESCRIPTION, arguments=arguments, default=default
+    )
 
 
 def _json(value: object) -> str:

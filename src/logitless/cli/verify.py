@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import tyro
-
 from ..errors import DeviceError, OptionError
 from ..train.units import format_bytes, parse_bytes
+from . import options
 
 DESCRIPTION = """Check the streamed loss against the dense one, and show where each is used.
 
@@ -39,7 +38,7 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
-    config = tyro.cli(VerifyConfig, prog="logitless verify", description=DESCRIPTION, args=list(arguments))
+    config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
     threshold = parse_bytes(config.threshold, "--threshold")
     for name, value in (
         ("--vocab-size", config.vocab_size),

@@ -1,0 +1,42 @@
+"""The options of a command: a dataclass read from the command line, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from itertools import groupby
+from typing import TypeVar
+
+import tyro
+
+from ..errors import OptionError
+
+Config = TypeVar("Config")
+EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
+
+
+def parse(
+    kind: type[Config], *, prog: str, description: str, arguments: Sequence[str], default: Config | None = None
+) -> Config:
+    """`tyro.cli` with its report of an error as one line; raises OptionError, and SystemExit(0) after --help."""
+    report = io.StringIO()
+    given = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(report):
+            return tyro.cli(kind, prog=prog, description=description, args=list(arguments), **given)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise OptionError(f"{one_line(report.getvalue())} (see {prog} --help)")
+
+
+def one_line(report: str) -> str:
+    """The sentences of a titled report up to its first rule, and the names of similar options from what follows."""
+    _, *rows = [row for row in (line.strip(EDGES) for line in report.splitlines()) if row]
+    parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
+    text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
+    if not text.startswith("Unrecognized"):
+        return text
+    near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]
+    return f"{text}; did you mean {' or '.join(near)}?" if near else text
