@@ -24,7 +24,7 @@ lint: .venv/dev.stamp
 	$(BIN)/pyright
 
 docs: .venv/dev.stamp
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m bench.run

@@ -7,9 +7,11 @@ import numpy
 import pytest
 import torch
 from torch._dynamo import trace_rules
+from torch.utils._device import _device_constructors
 
-# torch.compile learns once which object is torch.empty: let it see the real one.
+# torch.compile and `with torch.device(...)` learn once which object is torch.empty: let them see the real one.
 trace_rules.get_torch_obj_rule_map()
+_device_constructors()
 
 # The same examples on every run, however busy the machine.
 hypothesis.settings.register_profile("logitless", deadline=None, derandomize=True)
