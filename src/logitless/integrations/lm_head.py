@@ -1,0 +1,173 @@
+"""Finding a language model's body and output head beneath its wrappers, and computing inside the head's own call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..vocab.head import LMHead
+
+T = TypeVar("T")
+
+# Where DDP and DeepSpeed, torch.compile, FSDP1 and activation checkpointing keep the module they wrap.
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
+SHARDED = (
+    "the output head's weight is sharded while its forward runs, expected it whole, as FSDP2 and ZeRO-3 gather it: "
+    "call this within the wrapped model's forward, and leave the head out of tensor parallelism"
+)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module beneath DDP, DeepSpeed, torch.compile, FSDP1 and activation checkpointing."""
+    while (inner := next((module._modules[name] for name in WRAPPED if name in module._modules), None)) is not None:
+        module = inner
+    return module
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model that owns the output head, beneath PEFT and every other wrapper. Raises ConfigError."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a transformers model, got {type(model).__name__}")
+    inner = unwrapped(model)
+    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        inner = unwrapped(inner.get_base_model())
+    if not hasattr(inner, "get_output_embeddings"):
+        raise ConfigError(
+            f"expected a transformers model, got {type(inner).__name__} without get_output_embeddings(); "
+            "use LMHead and linear_cross_entropy for a model of your own"
+        )
+    return inner
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """The module that turns hidden states into logits, wrapped as it is. Raises ConfigError where there is none."""
+    inner = causal_lm(model)
+    head = inner.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(inner).__name__} has no output head; load the ...ForCausalLM class")
+    return head
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The body whose output has `last_hidden_state`: all of the model but its head. Raises ConfigError.
+
+    Wrapped models run through their wrapper (`hidden_states`); this is for code inside the model's own forward.
+    """
+    inner = causal_lm(model)
+    body = inner.base_model
+    if body is inner:
+        raise ConfigError(f"{type(inner).__name__} has no body apart from its head; use logitless.hidden_states")
+    return body
+
+
+def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
+    """`compute(LMHead, hidden, *tensors)`, run inside the forward call of the model's own output head.
+
+    Dense equivalent:
+
+        compute(LMHead.of(model), hidden, *tensors)
+
+    The hooks of the head's call fire as for any other call: FSDP2 and DeepSpeed ZeRO-3 gather the weight before,
+    gather it again for backward, and reduce its gradient across ranks, also where the head is a unit of its own.
+    (Outside, `weight.full_tensor()` gives every rank the gradient of its own tokens only.)
+    hidden: (..., H), what the head is called with; tensors: labels and the like, moved to the head's device and
+    hidden from the hooks, which might round them. Returns compute's result: tensors, or tuples, lists, dicts or
+    dataclasses of tensors, which is what the hooks look into. Call it where the model would call its head, within
+    the forward of the wrapped model (`forward_with`). Raises ConfigError, and what `compute` raises.
+    """
+    inner = causal_lm(model)
+    head = output_head(inner)
+    own = unwrapped(head)
+
+    def forward(hidden: Tensor) -> T:
+        found = LMHead.of(inner)
+        if hasattr(found.weight, "full_tensor"):
+            raise ConfigError(SHARDED)
+        device = found.weight.device
+        return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
+
+    with _forward_replaced(own, forward):
+        return head(hidden)
+
+
+def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T]) -> T:
+    """Runs the wrapped model on `batch` with another ending: `end(causal_lm, hidden)` in the place of head and loss.
+
+    Dense equivalent:
+
+        end(causal_lm(model), text_model(model)(**batch).last_hidden_state)
+
+    It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
+    are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.
+    Labels in the batch are left out. Raises ConfigError.
+    """
+    inner = causal_lm(model)
+    dense = inner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> T:
+        with handed_on(inner) as seen:
+            dense(*args, **kwargs)
+        return end(inner, seen.hidden())
+
+    given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
+    if "use_cache" in inspect.signature(type(inner).forward).parameters:
+        given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
+    with _forward_replaced(inner, forward):
+        return model._modules.get("_orig_mod", model)(**given)
+
+
+class HandedOn(nn.Module):
+    """Stands where the head stood: keeps the hidden states and gives logits of no position."""
+
+    def __init__(self, head: nn.Module, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.seen: list[Tensor] = []
+        self.__dict__["head"] = head  # no child of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen.append(hidden)
+        return hidden.new_zeros((*hidden.shape[:-2], 0, self.vocab))
+
+    def hidden(self) -> Tensor:
+        if len(self.seen) != 1:
+            raise ConfigError(f"expected a model that calls its output head once, it was called {len(self.seen)} times")
+        return self.seen[0]
+
+
+@contextmanager
+def handed_on(model: Any) -> Iterator[HandedOn]:
+    """While it lasts, the causal LM's head computes nothing and hands on what it is called with."""
+    head = output_head(model)
+    owner, name = next(
+        (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
+    )
+    stand_in = HandedOn(head, model.config.get_text_config().vocab_size)
+    owner._modules[name] = stand_in
+    try:
+        yield stand_in
+    finally:
+        owner._modules[name] = head
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `module(...)` fires the module's hooks around `forward`."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
