@@ -39,3 +39,7 @@ class DataError(LogitlessError, ValueError):
 
 class ConfigError(LogitlessError, ValueError):
     """A model name, preset or configuration that does not exist or does not hold together."""
+
+
+class NotFiniteError(LogitlessError, ArithmeticError):
+    """NaN or infinity where numbers were expected, such as the hidden states of a model that diverged."""
