@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -92,7 +93,7 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
         device = found.weight.device
         return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
 
-    with _forward_replaced(own, forward):
+    with replaced(own, "forward", forward):
         return head(hidden)
 
 
@@ -118,56 +119,66 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
         given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
-    with _forward_replaced(inner, forward):
+    with replaced(inner, "forward", forward):
         return model._modules.get("_orig_mod", model)(**given)
 
 
-class HandedOn(nn.Module):
-    """Stands where the head stood: keeps the hidden states and gives logits of no position."""
+class HandedOn:
+    """Stands where a head stood until it is called: keeps the hidden states, and puts the head back.
 
-    def __init__(self, head: nn.Module, vocab: int) -> None:
-        super().__init__()
-        self.vocab = vocab
-        self.seen: list[Tensor] = []
-        self.__dict__["head"] = head  # no child of this module
+    In the place of logits it returns those of no position, or a probe (1, 1, V) of what the model does to logits.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, vocab: int, probed: bool) -> None:
+        self.owner, self.name, self.vocab, self.probed = owner, name, vocab, probed
+        self.head = owner._modules[name]
+        self.seen: Tensor | None = None
+        self.probe: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.seen.append(hidden)
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.seen = hidden
+        self.put_back()
+        if self.probed:
+            self.probe = torch.linspace(-20, 20, self.vocab, device=hidden.device)[None, None]
+            return self.probe.clone()
         return hidden.new_zeros((*hidden.shape[:-2], 0, self.vocab))
 
     def hidden(self) -> Tensor:
-        if len(self.seen) != 1:
-            raise ConfigError(f"expected a model that calls its output head once, it was called {len(self.seen)} times")
-        return self.seen[0]
+        if self.seen is None:
+            raise ConfigError(f"expected a model that calls its output head {self.name!r} in forward, it never did")
+        return self.seen
+
+    def put_back(self) -> None:
+        self.owner._modules[self.name] = self.head
 
 
 @contextmanager
-def handed_on(model: Any) -> Iterator[HandedOn]:
+def handed_on(model: Any, probed: bool = False) -> Iterator[HandedOn]:
     """While it lasts, the causal LM's head computes nothing and hands on what it is called with."""
     head = output_head(model)
     owner, name = next(
         (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
     )
-    stand_in = HandedOn(head, model.config.get_text_config().vocab_size)
-    owner._modules[name] = stand_in
+    stand_in = HandedOn(owner, name, model.config.get_text_config().vocab_size, probed)
+    owner._modules[name] = stand_in  # type: ignore[assignment]
     try:
         yield stand_in
     finally:
-        owner._modules[name] = head
+        stand_in.put_back()
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, `module(...)` fires the module's hooks around `forward`."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
+def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """While it lasts, the instance has an attribute of its own; `module(...)` fires the hooks around a new forward."""
+    had, own = name in module.__dict__, module.__dict__.get(name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
+        if had:
+            setattr(module, name, own)
         else:
-            module.forward = own
+            delattr(module, name)
