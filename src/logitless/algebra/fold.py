@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Array = Any
+MASK = -1e30  # stands for -inf inside the pass: its weight is 0 and 0·MASK = 0
+EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
 
 
 @dataclass

@@ -119,6 +119,14 @@ def mixture_logs(d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
     return log_p, xp.where(d >= 0, log_p - xp.maximum(d, xp.zeros_like(d)), -lower)
 
 
+def mixture_shares(p: Array, q: Array, d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
+    """An entry's shares of jsd and of KL(p || M), from its probabilities and d = log p - log q."""
+    log_p, log_q = mixture_logs(d, beta, xp)
+    zero = xp.zeros_like(p)
+    first = xp.where(p > 0, p * log_p, zero)
+    return (1 - beta) * first + xp.where(q > 0, beta * q * log_q, zero), first
+
+
 def label_slope(c: Slope, totals: Totals, jsd_beta: float, xp: Any) -> Array:
     """dL/dz at the label, the δ term aside: exact where the label has nearly all the mass."""
     lp = totals.logprob

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price, Slices, gemm_flop, price_of, weight_gradient_bytes
+from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import OptionError
 from . import ops
 from .autograd import needs_of, stats, stats_price
@@ -106,7 +107,7 @@ def token_loss(
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     spec, flat = flatten(hidden, head, labels, **options)
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
@@ -139,11 +140,8 @@ def linear_cross_entropy(
     refused. Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
-    _check_reduction(reduction)
-    if not 0 <= label_smoothing <= 1:
-        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss}")
+    check_reduction(reduction)
+    check_cross_entropy(label_smoothing, z_loss)
     if denominator is not None:
         denominator = _check_denominator(denominator, reduction, hidden)
     for name in options:
@@ -158,11 +156,6 @@ def linear_cross_entropy(
     spec, flat = flatten(hidden, head, labels, **options)
     run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", denominator)
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:

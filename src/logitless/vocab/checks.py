@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET
-from ..algebra.stats import STATISTICS
+from ..algebra.options import check_numbers, check_want
 from ..errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
@@ -50,8 +50,8 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
     n = math.prod(lead)
-    want = _check_want(o["want"], labels, o["reference"])
-    _check_numbers(head, o["top_k"], o["jsd_beta"], o["memory_budget"])
+    want = check_want(o["want"], labels is not None, o["reference"] is not None)
+    check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
     if labels is not None:
         labels = _check_ids("labels", labels, lead, hidden).reshape(n)
     candidates = _check_candidates(o["candidates"], lead, hidden)
@@ -124,32 +124,6 @@ def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
     if hidden.device != head.weight.device:
         raise DeviceError(f"{name} is on {hidden.device}, the head on {head.weight.device}; move one of them")
     return tuple(hidden.shape[:-1])
-
-
-def _check_want(
-    want: tuple[str, ...], labels: Tensor | None, reference: tuple[Tensor, LMHead] | None
-) -> tuple[str, ...]:
-    if isinstance(want, str):
-        want = (want,)
-    for name in want:
-        if name not in STATISTICS:
-            near = difflib.get_close_matches(str(name), STATISTICS, 2)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise OptionError(f"want: expected names among {', '.join(STATISTICS)}, got {name!r}{hint}")
-        if STATISTICS[name].needs_label and labels is None:
-            raise OptionError(f"want: {name} is the label's, and labels is None; pass labels or drop it")
-        if STATISTICS[name].needs_reference and reference is None:
-            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head)")
-    return tuple(dict.fromkeys(want))
-
-
-def _check_numbers(head: LMHead, top_k: int, jsd_beta: float, memory_budget: int | None) -> None:
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= head.rows:
-        raise OptionError(f"top_k: expected a whole number in 0..{head.rows} (the vocabulary), got {top_k!r}")
-    if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
-        raise OptionError(f"jsd_beta: expected 0 < beta < 1, got {jsd_beta}; at the ends use kl or reverse_kl")
-    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
-        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
 
 
 def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: Tensor) -> Tensor | None:

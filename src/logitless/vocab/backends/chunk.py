@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Slices
-from ...algebra.fold import Totals
+from ...algebra.fold import MASK, Totals
 from ...algebra.stats import sums_of
 from ..problem import Inputs, Problem
-from .tiles import MASK, Projection, mask_labels
+from .tiles import Projection, mask_labels
 
 
 class Scratch:

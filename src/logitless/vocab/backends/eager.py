@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...algebra.fold import Fold, Totals, finish
-from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs
+from ...algebra.fold import EMPTY, MASK, Fold, Totals, finish
+from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
 from .chunk import Chunk, Folded, Grads, Tile
-from .tiles import EMPTY, MASK, add_product
+from .tiles import add_product
 
 LOG2E = math.log2(math.e)
 
@@ -196,10 +196,9 @@ def second_look(chunk: Chunk, totals: Totals) -> None:
     totals.jsd, totals.kl_mixture = zero, zero.clone()
 
     def add(p: Tensor, q: Tensor, d: Tensor) -> None:
-        log_p, log_q = mixture_logs(d, beta, torch)
-        first = torch.where(p > 0, p * log_p, 0.0)
+        share, first = mixture_shares(p, q, d, beta, torch)
         totals.kl_mixture = totals.kl_mixture + first.sum(1)
-        totals.jsd = totals.jsd + ((1 - beta) * first + torch.where(q > 0, beta * q * log_q, 0.0)).sum(1)
+        totals.jsd = totals.jsd + share.sum(1)
 
     for tile in chunk.kept:
         assert tile.z_ref is not None

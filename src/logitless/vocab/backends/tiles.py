@@ -7,10 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...algebra.fold import MASK
 from ..head import LMHead
-
-MASK = -1e30  # stands for -inf inside the pass: its weight is 0 and 0·MASK = 0
-EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
 
 
 @cache

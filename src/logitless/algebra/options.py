@@ -1,0 +1,50 @@
+"""What the options of the pass may be, whatever the arrays are."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from numbers import Real
+
+from ..errors import OptionError
+from .stats import STATISTICS
+
+
+def check_want(want: str | tuple[str, ...], labels: bool, reference: bool) -> tuple[str, ...]:
+    """The statistics' names, each once; `labels` and `reference` say whether the call has them."""
+    if isinstance(want, str):
+        want = (want,)
+    for name in want:
+        if name not in STATISTICS:
+            near = difflib.get_close_matches(str(name), STATISTICS, 2)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise OptionError(f"want: expected names among {', '.join(STATISTICS)}, got {name!r}{hint}")
+        if STATISTICS[name].needs_label and not labels:
+            raise OptionError(f"want: {name} is the label's, and labels is None; pass labels or drop it")
+        if STATISTICS[name].needs_reference and not reference:
+            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head)")
+    return tuple(dict.fromkeys(want))
+
+
+def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float | None) -> None:
+    """Raise OptionError for a top_k, jsd_beta or memory_budget that means nothing; `rows`: the vocabulary's size."""
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= rows:
+        raise OptionError(f"top_k: expected a whole number in 0..{rows} (the vocabulary), got {top_k!r}")
+    if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
+        raise OptionError(f"jsd_beta: expected 0 < beta < 1, got {jsd_beta}; at the ends use kl or reverse_kl")
+    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
+        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise OptionError for a reduction that does not exist."""
+    if reduction not in ("mean", "sum", "none"):
+        raise OptionError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
+    """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
+    if not 0 <= label_smoothing <= 1:
+        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing}")
+    if not 0 <= z_loss < math.inf:
+        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss}")
