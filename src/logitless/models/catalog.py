@@ -78,18 +78,23 @@ def shape_of(name: str) -> ModelShape:
 
     Raises ConfigError, naming the nearest presets or the missing key.
     """
+    return from_config(*fields_of(name))
+
+
+def fields_of(name: str) -> tuple[dict[str, Any], str]:
+    """The configuration that a name stands for, and the name that errors about it should say. Raises ConfigError."""
     known = ALIASES.get(name.lower(), name.lower())
     if known in CONFIGS:
-        return from_config(CONFIGS[known], known)
+        return CONFIGS[known], known
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return from_config(_read(path), name)
+        return _read(path), name
     if path.suffix == ".json" or path.name == "config.json":
         raise ConfigError(f"model {name}: there is no such file")
     if name.count("/") == 1:
-        return from_config(_read(_cached(name)), name)
+        return _read(_cached(name)), name
     near = get_close_matches(known, [*CONFIGS, *ALIASES], n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}" if near else f"presets are {', '.join([*CONFIGS, *ALIASES])}"
     raise ConfigError(f"unknown model {name!r}: {hint}; or give a config.json or a model id (owner/name) in the cache")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, OptionError
+from ..models.instances import checkpoint_layers, config_of, with_adapters
 from ..models.presets import PRESETS, preset
 from .config import TrainConfig
 from .tokenizer import TextTokenizer, pretrained, tekken
@@ -38,12 +38,12 @@ def resolve(name: str) -> ModelSource:
     """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
     path = Path(name)
     if name in PRESETS:
-        return ModelSource(_config_of(preset(name), name), None, None)
+        return ModelSource(config_of(preset(name), name), None, None)
     if path.is_dir():
         return _directory(path)
     if path.is_file():
         beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
-        return ModelSource(_config_of(_read_json(path), name), None, None if beside is None else str(beside))
+        return ModelSource(config_of(_read_json(path), name), None, None if beside is None else str(beside))
     if "/" not in name or path.is_absolute() or name.startswith("."):
         preset(name)  # raises with the nearest names
     return ModelSource(_load_config(name), name, name)
@@ -62,20 +62,6 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
-
-
-def _config_of(values: Any, name: str) -> Any:
-    from transformers import AutoConfig
-
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(f"--model {name}: expected a transformers configuration with a model_type")
-    fields = dict(values)
-    if "auto_map" in fields:
-        raise ConfigError(f"--model {name}: needs code of its own (auto_map), which is never run")
-    try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # configuration classes validate in their own ways
-        raise ConfigError(f"--model {name}: {_line(error)}") from None
 
 
 def _load_config(name: str) -> Any:
@@ -122,24 +108,6 @@ def build(config: TrainConfig, source: ModelSource) -> Any:
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     return with_adapters(model, config.lora_rank) if config.lora_rank else model
-
-
-def checkpoint_layers(model: Any) -> None:
-    """Recompute layers in backward, without the reentrant form (it would lose a frozen embedding's gradient)."""
-    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def with_adapters(model: Any, rank: int) -> Any:
-    """Low-rank adapters on every linear layer but the head, the rest frozen (LoRA, Hu et al., arXiv 2106.09685)."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    with warnings.catch_warnings():  # PEFT 0.21 still asks for the older name
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        return get_peft_model(model, lora)
 
 
 def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:

@@ -1,0 +1,53 @@
+"""transformers models from a name or a configuration, their checkpointing and adapters."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ..errors import ConfigError
+from .catalog import fields_of, from_config
+
+
+def configuration(name: str) -> Any:
+    """transformers' configuration of the model that `shape_of` finds by this name. Raises ConfigError."""
+    fields, known = fields_of(name)
+    from_config(fields, known)  # names a missing key, or a size without a meaning
+    inner = fields.get("text_config")
+    fields = inner if isinstance(inner, dict) else fields
+    if not fields.get("sliding_window"):
+        fields = {key: value for key, value in fields.items() if key != "sliding_window"}
+    return config_of(fields, known)
+
+
+def config_of(values: Any, name: str) -> Any:
+    """transformers' configuration with these fields. Raises ConfigError where they make none."""
+    from transformers import AutoConfig
+
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"--model {name}: expected a transformers configuration with a model_type")
+    fields = dict(values)
+    if "auto_map" in fields:
+        raise ConfigError(f"--model {name}: needs code of its own (auto_map), which is never run")
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # configuration classes validate in their own ways
+        raise ConfigError(f"--model {name}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recompute layers in backward, without the reentrant form (it would lose a frozen embedding's gradient)."""
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Low-rank adapters on every linear layer but the head, the rest frozen (LoRA, Hu et al., arXiv 2106.09685)."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    with warnings.catch_warnings():  # PEFT 0.21 still asks for the older name
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, lora)
