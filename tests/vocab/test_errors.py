@@ -15,6 +15,7 @@ from logitless.errors import (
     GradientError,
     LabelError,
     LogitlessError,
+    NotFiniteError,
     OptionError,
     ShapeError,
 )
@@ -33,6 +34,7 @@ BUILTINS = {
     ConfigError: ValueError,
     BackendError: RuntimeError,
     GradientError: RuntimeError,
+    NotFiniteError: ArithmeticError,
 }
 
 
