@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-all lint docs wheel-test bench clean
+.PHONY: demo test test-all test-browser lint docs wheel-test bench clean
 
 demo: .venv/train.stamp
 	$(BIN)/logitless train
@@ -17,6 +17,10 @@ test: .venv/dev.stamp
 
 test-all: .venv/dev.stamp
 	$(PYTEST)
+
+# The report's page in headless Chromium; part of test-all too, and skipped with its reason where there is none.
+test-browser: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/memory/test_page_browser.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from logitless.errors import OptionError
 from logitless.memory.algorithms import PHASES
 from logitless.memory.plots import CATEGORIES, category
 from logitless.memory.setting import CHOICES, GIB
-from logitless.memory.units import human
+from logitless.memory.units import format_bytes
 
 RUN = [
     "plan", "--model", "qwen2.5-1.5b", "--algorithm", "intuitor", "--batch-size", "64", "--prompt-length", "2048",
@@ -67,9 +67,11 @@ def test_json(capsys):
 
 
 def test_files(tmp_path):
-    assert main([*RUN, "--json", str(tmp_path / "p.json"), "--png", str(tmp_path / "p.png")]) == 0
+    written = [f"--{kind}={tmp_path / 'p'}.{kind}" for kind in ("json", "png", "html")]
+    assert main([*RUN, *written]) == 0
     assert json.loads((tmp_path / "p.json").read_text())["fit"] is None
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "1,543,714,304 parameters" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_check():
@@ -83,13 +85,26 @@ def test_nothing_fits(capsys):
     assert "nothing fits" in capsys.readouterr().out
 
 
+def test_other_models_for_critic_and_reward(capsys):
+    ppo = ["plan", "--model", "qwen2.5-1.5b", "--algorithm", "ppo", "--json", "-"]
+    assert main([*ppo, "--critic-shape", "qwen2.5-0.5b", "--what-if", "reward-shape=4b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["setting"]["critic_shape"]["name"] == "qwen2.5-0.5b"
+    assert found["setting"]["reward_shape"] is None
+    plans = [found["logitless"], found["what_if"][0]["logitless"]]
+    sizes = [{c["name"]: c["nbytes"] for c in one["components"]} for one in plans]
+    assert sizes[0]["critic"] == sizes[1]["critic"] == 2 * (494_032_768 + 896)
+    assert sizes[0]["reward model"] == 2 * (1_543_714_304 + 1536)
+    assert sizes[1]["reward model"] == 2 * (4_022_468_096 + 2560)
+
+
 def test_units(capsys):
     assert main([*RUN, "--units", "GB"]) == 0
     out = capsys.readouterr().out
     assert " GiB" not in out
     assert "29.87 GB" in out  # 27.82 GiB
-    assert human(37_094 * 2**20) == "36.22 GiB"
-    assert (human(5), human(-3 * GIB), human(10**6, "GB")) == ("5 B", "-3.00 GiB", "1 MB")
+    assert format_bytes(37_094 * 2**20) == "36.22 GiB"
+    assert (format_bytes(5), format_bytes(-3 * GIB), format_bytes(10**6, "GB")) == ("5 B", "-3.00 GiB", "1 MB")
 
 
 def test_no_torch():
@@ -123,7 +138,7 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--batch-size -3", "--batch-size must be 1 to 2^63-1, got -3"),
         ("--batch-size 99999999999999999999", "--batch-size must be 1 to 2^63-1"),
         ("--response-length 9000000000000000000", "more than 2^63-1: give smaller sizes"),
-        ("--sweep 0", "--sweep lengths must be 1 or more"),
+        ("--sweep 0", "sequence lengths must be 1 or more"),
         ("--reserve 1e999GiB", "--reserve must be less than 2^63 bytes"),
         ("--reserve 99GiB", "leave nothing of a GPU"),
         ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
@@ -137,6 +152,10 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--what-if model=qwen9", "unknown model 'qwen9'"),
         ("--json /nowhere/at/all.json", "/nowhere/at/all.json: No such file"),
         ("--png /nowhere/at/all.png", "/nowhere/at/all.png: No such file"),
+        ("--html /nowhere/at/all.html", "/nowhere/at/all.html: No such file"),
+        ("--critic-shape qwen3-5b", "unknown model 'qwen3-5b': did you mean qwen3-8b"),
+        ("--what-if reward-shape=qwen9", "unknown model 'qwen9'"),
+        ("--what-if html=x", "must be KEY=VALUE with a KEY such as"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys):

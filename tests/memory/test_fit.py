@@ -105,8 +105,20 @@ def test_command_lines():
     )
     assert set(flags(INTUITOR)) == {"TRL", "accelerate"}
     assert "trl grpo" in trl(INTUITOR)
-    assert "--num_generations 8" in trl(INTUITOR)
+    assert "--num_generations 8 --max_completion_length 4096 --beta 0.04" in trl(INTUITOR)
+    assert "--dtype float32 --attn_implementation sdpa" in trl(INTUITOR)
+    assert "--beta 0.0" in trl(replace(INTUITOR, algorithm="reinforce"))
+    split = replace(INTUITOR, micro_batch=4, rollout_batch=16)
+    assert "--steps_per_generation 4" in trl(split)
+    adapted = trl(replace(INTUITOR, lora_rank=8))
+    assert "--dtype bfloat16" in adapted
+    assert "--lora_r 8 --lora_alpha 16 --lora_target_modules all-linear" in adapted
+    assert "--completion_only_loss true" in trl(replace(INTUITOR, algorithm="sft"))
+    assert "--precompute_ref_log_probs true" in trl(replace(INTUITOR, algorithm="dpo", reference="no"))
     assert "--use_deepspeed --zero_stage 2" in flags(replace(INTUITOR, sharding="zero2"))["accelerate"]
+    assert "--gradient_accumulation_steps 16" in flags(replace(INTUITOR, sharding="fsdp2", micro_batch=4))["accelerate"]
+    line = flags(replace(INTUITOR, tensor_parallel=2, context_parallel=2, sharding="fsdp2"))["accelerate"]
+    assert "dp_shard_size 2 --parallelism_config_tp_size 2 --parallelism_config_cp_size 2" in line
     assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
 
 
@@ -133,7 +145,9 @@ def test_accelerate_knows_its_flags():
         "import sys, shlex\nfrom accelerate.commands.launch import launch_command_parser\n"
         "for line in sys.stdin:\n    launch_command_parser().parse_args(shlex.split(line)[2:] + ['x.py'])\n"
     )
-    lines = "\n".join(flags(replace(INTUITOR, sharding=s))["accelerate"] for s in ("ddp", "zero1", "zero3", "fsdp2"))
+    asked = [replace(INTUITOR, sharding=s) for s in ("ddp", "zero1", "zero3", "fsdp2")]
+    asked += [replace(s, tensor_parallel=2, context_parallel=2) for s in asked]
+    lines = "\n".join(flags(s)["accelerate"] for s in asked)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], input=lines, capture_output=True, text=True, check=False
     )

@@ -162,6 +162,25 @@ def test_what_each_algorithm_keeps(algorithm, models):
     assert not {"reference model", "critic", "reward model"} & set(more)
 
 
+def test_critic_and_reward_model_of_other_shapes():
+    small = shape_of("qwen3-0.6b")
+    asked = replace(RL, algorithm="ppo", critic_shape=small, reward_shape=shape_of("4b"))
+    found, same = sizes(asked), sizes(replace(RL, algorithm="ppo"))
+    assert found["critic"] == 2 * (small.embedding + small.body + small.hidden)
+    assert found["critic's optimizer state"] == 4 * found["critic"]
+    assert found["critic's master weights"] == 2 * found["critic"]
+    assert found["reward model"] == 2 * (shape_of("4b").parameters + 2560)
+    changed = {name for name in found if found[name] != same[name]}
+    assert changed == {"critic", "critic's optimizer state", "critic's master weights", "reward model"}
+    soft = replace(asked, algorithm="grade", prompt_length=32, response_length=64)
+    assert (
+        sizes(soft)["reward model's activations"]
+        > sizes(replace(soft, reward_shape=None))["reward model's activations"]
+    )
+    with pytest.raises(OptionError, match="--tensor-parallel must be a divisor of 14 heads"):
+        plan(replace(RL, model=small, critic_shape=SHAPE, tensor_parallel=4))
+
+
 def test_a_preference_is_two_sequences_and_recomputes():
     pair = Setting(SHAPE, "dpo", batch_size=4, prompt_length=100, response_length=400)
     assert (pair.micro_sequences, pair.tokens, pair.response_tokens) == (8, 4000, 3200)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from logitless.errors import OptionError
+from logitless.memory.units import format_bytes, parse_bytes
 from logitless.train.config import TrainConfig, from_dict, read_file
-from logitless.train.units import format_bytes, parse_bytes
 
 TOML = """
 max-steps = 7

@@ -13,15 +13,16 @@ from typing import Any, Literal, get_args, get_type_hints
 from ..errors import OptionError
 from ..memory.fit import fit
 from ..memory.plan import both, sweep
-from ..memory.setting import LARGEST, Setting
+from ..memory.setting import Setting
+from ..memory.units import parse_bytes
 from ..models.catalog import shape_of
-from ..train.units import parse_bytes
 from . import options
 
 DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant, nothing is loaded.
 
 Prints what each GPU holds, phase by phase, with dense logits and without them."""
 DEFAULT_LENGTHS = {"sft": (0, 2048)}  # prompt, response
+SHAPES = ("critic_shape", "reward_shape")
 AT_WORK = (512, 1024)
 LENGTHS = ("context_length", "prompt_length", "response_length")
 
@@ -73,9 +74,13 @@ class PlanConfig:
     reference: Literal["auto", "yes", "no"] = "auto"
     """Keep a reference model. auto: as the algorithm does; with adapters, their base model serves."""
     critic: Literal["auto", "yes", "no"] = "auto"
-    """Keep a critic of the model's shape."""
+    """Keep a critic."""
     reward_model: Literal["auto", "yes", "no"] = "auto"
-    """Keep a reward model of the model's shape."""
+    """Keep a reward model."""
+    critic_shape: str | None = None
+    """A critic of another model's shape, named as --model is."""
+    reward_shape: str | None = None
+    """A reward model of another model's shape."""
     top_k: int = 256
     """Entries of grade's soft tokens."""
     memory_budget: str = "256MiB"
@@ -96,6 +101,8 @@ class PlanConfig:
     """Write the plan as JSON to this file (- for standard output)."""
     png: Path | None = None
     """Draw the phases into this PNG."""
+    html: Path | None = None
+    """Write a page that opens offline and plans again as its sliders move."""
 
     def setting(self) -> Setting:
         """The planner's setting; OptionError or ConfigError for what cannot be planned."""
@@ -105,9 +112,9 @@ class PlanConfig:
         given = {name: getattr(self, name) for name in same}
         given |= {"model": shape_of(self.model), "gpus": count, "gpu_bytes": size}
         given |= {"prompt_length": prompt, "response_length": response}
-        no_reserve = re.fullmatch(r"0+\s*[A-Za-z]*", self.reserve)
-        given["reserve"] = 0 if no_reserve else _bytes(self.reserve, "--reserve")
-        given["memory_budget"] = _bytes(self.memory_budget, "--memory-budget")
+        given["reserve"] = parse_bytes(self.reserve, "--reserve", least=0)
+        given["memory_budget"] = parse_bytes(self.memory_budget, "--memory-budget")
+        given |= {name: shape_of(given[name]) for name in SHAPES if given[name] is not None}
         return Setting(**given).check()
 
     def lengths(self) -> tuple[int, int]:
@@ -123,23 +130,12 @@ class PlanConfig:
         return given[0] if given[0] is not None else prompt, given[1] if given[1] is not None else response
 
 
-def _bytes(text: str, option: str) -> int:
-    """`parse_bytes` for sizes that the planner can count."""
-    try:
-        size = parse_bytes(text, option)
-    except OverflowError:  # 1e999GiB
-        size = LARGEST + 1
-    if size > LARGEST:
-        raise OptionError(f"{option} must be less than 2^63 bytes, got {text!r}")
-    return size
-
-
 def parse_gpus(text: str) -> tuple[int, int]:
     """ "8x80GiB" -> (8, bytes of one); OptionError for anything else."""
     match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]{1,18}\s*[KMGT]i?B)\s*", text, re.IGNORECASE)
     if match is None:
         raise OptionError(f"--gpus must be a number and a size with its unit, such as 8x80GiB or 1x24GB, got {text!r}")
-    return int(match[1] or 1), _bytes(match[2], "--gpus")
+    return int(match[1] or 1), parse_bytes(match[2], "--gpus")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -172,6 +168,10 @@ def main(arguments: Sequence[str]) -> int:
         from ..memory.plots import draw
 
         draw(dense, logitless, config.png, config.units)
+    if config.html is not None:
+        from ..memory.page import write_page
+
+        write_page(config.html, logitless, units=config.units)
     return int(config.check and not logitless.fits)
 
 
@@ -207,7 +207,7 @@ def changed(config: PlanConfig, change: str) -> PlanConfig:
 
 def _coerce(text: str, kind: Any, change: str) -> Any:
     choices = get_args(kind)
-    if kind is str:
+    if kind is str or str in choices:  # a name, or None
         return text
     if kind is bool:
         if text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
@@ -216,7 +216,7 @@ def _coerce(text: str, kind: Any, change: str) -> Any:
     if choices and int not in choices:
         if text in choices:
             return text
-        raise OptionError(f"--what-if {change!r}: expected one of {', '.join(options)}")
+        raise OptionError(f"--what-if {change!r}: expected one of {', '.join(choices)}")
     if not re.fullmatch(r"-?\d{1,30}", text):
         raise OptionError(f"--what-if {change!r}: expected a whole number")
     return int(text)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..errors import DeviceError, OptionError
-from ..train.units import format_bytes, parse_bytes
+from ..memory.units import format_bytes, parse_bytes
 from . import options
 
 DESCRIPTION = """Check the streamed loss against the dense one, and show where each is used.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import OptionError
+from ..models.shapes import ModelShape
 from .activations import activations
 from .algorithms import (
     BACKWARD,
@@ -18,7 +19,8 @@ from .algorithms import (
     SCORING,
     TRAINING,
 )
-from .setting import LARGEST, OPTIMIZERS, SHARDINGS, Setting, ceil_div
+from .setting import OPTIMIZERS, SHARDINGS, Setting, ceil_div
+from .units import LARGEST
 from .vocabulary import dense, logitless, soft_dense, soft_logitless
 
 BF16, FP32 = 2, 4
@@ -54,62 +56,78 @@ def components(setting: Setting, way: str) -> list[Component]:
     return kept
 
 
-def _local(count: int, setting: Setting) -> int:
+def _local(count: int, shape: ModelShape, setting: Setting) -> int:
     """A model's parameters on each GPU before sharding: tensor parallelism divides its matrices."""
-    vectors = min(setting.model.vectors, count)
+    vectors = min(shape.vectors, count)
     return vectors + ceil_div(count - vectors, setting.tensor_parallel)
+
+
+def critic_shape(setting: Setting) -> ModelShape:
+    """The critic's shape."""
+    return setting.critic_shape or setting.model
+
+
+def reward_shape(setting: Setting) -> ModelShape:
+    """The reward model's shape."""
+    return setting.reward_shape or setting.model
+
+
+def scorer(shape: ModelShape) -> int:
+    """Parameters of a model with one number per token or sequence in the place of its head."""
+    return shape.embedding + shape.body + shape.hidden
 
 
 def trained_parameters(setting: Setting) -> int:
     """Parameters with a gradient, on each GPU before sharding."""
     shape = setting.model
-    return _local(shape.lora(setting.lora_rank) if setting.lora_rank else shape.parameters, setting)
+    return _local(shape.lora(setting.lora_rank) if setting.lora_rank else shape.parameters, shape, setting)
 
 
 def _weights(setting: Setting) -> Iterator[Component]:
     """The models themselves."""
-    shape, always = setting.model, setting.kind.phases
-    embedding = ceil_div(shape.embedding, setting.tensor_parallel) * BF16
-    backbone = shape.embedding + shape.body
+    always = setting.kind.phases
 
-    def model(name: str, count: int) -> Component:
-        mine = setting.divided(_local(count, setting), "parameters")
+    def model(name: str, shape: ModelShape, count: int) -> Component:
+        mine = setting.divided(_local(count, shape, setting), "parameters")
+        embedding = ceil_div(shape.embedding, setting.tensor_parallel) * BF16
         return Component(name, f"{count:,} bf16", mine * BF16, always, min(embedding, mine * BF16))
 
-    yield model("parameters", shape.parameters)
+    yield model("parameters", setting.model, setting.model.parameters)
+    # with adapters, the base model is the reference
     if setting.keeps("reference") and not (setting.lora_rank and setting.reference == "auto"):
-        yield model("reference model", shape.parameters)  # with adapters, the base model is the reference
+        yield model("reference model", setting.model, setting.model.parameters)
     if setting.keeps("critic"):
-        yield model("critic", backbone + shape.hidden)
+        yield model("critic", critic_shape(setting), scorer(critic_shape(setting)))
     if setting.keeps("reward_model"):
-        yield model("reward model", backbone + shape.hidden)
+        yield model("reward model", reward_shape(setting), scorer(reward_shape(setting)))
 
 
 def _training(setting: Setting) -> Iterator[Component]:
     """Gradients, optimizer state and master weights; the critic's too."""
-    shape, always = setting.model, setting.kind.phases
+    shape, always, valued = setting.model, setting.kind.phases, critic_shape(setting)
     trained = trained_parameters(setting)
     itemsize = FP32 if setting.lora_rank else BF16  # PEFT keeps adapters in fp32
     top = trained if setting.lora_rank else ceil_div(shape.embedding, setting.tensor_parallel)
-    critic = _local(shape.embedding + shape.body + shape.hidden, setting) if setting.keeps("critic") else 0
+    critic = _local(scorer(valued), valued, setting) if setting.keeps("critic") else 0
+    critic_top = min(critic, _local(valued.embedding, valued, setting))
     per, over = OPTIMIZERS[setting.optimizer]
 
-    def row(name: str, count: int, item: int, phases: tuple[str, ...], what: str) -> Component:
+    def row(name: str, count: int, most: int, item: int, phases: tuple[str, ...], what: str) -> Component:
         size = setting.divided(count, what) * item
         kind = "fp32" if item == FP32 else "bf16"
-        return Component(name, f"{count:,} {kind}", size, phases, min(size, top * item))
+        return Component(name, f"{count:,} {kind}", size, phases, min(size, most * item))
 
     if setting.lora_rank:
-        yield row("adapters", trained, FP32, always, "parameters")
+        yield row("adapters", trained, top, FP32, always, "parameters")
     held = TRAINING if setting.accumulation > 1 else (BACKWARD_END, OPTIMIZER)
-    yield row("gradients", trained, itemsize, held, "gradients")
-    for name, count in (("", trained), ("critic's ", critic)):
+    yield row("gradients", trained, top, itemsize, held, "gradients")
+    for name, count, most in (("", trained, top), ("critic's ", critic, critic_top)):
         mine = setting.divided(count, "optimizer")
         size = ceil_div(mine * per, over)
-        state = f"{mine:,} × {per / over:g} B"
-        yield Component(f"{name}optimizer state", state, size, always, min(size, ceil_div(top * per, 2 * over)))
+        state = f"{mine:,} × {per} B" if over == 1 else f"{mine:,} × {per}/{over} B"
+        yield Component(f"{name}optimizer state", state, size, always, min(size, ceil_div(most * per, 2 * over)))
         if setting.master_weights and setting.optimizer != "none" and (not setting.lora_rank or name):
-            yield row(f"{name}master weights", count, FP32, always, "optimizer")
+            yield row(f"{name}master weights", count, most, FP32, always, "optimizer")
 
 
 def _sharding(setting: Setting) -> Iterator[Component]:
@@ -117,7 +135,7 @@ def _sharding(setting: Setting) -> Iterator[Component]:
     shape, divided = setting.model, SHARDINGS[setting.sharding]
     if setting.shards == 1:
         return
-    layer = _local(shape.largest_layer, setting) * BF16
+    layer = _local(shape.largest_layer, shape, setting) * BF16
     ends = ceil_div(shape.embedding + shape.head, setting.tensor_parallel) * BF16
     trained = trained_parameters(setting)
     if not divided:
@@ -129,7 +147,7 @@ def _sharding(setting: Setting) -> Iterator[Component]:
         busy = (SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END)
         yield Component("gathered layers", "one at work, one ahead", 2 * layer, (*busy, ROLLOUT), layer)
         yield Component("gathered embedding and head", f"({shape.vocab}, {shape.hidden}) bf16", ends, busy, ends)
-        whole = _local(shape.parameters, setting) * BF16
+        whole = _local(shape.parameters, shape, setting) * BF16
         if setting.sharding == "zero3":  # TRL gathers all of it to generate
             yield Component("gathered model", f"{shape.parameters:,} bf16", whole - 2 * layer, (ROLLOUT,), ends)
         else:
@@ -144,7 +162,7 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
     per = activations(shape, setting)
     saved = setting.micro_sequences * _soft_steps(setting) if setting.kind.soft_tokens and way == "dense" else n
     keep = per.held(setting.gradient_checkpointing)
-    wide = _widest(setting, n)
+    wide = _widest(setting, shape, n)
     what = "layers' inputs" if setting.gradient_checkpointing else "activations of the layers"
     held = (FORWARD, LOSS, LOSS_BACKWARD, BACKWARD)
     yield Component(what, f"{shape.layers} × {saved:,} tokens", keep * saved, held, min(wide, keep * saved))
@@ -161,13 +179,14 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
     ends = (BACKWARD, BACKWARD_END)
     yield Component("a layer's activation gradients", f"{n:,} tokens", per.backward * n, ends, wide)
     if setting.kind.soft_tokens and setting.keeps("reward_model"):
-        frozen = activations(shape, setting, frozen=True).kept * n
-        yield Component("reward model's activations", f"{n:,} tokens", frozen, (LOSS, LOSS_BACKWARD), wide)
+        frozen = activations(reward_shape(setting), setting, frozen=True).kept * n
+        widest = _widest(setting, reward_shape(setting), n)
+        yield Component("reward model's activations", f"{n:,} tokens", frozen, (LOSS, LOSS_BACKWARD), widest)
 
 
-def _widest(setting: Setting, tokens: int) -> int:
+def _widest(setting: Setting, shape: ModelShape, tokens: int) -> int:
     """Bytes of a layer's largest tensor: of the MLP's width, or a norm's fp32 input."""
-    return tokens * max(BF16 * ceil_div(setting.model.mlp, setting.tensor_parallel), FP32 * setting.model.hidden)
+    return tokens * max(BF16 * ceil_div(shape.mlp, setting.tensor_parallel), FP32 * shape.hidden)
 
 
 def _soft_steps(setting: Setting) -> int:
@@ -185,7 +204,7 @@ def _rollout(setting: Setting) -> Iterator[Component]:
     yield Component("key-value cache", text, cache, (ROLLOUT,), BF16 * key * length * n)
     tokens = setting.prompt_length * n
     prompt = activations(shape, setting).forward * tokens
-    yield Component("prompts in a layer", f"{tokens:,} tokens", prompt, (ROLLOUT,), _widest(setting, tokens))
+    yield Component("prompts in a layer", f"{tokens:,} tokens", prompt, (ROLLOUT,), _widest(setting, shape, tokens))
     vocab = ceil_div(shape.vocab, setting.tensor_parallel)
     next_logits = n * vocab * (BF16 + 2 * FP32)
     yield Component(

@@ -14,15 +14,25 @@ OPTIM = {
 ACCELERATE = {
     "zero1": ("--use_deepspeed", "--zero_stage 1"),
     "zero2": ("--use_deepspeed", "--zero_stage 2"),
-    "zero3": ("--use_deepspeed", "--zero_stage 3"),
+    "zero3": ("--use_deepspeed", "--zero_stage 3", "--zero3_init_flag true"),
     "fsdp2": ("--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
 }
+BETA = 0.04  # of the KL to a reference model (Shao et al., arXiv 2402.03300); 0: no reference model
 
 
 def launcher(setting: Setting) -> str:
-    """`accelerate launch` with the setting's GPUs and sharding."""
-    parts = ["accelerate launch", f"--num_processes {setting.gpus}", "--mixed_precision bf16"]
+    """`accelerate launch` with the setting's GPUs, sharding and parallelism."""
+    parts = ["accelerate launch", f"--num_processes {setting.gpus}", "--num_machines 1", "--mixed_precision bf16"]
     parts += ACCELERATE.get(setting.sharding, ("--multi_gpu",) if setting.gpus > 1 else ())
+    if setting.sharding in ACCELERATE:
+        parts.append(f"--gradient_accumulation_steps {setting.accumulation}")
+    split = {"tp": setting.tensor_parallel, "cp": setting.context_parallel}
+    if max(split.values()) > 1 and setting.sharding in ("ddp", "fsdp2"):
+        ranks = setting.gpus // (split["tp"] * split["cp"])
+        kind = "dp_replicate" if setting.sharding == "ddp" else "dp_shard"
+        parts.append("--use_parallelism_config")
+        sizes = {kind: ranks, **split}
+        parts += [f"--parallelism_config_{name}_size {size}" for name, size in sizes.items() if size > 1]
     return " ".join(parts)
 
 
@@ -48,23 +58,49 @@ def trl(setting: Setting) -> str | None:
     name = TRL.get(setting.algorithm)
     if name is None:
         return None
+    # TRL's master weights are fp32 parameters under bf16 autocast
+    wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"
     parts = [
         f"trl {name}",
+        f"--dtype {'float32' if wide else 'bfloat16'}",
+        f"--attn_implementation {'sdpa' if setting.attention == 'flash' else setting.attention}",
         f"--per_device_train_batch_size {setting.micro_rows}",
         f"--gradient_accumulation_steps {setting.accumulation}",
-        f"--gradient_checkpointing {str(setting.gradient_checkpointing).lower()}",
+        f"--gradient_checkpointing {_yes(setting.gradient_checkpointing)}",
         "--bf16 true",
     ]
     if setting.optimizer in OPTIM:
         parts.append(f"--optim {OPTIM[setting.optimizer]}")
-    if name in ("grpo", "rloo"):
-        parts.append(f"--num_generations {setting.responses_per_prompt}")
-        parts.append(f"--max_completion_length {setting.response_length}")
-    else:
-        parts.append(f"--max_length {setting.length}")
+    parts += _rollouts(setting) if name in ("grpo", "rloo") else _texts(setting)
     if setting.lora_rank:
-        parts.append(f"--use_peft --lora_r {setting.lora_rank} --lora_target_modules all-linear")
+        rank = setting.lora_rank
+        parts.append(f"--use_peft true --lora_r {rank} --lora_alpha {2 * rank} --lora_target_modules all-linear")
     return " ".join(parts)
+
+
+def _rollouts(setting: Setting) -> list[str]:
+    """What TRL's online trainers generate, how many sequences at a time, and whether they keep a reference model."""
+    parts = [
+        f"--num_generations {setting.responses_per_prompt}",
+        f"--max_completion_length {setting.response_length}",
+        f"--beta {BETA if setting.keeps('reference') else 0.0}",
+    ]
+    if setting.rollout_sequences < setting.rows:
+        parts.append(f"--steps_per_generation {max(1, setting.rollout_sequences // setting.micro_rows)}")
+    return parts
+
+
+def _texts(setting: Setting) -> list[str]:
+    parts = [f"--max_length {setting.length}"]
+    if setting.algorithm == "sft" and setting.prompt_length:
+        parts.append("--completion_only_loss true")
+    if setting.algorithm == "dpo" and not setting.keeps("reference"):
+        parts.append("--precompute_ref_log_probs true")
+    return parts
+
+
+def _yes(on: bool) -> str:
+    return str(on).lower()
 
 
 def flags(setting: Setting) -> dict[str, str]:

@@ -51,7 +51,7 @@ class Plan:
 def plan(setting: Setting, way: str = "logitless") -> Plan:
     """The plan of a setting, the loss computed the "logitless" or the "dense" way; OptionError for a bad setting."""
     if way not in ("dense", "logitless"):
-        raise OptionError(f"way must be dense or logitless, got {way!r}")
+        raise OptionError(f"way must be dense or logitless, got {way}")
     return Plan(setting, way, tuple(components(setting.check(), way)))
 
 
@@ -64,7 +64,7 @@ def at_length(setting: Setting, length: int) -> Setting:
     """The setting with sequences of `length` tokens, split between prompt and response as before."""
     prompt = setting.prompt_length * length // setting.length
     if length - prompt < 1:
-        raise OptionError(f"--sweep lengths must be 1 or more, got {length}")
+        raise OptionError(f"sequence lengths must be 1 or more, got {length}")
     return replace(setting, prompt_length=prompt, response_length=length - prompt)
 
 

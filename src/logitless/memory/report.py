@@ -15,7 +15,7 @@ from .fit import Fit
 from .flags import flags
 from .plan import Plan
 from .setting import Setting
-from .units import human
+from .units import format_bytes
 
 SCHEMA = 1
 
@@ -28,7 +28,7 @@ def headline(setting: Setting, units: str) -> str:
     split = "".join(f", {name} {n}" for name, n in (("tp", s.tensor_parallel), ("cp", s.context_parallel)) if n > 1)
     return (
         f"{s.model.name} ({s.model.parameters:,} parameters) · {s.algorithm} · {sequences}{pairs} × {s.length:,} tokens"
-        f" · {s.gpus} × {human(s.gpu_bytes, units)} · {s.sharding}{split}"
+        f" · {s.gpus} × {format_bytes(s.gpu_bytes, units)} · {s.sharding}{split}"
     )
 
 
@@ -39,7 +39,7 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> 
     plural = "pass" if setting.accumulation == 1 else "passes"
     console.print(
         f"{setting.accumulation} forward {plural} of {setting.micro_rows} rows, {setting.tokens:,} tokens, on each GPU;"
-        f" {human(setting.reserve, units)} of it in reserve",
+        f" {format_bytes(setting.reserve, units)} of it in reserve",
         highlight=False,
     )
     console.print(_components(dense, logitless, units), highlight=False)
@@ -47,7 +47,7 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> 
     for plan in (dense, logitless):
         top = plan.largest
         console.print(verdict(plan, units), highlight=False)
-        console.print(f"  largest single allocation: {top.name}, {human(top.largest, units)}", highlight=False)
+        console.print(f"  largest single allocation: {top.name}, {format_bytes(top.largest, units)}", highlight=False)
     for note in notes(setting):
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
@@ -70,10 +70,12 @@ def notes(setting: Setting) -> list[str]:
 
 def verdict(plan: Plan, units: str = "GiB") -> str:
     """Whether a plan fits, with its margin, as a line of rich markup."""
-    peak = f"peak {human(plan.peak, units)} in {plan.peak_phase}"
+    peak = f"peak {format_bytes(plan.peak, units)} in {plan.peak_phase}"
     if plan.fits:
-        return f"[bold]{plan.way}[/bold] [green]fits[/green]: {peak}, {human(plan.margin, units)} left on each GPU"
-    return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {human(-plan.margin, units)} too much"
+        return (
+            f"[bold]{plan.way}[/bold] [green]fits[/green]: {peak}, {format_bytes(plan.margin, units)} left on each GPU"
+        )
+    return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {format_bytes(-plan.margin, units)} too much"
 
 
 def _table(*columns: str) -> Table:
@@ -108,7 +110,7 @@ def _components(dense: Plan, logitless: Plan, units: str) -> Table:
         left, right = theirs.get(name), mine.get(name)
         some = right or left
         assert some is not None
-        cells = ["–" if c is None else human(c.nbytes, units) for c in (left, right)]
+        cells = ["–" if c is None else format_bytes(c.nbytes, units) for c in (left, right)]
         table.add_row(name, some.shape, *cells, lives(some, phases))
     return table
 
@@ -117,8 +119,8 @@ def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
     table = _table("<phase", ">dense", ">logitless", ">saved")
     for phase, nbytes in logitless.peaks.items():
         before = dense.peaks[phase]
-        saved = human(before - nbytes, units) if before != nbytes else "–"
-        cells = [human(plan.peaks[phase], units) for plan in (dense, logitless)]
+        saved = format_bytes(before - nbytes, units) if before != nbytes else "–"
+        cells = [format_bytes(plan.peaks[phase], units) for plan in (dense, logitless)]
         cells = [
             f"[bold]{c}[/bold]" if phase == p.peak_phase else c for c, p in zip(cells, (dense, logitless), strict=True)
         ]
@@ -132,7 +134,7 @@ def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: 
     for length, dense, logitless in rows:
         fits = " and ".join(plan.way for plan in (dense, logitless) if plan.fits) or "neither"
         ratio = f"{dense.peak / logitless.peak:.1f} ×"
-        table.add_row(f"{length:,}", human(dense.peak, units), human(logitless.peak, units), ratio, fits)
+        table.add_row(f"{length:,}", format_bytes(dense.peak, units), format_bytes(logitless.peak, units), ratio, fits)
     console.print("[bold]peak on each GPU by sequence length[/bold]")
     console.print(table, highlight=False)
 
@@ -145,9 +147,9 @@ def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units
         change = logitless.peak - base
         sign = "+" if change > 0 else ""
         cells = [
-            human(dense.peak, units),
-            human(logitless.peak, units),
-            f"{sign}{human(change, units)}" if change else "–",
+            format_bytes(dense.peak, units),
+            format_bytes(logitless.peak, units),
+            f"{sign}{format_bytes(change, units)}" if change else "–",
         ]
         table.add_row(name, *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
     console.print("[bold]what if[/bold]")

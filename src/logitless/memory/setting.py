@@ -8,9 +8,9 @@ from ..algebra.costs import DEFAULT_BUDGET
 from ..errors import OptionError
 from ..models.shapes import ModelShape
 from .algorithms import ALGORITHMS, Algorithm
+from .units import LARGEST
 
 GIB = 1 << 30
-LARGEST = 2**63 - 1
 OPTIMIZERS = {  # bytes per trained parameter, as a fraction
     "adamw-fp32": (8, 1),
     "adamw-bf16": (4, 1),
@@ -69,6 +69,8 @@ class Setting:
     reference: str = "auto"
     critic: str = "auto"
     reward_model: str = "auto"
+    critic_shape: ModelShape | None = None  # None: the model's
+    reward_shape: ModelShape | None = None
     top_k: int = 256  # entries of a soft token
     memory_budget: int = DEFAULT_BUDGET
     dense_logits: str = "all"
@@ -83,10 +85,9 @@ class Setting:
             _require(0 <= getattr(self, name) <= LARGEST, name, "0 to 2^63-1", getattr(self, name))
         split = self.tensor_parallel * self.context_parallel
         _require(self.gpus % split == 0, "gpus", f"a multiple of tensor × context parallelism ({split})", self.gpus)
-        heads = self.model.heads
-        _require(
-            heads % self.tensor_parallel == 0, "tensor_parallel", f"a divisor of {heads} heads", self.tensor_parallel
-        )
+        for shape in (self.model, self.critic_shape or self.model, self.reward_shape or self.model):
+            divides = shape.heads % self.tensor_parallel == 0
+            _require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
         if self.lora_rank and self.model.moe_layers:
             raise OptionError(
                 f"--lora-rank: {self.model.name} is a mixture of experts; adapters of experts are not planned"

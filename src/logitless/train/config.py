@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import OptionError
-from .units import parse_bytes
+from ..memory.units import parse_bytes
 
 # What a resumed run may change; the rest decides what the weights and the data order mean.
 RESUMABLE = {"max_steps", "loss", "memory_budget", "device", "gradient_checkpointing"}

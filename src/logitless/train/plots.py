@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..memory.units import format_bytes
 from .files import write_whole
-from .units import format_bytes
 
 STREAMED, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
 SMOOTH = 5

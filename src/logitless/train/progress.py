@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..memory.units import format_bytes
 from .callbacks import Records
-from .units import format_bytes
 
 LINES = 10  # of a whole run, without a terminal
 

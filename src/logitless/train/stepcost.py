@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..memory.units import format_bytes
 from .config import TrainConfig, from_dict
-from .units import format_bytes
 
 METHODS = ("chunked", "dense")
 DENSE_COPIES = 3  # fp32 logits, their log-softmax, and the gradient of either

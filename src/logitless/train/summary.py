@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .units import format_bytes
+from ..memory.units import format_bytes
 
 SCHEMA = 1
 

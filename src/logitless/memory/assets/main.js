@@ -1,0 +1,3 @@
+const main = document.getElementById("main");
+if (planner.setting) startPlan(main);
+if (profile !== null) startProfile(main);

@@ -1,0 +1,61 @@
+"""The report as one HTML file that opens offline: the plan, computed again in the page, and a profile's timeline."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..models.catalog import CONFIGS, shape_of
+from .plan import Plan, at_length, both
+from .plots import CATEGORIES, category
+from .report import headline, lives, notes
+from .setting import CHOICES, Setting
+from .translate import translate
+from .units import format_bytes
+
+ASSETS = files(__package__) / "assets"
+SCRIPTS = ("dom.js", "plan.js", "timeline.js", "main.js")
+FORMULAS = (at_length, both, category, format_bytes, headline, lives, notes)
+
+
+def write_page(
+    path: Path, plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB", title: str = ""
+) -> None:
+    """Writes the page of a plan, of a profile (its JSON), or of both; `title` stands above a profile alone."""
+    path.write_text(page(plan, profile, units, title), encoding="utf-8")
+
+
+def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB", title: str = "") -> str:
+    """The HTML. The plan's script is translated from the planner's own functions; nothing is fetched."""
+    parts = {
+        "title": html.escape(headline(plan.setting, units) if plan is not None else title or "A training step"),
+        "style": _asset("page.css"),
+        "planner": translate(formulas(None if plan is None else plan.setting)),
+        "profile": _json(profile),
+        "units": _json(units),
+        "script": "\n".join(_asset(name) for name in SCRIPTS),
+        "footer": f"Made by logitless {version('logitless')}. All sizes are those of one GPU.",
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
+
+
+def formulas(setting: Setting | None) -> dict[str, Any]:
+    """What the page's script knows of Python: functions, and with a setting every preset's shape and all choices."""
+    if setting is None:
+        return {"format_bytes": format_bytes}
+    models = {name: shape_of(name) for name in CONFIGS} | {setting.model.name: setting.model}
+    values = {"setting": setting, "models": models, "choices": CHOICES, "categories": CATEGORIES}
+    return {**{function.__name__: function for function in FORMULAS}, **values}
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value).replace("<", "\\u003c")  # no "</script>" inside the page
