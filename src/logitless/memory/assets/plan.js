@@ -77,7 +77,7 @@ const startPlan = (main) => {
           control(name, label, hint, numberBox(name, { id: name, "aria-describedby": `${name}-hint` }))),
         el("div", { class: "control" }, ...CHECKS.map(check)))),
     el("div", { class: "actions" },
-      el("button", { type: "button", id: "reset", onclick: () => { reset(); update(); } }, "Back to the command line's")),
+      el("button", { type: "button", id: "reset", onclick: () => { reset(); update(); } }, "Back to the setting as given")),
     alert);
 
   // --- results ---
@@ -104,8 +104,8 @@ const startPlan = (main) => {
 
   const phaseRow = (phase, [dense, ours]) => {
     const [before, after] = [dense.peaks.get(phase), ours.peaks.get(phase)];
-    const peak = visible().some((plan) => plan.peak_phase === phase);
-    return el("tr", { class: peak && "peak" },
+    const strong = (plan) => (plan.peak_phase === phase ? "number strong" : "number");
+    return el("tr", {},
       el("th", { scope: "row" }, el("button", { type: "button", "aria-pressed": String(chosen === phase),
         "data-phase": phase,
         onclick: () => {
@@ -113,7 +113,7 @@ const startPlan = (main) => {
           show();
           phases.querySelector(`[data-phase="${phase}"]`).focus();
         } }, phase)),
-      ...[before, after].map((count) => el("td", { class: "number" }, bytes(count))),
+      el("td", { class: strong(dense) }, bytes(before)), el("td", { class: strong(ours) }, bytes(after)),
       el("td", { class: "number" }, before === after ? "–" : bytes(before - after)));
   };
   const componentRows = ([dense, ours]) => {
@@ -164,7 +164,7 @@ const startPlan = (main) => {
 
   reset();
   main.append(controls(), verdicts,
-    card("bars", "Peak of each phase", el("div", { class: "between" }, el("span", { class: "muted" }, "on each GPU"), choice),
+    card("bars", "Peak of each phase", el("div", { class: "between" }, el("span", { class: "muted" }, "bytes alive on each GPU"), choice),
       el("figure", {}, picture, legend), notes),
     card("phases", "Phases", el("p", { class: "muted" }, "Choose a phase to see only what is alive in it."), phases),
     card("components", "Components", el("p", { class: "muted", id: "filter" }), components));
@@ -184,6 +184,7 @@ const drawBars = (picture, plans, hues, bytes) => {
   const line = narrow ? 33 : thick + 3, row = plans.length * line + (narrow ? 30 : 14), top = 22;
   const height = top + phases.length * row;
   const mark = (count, kind) => shape("line", { class: kind, x1: x(count), x2: x(count), y1: top - 6, y2: height });
+  const words = []; // above the lines and bars
   const parts = ticks(most, narrow ? 4 : 7).flatMap((count) => [
     mark(count, "grid"),
     shape("text", { class: "muted", x: x(count), y: 10, "text-anchor": count ? "middle" : "start" },
@@ -191,12 +192,12 @@ const drawBars = (picture, plans, hues, bytes) => {
   phases.forEach((phase, i) => {
     const y = top + i * row + 4;
     const strong = plans.some((plan) => plan.peak_phase === phase) ? "strong" : "";
-    parts.push(shape("text", { class: strong, x: 0, y: y + (narrow ? 12 : 12) }, phase));
+    words.push(shape("text", { class: strong, x: 0, y: y + 12 }, phase));
     plans.forEach((plan, k) => {
       const at = y + k * line + (narrow ? 34 : 0), end = x(plan.peaks.get(phase));
       const text = bytes(plan.peaks.get(phase));
-      if (narrow) parts.push(shape("text", { class: "muted", x: 0, y: at - 4 }, `${plan.way}: ${text}`));
-      else parts.push(shape("text", { class: "muted", x: left - 8, y: at + 12, "text-anchor": "end" }, plan.way),
+      if (narrow) words.push(shape("text", { class: "muted", x: 0, y: at - 4 }, `${plan.way}: ${text}`));
+      else words.push(shape("text", { class: "muted", x: left - 8, y: at + 12, "text-anchor": "end" }, plan.way),
         shape("text", { x: end + 6, y: at + 12 }, text));
       let before = 0n;
       for (const [name, hue] of [...hues].reverse()) {
@@ -210,11 +211,15 @@ const drawBars = (picture, plans, hues, bytes) => {
       }
     });
   });
-  if (near) parts.push(mark(usable, "limit"));
+  const limit = `usable ${bytes(setting.gpu_bytes - setting.reserve)} on each GPU`;
+  if (near) {
+    const side = x(usable) > 0.7 * width ? "end" : x(usable) < 0.3 * width ? "start" : "middle";
+    parts.push(mark(usable, "limit"));
+    words.push(shape("text", { class: "limit", x: x(usable), y: height + 16, "text-anchor": side }, limit));
+  }
   const said = plans.map((plan) => `${plan.way}: peak ${bytes(plan.peak)} in ${plan.peak_phase}`).join("; ");
-  const limit = `${near ? "dashed line: " : ""}usable ${bytes(setting.gpu_bytes - setting.reserve)} on each GPU`;
   picture.replaceChildren(
-    shape("svg", { role: "img", viewBox: `0 0 ${width} ${height}`, height,
-      "aria-label": `Stacked bars of each phase. ${said}; ${limit}. The tables below hold the same numbers.` }, ...parts),
-    el("p", { class: "muted" }, limit));
+    shape("svg", { role: "img", viewBox: `0 0 ${width} ${height + 22}`, height: height + 22,
+      "aria-label": `Stacked bars of each phase. ${said}; ${limit}. The tables below hold the same numbers.` },
+    ...parts, ...words));
 };
