@@ -1,0 +1,121 @@
+"""CPO, ORPO and GKD of trl.experimental: the same training without their logits."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from logitless.errors import OptionError
+from logitless.integrations.trl import install, uninstall
+from tests.integrations.trl import runs
+from tests.integrations.trl.runs import assert_same, run
+from tests.support import trace_allocations
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setitem(os.environ, "TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+def cpo(place, **changes):
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    args = CPOConfig(**runs.options(place, max_length=32, per_device_train_batch_size=2, **changes))
+    return CPOTrainer(runs.micro(place), args=args, **runs.common(place, runs.pairs()))
+
+
+def orpo(place, **changes):
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    args = ORPOConfig(**runs.options(place, max_length=32, per_device_train_batch_size=2, **changes))
+    return ORPOTrainer(runs.micro(place), args=args, **runs.common(place, runs.pairs()))
+
+
+def gkd(place, **changes):
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    talk = [
+        {"messages": [{"role": "user", "content": t[:4]}, {"role": "assistant", "content": t[4:]}]} for t in runs.TEXTS
+    ]
+    args = GKDConfig(**runs.options(place, max_length=32, **{"lmbda": 0.0, "max_new_tokens": 8, **changes}))
+    return GKDTrainer(runs.micro(place), teacher_model=runs.teacher(), args=args, **runs.common(place, talk))
+
+
+TRAINERS = {
+    "cpo": cpo,
+    "cpo, simpo": partial(cpo, loss_type="simpo", cpo_alpha=0.5),
+    "cpo, no likelihood": partial(cpo, cpo_alpha=0.0),
+    "orpo": orpo,
+    "gkd": gkd,
+    "gkd, forward": partial(gkd, beta=0.0),
+    "gkd, on policy": partial(gkd, lmbda=1.0, beta=1.0),
+}
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
+def test_the_same_training(place, name):
+    make = partial(TRAINERS[name], place, max_steps=2)
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_same_training_with_options(untied, name):
+    make = partial(TRAINERS[name], untied)
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
+def test_no_logits(tmp_path, name):
+    place = runs.saved_model(tmp_path, vocab_size=4096)
+    largest = {}
+    for ours in (True, False):
+        trainer = TRAINERS[name](place) if name != "gkd" else gkd_of(place)
+        if ours:
+            install(trainer, memory_budget=1 << 19)
+        batch = next(iter(trainer.get_train_dataloader()))
+
+        def step(trainer=trainer, batch=batch):
+            loss = trainer.compute_loss(trainer.model, batch)
+            loss.backward()
+
+        largest[ours] = trace_allocations(step).largest
+    dense = 4096 * 4 * 4 * 8  # a few positions' logits; the head's gradient is 4096 x 32 in fp32
+    assert largest[True] <= max(4096 * 32 * 4, 1 << 19)
+    assert largest[False] > dense
+
+
+def gkd_of(place):
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    talk = [
+        {"messages": [{"role": "user", "content": t[:4]}, {"role": "assistant", "content": t[4:]}]} for t in runs.TEXTS
+    ]
+    args = GKDConfig(**runs.options(place, max_length=32, lmbda=0.0))
+    return GKDTrainer(runs.micro(place), teacher_model=runs.micro(place), args=args, **runs.common(place, talk))
+
+
+def test_uninstall(place):
+    trainer = orpo(place)
+    before = dict(vars(trainer)), dict(vars(trainer.model))
+    install(trainer)
+    assert "concatenated_forward" in vars(trainer)
+    uninstall(trainer)
+    assert (dict(vars(trainer)), dict(vars(trainer.model))) == before
+
+
+def test_there_is_no_output_to_add_to(place):
+    with pytest.raises(OptionError, match="ORPOTrainer"):
+        install(orpo(place), top_k=3)
+
+
+def test_asked_for_outputs_gkd_builds_them(place):
+    trainer = gkd(place)
+    install(trainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    torch.testing.assert_close(loss, trainer.compute_loss(trainer.model, batch), rtol=1e-4, atol=1e-6)
+    assert outputs.logits is not None

@@ -1,0 +1,213 @@
+"""Install, install again, uninstall; what is refused leaves the trainer as it was."""
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+from logitless.errors import ConfigError, OptionError
+from logitless.integrations import trl_contract as contract
+from logitless.integrations.trl import install, uninstall
+from logitless.integrations.trl_forward import TokenOutput
+from tests.integrations.trl import runs
+from tests.support import trace_allocations
+
+
+def state_of(trainer):
+    reference = getattr(trainer, "ref_model", None)
+    return [dict(vars(x)) for x in (trainer, trainer.model, reference) if x is not None]
+
+
+def fused(trainer):
+    ids = torch.arange(3, 15)[None]
+    return trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
+@pytest.fixture
+def trainer(place):
+    return runs.sft(place)
+
+
+@pytest.mark.parametrize("make", [runs.sft, runs.dpo, runs.distillation])
+def test_uninstall_gives_everything_back(place, make):
+    trainer = make(place)
+    before = state_of(trainer)
+    install(trainer)
+    assert state_of(trainer) != before
+    uninstall(trainer)
+    assert state_of(trainer) == before
+    uninstall(trainer)
+
+
+def test_installing_again_changes_the_options(trainer):
+    install(trainer)
+    assert fused(trainer).top_k_ids is None
+    install(trainer, top_k=2, statistics=("self_certainty",))
+    out = fused(trainer)
+    assert out.top_k_ids.shape == (1, 11, 2)
+    assert out.self_certainty.shape == (1, 11)
+    with pytest.raises(OptionError):
+        install(trainer, top_k=10**6)
+    assert fused(trainer).top_k_ids is not None
+    uninstall(trainer)
+    assert not isinstance(fused(trainer), TokenOutput)
+
+
+def test_what_wraps_the_forward_later_stays(trainer):
+    """accelerate's autocast comes around whatever forward it finds."""
+    install(trainer)
+    ours = trainer.model.forward
+    trainer.model.forward = wrapped = lambda *args, **kwargs: ours(*args, **kwargs)
+    uninstall(trainer)
+    assert trainer.model.forward is wrapped
+    assert not isinstance(fused(trainer), TokenOutput)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"statistics": ("kl",)}, OptionError, "logsumexp, self_certainty"),
+        ({"top_k": -1}, OptionError, "top_k"),
+        ({"top_k": 10**6}, OptionError, "vocabulary"),
+        ({"memory_budget": 0}, OptionError, "memory_budget"),
+        ({"exact_kl": True}, OptionError, "GRPO"),
+    ],
+)
+def test_refused_options_change_nothing(trainer, options, error, says):
+    before = state_of(trainer)
+    with pytest.raises(error, match=says) as caught:
+        install(trainer, **options)
+    assert "\n" not in str(caught.value)
+    assert state_of(trainer) == before
+
+
+def test_another_trainer(place, tmp_path):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    other = Trainer(AutoModelForCausalLM.from_pretrained(place), args)
+    with pytest.raises(ConfigError, match=r"SFTTrainer.*got Trainer"):
+        install(other)
+
+
+def test_a_model_without_an_output_head(trainer):
+    before = state_of(trainer)
+    trainer.model.get_output_embeddings = lambda: None
+    with pytest.raises(ConfigError, match="no output head"):
+        install(trainer)
+    del trainer.model.get_output_embeddings
+    assert state_of(trainer) == before
+
+
+def test_completions_longer_than_the_context(place):
+    with pytest.raises(ConfigError, match="context of 64 tokens, got 65"):
+        install(runs.grpo(place, max_completion_length=65))
+
+
+def test_labels_and_hidden_states_of_different_lengths(trainer):
+    from logitless.errors import ShapeError
+
+    install(trainer)
+    ids = torch.arange(3, 15)[None]
+    with pytest.raises(ShapeError, match="labels"):
+        trainer.model(input_ids=ids, labels=ids[:, :-2], fused_lm_head=True)
+
+
+def test_subclass_with_a_loss_of_its_own_gets_every_gradient(place):
+    from trl import SFTTrainer
+
+    class Entropic(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return -model(**inputs, fused_lm_head=True).entropy.sum()
+
+    args = runs.sft(place).args
+    losses = []
+    for ours in (True, False):
+        rows = runs.common(place, [{"text": text} for text in runs.TEXTS])
+        trainer = Entropic(str(place), args, **rows)
+        if ours:
+            install(trainer)
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.compute_loss(trainer.model, batch).backward()
+        losses.append({name: p.grad for name, p in trainer.model.named_parameters()})
+    for name, exact in losses[1].items():
+        torch.testing.assert_close(losses[0][name], exact, rtol=1e-3, atol=1e-5 * exact.abs().max().item())
+
+
+# --- the contract -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", contract.PARAMETERS)
+def test_trl_has_what_is_relied_on(name):
+    assert contract.moved(name) == ""
+
+
+def test_trl_says_what_is_relied_on():
+    assert contract.moved_fields() == ""
+    assert contract.moved_k3() == ""
+    assert version("trl").startswith("1.16.")
+
+
+@pytest.mark.parametrize("kind", contract.FUSED_TRAINERS)
+def test_what_has_moved_is_named(kind, monkeypatch):
+    monkeypatch.setitem(contract.PARAMETERS, contract.FUSED, ("model", "tau"))
+    monkeypatch.setattr(contract, "FIELDS", (*contract.FIELDS, "perplexity"))
+    monkeypatch.setattr(contract, "USE_ADAPTER", "trl.trainer.utils:no_such_name")
+    with pytest.raises(ConfigError) as caught:
+        contract.require(kind, exact_kl=True)
+    text = str(caught.value)
+    assert "add_fused_lm_head takes (model, temperature, cast_lm_head_to_fp32, outputs), expected (model, tau)" in text
+    assert "FusedCausalLMOutput has" in text
+    assert "trl.trainer.utils:no_such_name is gone" in text
+    assert text.startswith(f"trl {version('trl')}: ")
+    assert "\n" not in text
+
+
+def test_a_sampled_kl_of_another_form_is_named(monkeypatch):
+    monkeypatch.setattr(contract, "K3", ("(ref_per_token_logps - per_token_logps) ** 2 / 2",))
+    assert "_compute_loss no longer says '(ref" in contract.moved_k3()
+    contract.require("GRPOTrainer")
+    with pytest.raises(ConfigError, match="no longer says"):
+        contract.require("GRPOTrainer", exact_kl=True)
+
+
+def test_a_forward_that_is_not_trls(trainer):
+    del trainer.model.forward
+    before = state_of(trainer)
+    with pytest.raises(ConfigError, match="add_fused_lm_head"):
+        install(trainer)
+    assert state_of(trainer) == before
+
+
+def test_the_signature_stays(trainer):
+    before = inspect.signature(trainer.model.forward)
+    install(trainer)
+    assert inspect.signature(trainer.model.forward) == before
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo", "rloo", "distillation"])
+def test_a_step_needs_no_more_memory_than_trls(tmp_path, name):
+    place = runs.saved_model(tmp_path / "wide", vocab_size=8192)
+    peaks = {}
+    for ours in (True, False):
+        trainer = wide(place) if name == "distillation" else getattr(runs, name)(place, max_steps=1)
+        if ours:
+            install(trainer, memory_budget=1 << 20)
+        peaks[ours] = trace_allocations(trainer.train).peak
+    assert peaks[True] <= peaks[False]
+
+
+def wide(place):
+    from trl import DistillationConfig, DistillationTrainer
+
+    args = DistillationConfig(**runs.options(place, max_completion_length=8, max_steps=1))
+    teacher = AutoModelForCausalLM.from_pretrained(place)
+    rows = runs.common(place, runs.prompts())
+    return DistillationTrainer(str(place), teacher_model=teacher, args=args, **rows)

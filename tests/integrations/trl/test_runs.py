@@ -1,0 +1,83 @@
+"""Each trainer trains a few steps both ways: as TRL has it and on the pass. Logs, gradients, parameters are equal."""
+
+import math
+from functools import partial
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from logitless.integrations.trl import install
+from tests.integrations.trl import runs
+from tests.integrations.trl.runs import assert_same, run
+
+FAST = {
+    "sft": runs.sft,
+    "dpo": runs.dpo,
+    "kto": runs.kto,
+    "grpo": runs.grpo,
+    "rloo": runs.rloo,
+    "distillation": runs.distillation,
+}
+SLOW = {
+    "sft, dft": partial(runs.sft, loss_type="dft"),
+    "sft, padding-free": partial(runs.sft, padding_free=True),
+    "sft, accumulated": partial(runs.sft, gradient_accumulation_steps=2, per_device_train_batch_size=2),
+    "sft, checkpointed": partial(runs.sft, gradient_checkpointing=True),
+    "sft, smoothed": partial(runs.sft, label_smoothing_factor=0.1),
+    "dpo, wpo": partial(runs.dpo, use_weighting=True),
+    "dpo, several losses": partial(runs.dpo, loss_type=["sigmoid", "sft", "ipo"], loss_weights=[1.0, 0.5, 0.1]),
+    "dpo, precomputed": partial(runs.dpo, precompute_ref_log_probs=True),
+    "kto, apo": partial(runs.kto, loss_type="apo_zero_unpaired"),
+    "grpo, entropy bonus": partial(runs.grpo, entropy_coef=0.05),
+    "grpo, no kl": partial(runs.grpo, beta=0.0),
+    "grpo, fp32 head": partial(runs.grpo, cast_lm_head_to_fp32=True),
+    "grpo, two iterations": partial(runs.grpo, num_iterations=2, loss_type="grpo"),
+    "rloo, no kl": partial(runs.rloo, beta=0.0),
+    "distillation, forward": partial(runs.distillation, beta=0.0),
+    "distillation, jsd": partial(runs.distillation, beta=0.3),
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_same_training(place, name):
+    make = partial(FAST[name], place, max_steps=2)
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_the_same_training_with_options(place, name):
+    make = partial(SLOW[name], place)
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_the_same_training_of_a_head_of_its_own(untied, name):
+    make = partial(FAST[name], untied)
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAST if name != "distillation"])
+def test_the_same_training_of_an_adapter(untied, name):
+    """The head is frozen, and the reference is the policy with its adapters off."""
+
+    def make():
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config)
+        return FAST[name](untied, model)
+
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+def test_policy_and_reference_round_alike(place):
+    """Under bf16 autocast a policy that is its reference has no log-ratio, so that DPO's loss is log 2."""
+    trainer = runs.dpo(place, bf16=True, max_steps=1, per_device_train_batch_size=6)
+    install(trainer)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
