@@ -6,7 +6,6 @@ import html
 import json
 import re
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .setting import CHOICES, Setting
 from .translate import translate
 from .units import format_bytes
 
-ASSETS = files(__package__) / "assets"
+ASSETS = Path(__file__).with_name("assets")
 SCRIPTS = ("dom.js", "plan.js", "timeline.js", "main.js")
 FORMULAS = (at_length, both, category, format_bytes, headline, lives, notes)
 

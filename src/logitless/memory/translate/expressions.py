@@ -140,7 +140,7 @@ class Expressions:
         if not isinstance(node, ast.FormattedValue):
             return self.expr(node)
         spec = node.format_spec.values if isinstance(node.format_spec, ast.JoinedStr) else []
-        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in spec)
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in spec)
         if node.conversion != -1 or text not in FORMATS:
             raise refuse(node.value, self.file, f"the format {text!r}")
         return f"$py.{FORMATS[text]}({self.expr(node.value)})"

@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable
-from importlib.resources import files
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +29,7 @@ def translate(exports: dict[str, Any]) -> str:
     program = Program()
     members = [f"{json.dumps(name)}: {program.value(value, name)}" for name, value in exports.items()]
     program.check()
-    runtime = (files(__package__) / "runtime.js").read_text(encoding="utf-8")
+    runtime = Path(__file__).with_name("runtime.js").read_text(encoding="utf-8")
     parts = [
         '"use strict";',
         runtime,
