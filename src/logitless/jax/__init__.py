@@ -1,0 +1,10 @@
+"""The pass in JAX: losses, statistics and the best tokens of a head, without its logits. Depends on jax alone.
+
+Pure functions under jit, grad, vmap, while_loop and shard_map; one derivative. Arrays have any sizes.
+"""
+
+from .head import LMHead
+from .loss import linear_cross_entropy
+from .stats import TokenStats, TopK, linear_topk, token_stats
+
+__all__ = ["LMHead", "TokenStats", "TopK", "linear_cross_entropy", "linear_topk", "token_stats"]

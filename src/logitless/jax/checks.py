@@ -1,0 +1,164 @@
+"""What a call's arrays and options must be, and how they become a flat problem."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from ..algebra.costs import DEFAULT_BUDGET
+from ..algebra.options import check_numbers, check_want
+from ..errors import DtypeError, LabelError, OptionError, ShapeError
+from .head import LMHead
+from .mesh import varies
+from .problem import Operands, Spec, Tokens
+from .tiles import Dtype
+
+Lead = tuple[int, ...]
+
+
+def flatten(
+    hidden: Array,
+    head: LMHead,
+    labels: Array | None,
+    *,
+    want: tuple[str, ...],
+    temperature: float | Array,
+    ignore_index: int,
+    memory_budget: int | None,
+    axis_name: str | None,
+    top_k: int = 0,
+    candidates: Array | None = None,
+    reference: tuple[Array, LMHead] | None = None,
+    jsd_beta: float = 0.5,
+) -> tuple[Spec, Operands]:
+    """The checked call: options as a `Spec`, arrays with their leading dimensions flattened."""
+    hidden = _floating("hidden", hidden)
+    rows = _check_head("head", head, hidden, axis_name)
+    lead = hidden.shape[:-1]
+    n = math.prod(lead)
+    ref_hidden, ref_head = _check_reference(reference, lead, rows, axis_name)
+    want = check_want(want, labels is not None, reference is not None)
+    check_numbers(rows, top_k, jsd_beta, memory_budget)
+    if not isinstance(ignore_index, Integral):
+        raise OptionError(f"ignore_index: expected a whole number known before tracing, got {ignore_index!r}")
+    if labels is not None:
+        labels = _check_ids("labels", labels, lead, rows, ignore_index).reshape(n)
+    if candidates is not None:
+        width = jnp.shape(candidates)[-1:]
+        candidates = _check_ids("candidates", candidates, (*lead, *width), rows).reshape(n, *width)
+    number, each = _check_temperature(temperature, lead)
+    spec = Spec(
+        want, number, int(ignore_index), top_k, float(jsd_beta), int(memory_budget or DEFAULT_BUDGET), rows,
+        *_transform(head), *_transform(ref_head), axis_name,
+    )  # fmt: skip
+    tokens = Tokens(hidden.reshape(n, hidden.shape[-1]), labels, each, candidates)
+    weight, bias = jnp.asarray(head.weight), None if head.bias is None else jnp.asarray(head.bias)
+    if ref_head is None or ref_hidden is None:
+        return spec, Operands(tokens, weight, bias)
+    # a constant, inside its own gradient too
+    ref = lax.stop_gradient((ref_hidden.reshape(n, -1), ref_head.weight, ref_head.bias))
+    return spec, Operands(tokens._replace(ref_hidden=ref[0]), weight, bias, *ref[1:])
+
+
+def check_denominator(denominator: float | Array | None, reduction: str, dtype: Dtype) -> Array | None:
+    """What divides the sum of a loss, as a scalar."""
+    if denominator is None:
+        return None
+    if reduction != "mean":
+        raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
+    if isinstance(denominator, Real) and not 0 < denominator < math.inf:
+        raise OptionError(f"denominator: expected a positive number, got {denominator}")
+    if jnp.size(denominator) != 1:
+        raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
+    return jnp.asarray(denominator, dtype).reshape(())
+
+
+def _transform(head: LMHead | None) -> tuple[float, float | None]:
+    if head is None:
+        return 1.0, None
+    return float(head.scale), None if head.softcap is None else float(head.softcap)
+
+
+def _floating(name: str, x: Any) -> Array:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise DtypeError(f"{name}: expected a floating-point array, got {getattr(x, 'dtype', type(x).__name__)}")
+    return jnp.asarray(x)
+
+
+def _check_head(name: str, head: LMHead, hidden: Array, axis: str | None) -> int:
+    """The vocabulary's size, on all devices."""
+    if not isinstance(head, LMHead):
+        raise DtypeError(f"{name}: expected a logitless.jax.LMHead, got {type(head).__name__}; use LMHead(weight)")
+    weight = _floating(f"{name} weight", head.weight)
+    if weight.ndim != 2 or weight.shape[0] == 0:
+        raise ShapeError(f"{name} weight: expected (vocab, hidden) with at least one row, got {weight.shape}")
+    if head.bias is not None and _floating(f"{name} bias", head.bias).shape != weight.shape[:1]:
+        raise ShapeError(f"{name} bias: expected shape {weight.shape[:1]}, one per row, got {head.bias.shape}")
+    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"hidden: expected (..., {weight.shape[1]}), the width of the {name}'s weight {weight.shape}, "
+            f"got {hidden.shape}"
+        )
+    rows = weight.shape[0]
+    if axis is not None:
+        if axis not in varies(weight):
+            raise OptionError(
+                f"axis_name: expected a {name} whose rows are sharded over {axis!r}, in jax.shard_map with its "
+                f"check_vma, got a weight that varies over {varies(weight) or 'no axis'}"
+            )
+        rows *= lax.axis_size(axis)
+    if head.vocab_size is not None and head.vocab_size > rows:
+        raise OptionError(f"{name}: vocab_size must be in 1..{rows}, the weight's rows, got {head.vocab_size}")
+    return head.vocab_size or rows
+
+
+def _check_reference(
+    reference: tuple[Array, LMHead] | None, lead: Lead, rows: int, axis: str | None
+) -> tuple[Array | None, LMHead | None]:
+    if reference is None:
+        return None, None
+    if not (isinstance(reference, tuple) and len(reference) == 2):
+        raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
+    hidden, head = _floating("reference hidden", reference[0]), reference[1]
+    ref_rows = _check_head("reference head", head, hidden, axis)
+    if hidden.shape[:-1] != lead:
+        raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {hidden.shape[:-1]}")
+    if ref_rows != rows:
+        raise ShapeError(
+            f"reference: expected a head over the same vocabulary ({rows} entries), got {ref_rows}; "
+            "set vocab_size on both"
+        )
+    return hidden, head
+
+
+def _check_ids(name: str, ids: Array, shape: Lead, rows: int, ignore: int | None = None) -> Array:
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise DtypeError(f"{name}: expected integer ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if ids.shape != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {ids.shape}")
+    if not isinstance(ids, Tracer):
+        found = np.asarray(ids)
+        wrong = found[((found < 0) | (found >= rows)) & (True if ignore is None else found != ignore)]
+        if wrong.size:
+            hint = "" if ignore is None else f" or ignore_index={ignore}"
+            raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong[0]}; fix the ids or vocab_size")
+    return jnp.asarray(ids).astype(jnp.int32)
+
+
+def _check_temperature(temperature: float | Array, lead: Lead) -> tuple[float, Array | None]:
+    if isinstance(temperature, Real):
+        if not 0 < temperature < math.inf:
+            raise OptionError(f"temperature: expected a positive number or array, got {temperature!r}")
+        return float(temperature), None
+    each = lax.stop_gradient(_floating("temperature", temperature))
+    if not isinstance(each, Tracer) and not bool((np.asarray(each) > 0).all()):
+        raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
+    if each.ndim > len(lead) or any(a not in (1, b) for a, b in zip(each.shape[::-1], lead[::-1], strict=False)):
+        raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {each.shape}")
+    return 1.0, jnp.broadcast_to(each, lead).reshape(math.prod(lead))

@@ -1,0 +1,46 @@
+"""`LMHead`: what turns a hidden state into logits, as a pytree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+
+import jax
+from jax import Array
+
+from ..errors import OptionError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """A language-model head: z = softcap(scale · (h · Wᵀ + b)) over the first `vocab_size` rows of W.
+
+    Dense equivalent:
+
+        z = scale * (hidden @ weight[:vocab_size].T + bias[:vocab_size])
+        z = softcap * jnp.tanh(z / softcap) if softcap else z
+
+    weight: (V, H), any floating dtype. bias: (V,) or None. Rows of W past `vocab_size` (padding) do not exist:
+    they get no probability and no gradient. A pytree: weight and bias are its leaves, the rest is static, so the
+    gradient of a function of a head is a head. In `jax.shard_map` with the vocabulary sharded, weight and bias are
+    this device's rows, and vocab_size counts the rows of all devices.
+    Raises OptionError.
+    """
+
+    weight: Array  # (V, H)
+    bias: Array | None = None  # (V,)
+    scale: float = field(default=1.0, metadata={"static": True})
+    softcap: float | None = field(default=None, metadata={"static": True})
+    vocab_size: int | None = field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # Only what is static: jax rebuilds a head around placeholders, which have neither shape nor dtype.
+        size = self.vocab_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {size!r}")
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise OptionError(f"LMHead: scale must be a finite number, known before tracing, got {self.scale!r}")
+        if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
+            raise OptionError(f"LMHead: softcap must be a positive number or None, got {self.softcap!r}")

@@ -1,0 +1,155 @@
+"""`token_stats` and `linear_topk`: per-token numbers of a head's distribution, for any upstream gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..algebra.stats import STATISTICS
+from .checks import flatten
+from .engine import SPARSE, Stats, gradients, values
+from .head import LMHead
+from .problem import Operands, Spec
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TokenStats:
+    """Per-token statistics of a head's distribution, as attributes; only those that were asked for exist.
+
+    Floating ones are fp32 (fp64 for fp64 inputs) of the labels' shape (...); `rank` and `top_k_ids` integer;
+    `top_k_ids`, `top_k_logits` (..., k), best first; `candidate_logits` (..., K). In nats. A pytree.
+    Ignored tokens hold 0 (`top_k_ids` -1). Raises AttributeError for a statistic that was not asked for.
+    """
+
+    def __init__(self, values: Stats) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Array:
+        computed = ", ".join(vars(self))
+        raise AttributeError(f"TokenStats: {name} is not among {computed}; ask for it by want, top_k or candidates")
+
+    def __repr__(self) -> str:
+        return f"TokenStats({', '.join(f'{name}={x}' for name, x in vars(self).items())})"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        return [(jax.tree_util.GetAttrKey(name), x) for name, x in vars(self).items()], tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], children: Any) -> TokenStats:
+        return cls(dict(zip(names, children, strict=True)))
+
+
+class TopK(NamedTuple):
+    """The best entries of each token, best first, and what makes probabilities of their logits."""
+
+    logits: Array  # (..., k)
+    ids: Array  # (..., k)
+    logsumexp: Array  # (...): log-probabilities are logits - logsumexp[..., None]
+
+
+def token_stats(
+    hidden: Array,  # (..., H)
+    head: LMHead,
+    labels: Array | None = None,  # (...)
+    *,
+    want: tuple[str, ...] = ("logprob",),
+    temperature: float | Array = 1.0,
+    ignore_index: int = -100,
+    top_k: int = 0,
+    candidates: Array | None = None,  # (..., K)
+    reference: tuple[Array, LMHead] | None = None,
+    jsd_beta: float = 0.5,
+    memory_budget: int | None = None,
+    axis_name: str | None = None,
+) -> TokenStats:
+    """Any per-token statistics of the head's distribution, in one pass over the vocabulary, without its logits.
+
+    Dense equivalent:
+
+        z = softcap(scale * (hidden @ weight.T + bias)) / temperature
+        logp = jax.nn.log_softmax(z)
+        logprob = jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
+        entropy = -(jnp.exp(logp) * logp).sum(-1)  # and so on, see docs/statistics
+
+    hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i];
+    temperature: positive, a number or an array that broadcasts to (...); candidates: (..., K) ids whose logits are
+    wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with; jsd_beta: its weight in
+    jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given; axis_name: the mesh axis of `jax.shard_map`
+    that the heads' rows are sharded over. want and the numbers above but temperature are known before tracing.
+    Returns fp32 (fp64 for fp64 inputs) arrays of shape (...), differentiable once with respect to hidden, weight and
+    bias; temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit, where ids cannot
+    be checked, an id outside of the vocabulary gives NaN. 1 GEMM, 4 with gradients; one more per look at a reference.
+    Raises ShapeError, DtypeError, LabelError, OptionError.
+    Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32.
+    """
+    spec, x = flatten(
+        hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
+        candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget,
+        axis_name=axis_name,
+    )  # fmt: skip
+    lead = jnp.shape(hidden)[:-1]
+    return TokenStats({name: y.reshape(lead + y.shape[1:]) for name, y in stats_of(spec, x).items()})
+
+
+def linear_topk(
+    hidden: Array,  # (..., H)
+    head: LMHead,
+    k: int,
+    *,
+    temperature: float | Array = 1.0,
+    memory_budget: int | None = None,
+    axis_name: str | None = None,
+) -> TopK:
+    """The k best entries of every token and its log-sum-exp: what a decoding step keeps in the place of its logits.
+
+    Dense equivalent:
+
+        z = softcap(scale * (hidden @ weight.T + bias)) / temperature
+        logits, ids = jax.lax.top_k(z, k)
+        logsumexp = jax.nn.logsumexp(z, -1)
+
+    hidden: (..., H) floating; k: 1 or more. Logits and log-sum-exp fp32 (fp64 for fp64 inputs) and differentiable as
+    `token_stats`, ids integer. For `lax.while_loop` as for jit: shapes depend on shapes alone.
+    Raises ShapeError, DtypeError, OptionError. Memory: as `token_stats`.
+    """
+    stats = token_stats(
+        hidden, head, want=("logsumexp",), top_k=k, temperature=temperature, memory_budget=memory_budget,
+        axis_name=axis_name,
+    )  # fmt: skip
+    return TopK(stats.top_k_logits, stats.top_k_ids, stats.logsumexp)
+
+
+def stats_of(spec: Spec, x: Operands) -> Stats:
+    """The wanted statistics, (N, ...) each."""
+    if x.tokens.hidden.shape[0]:
+        return _stats(spec, x)
+    shapes = jax.eval_shape(partial(values, spec, False), _one_token(x))[0]
+    return {name: jnp.zeros((0, *like.shape[1:]), like.dtype) for name, like in shapes.items()}
+
+
+def _one_token(x: Operands) -> Operands:
+    tokens = jax.tree.map(lambda y: jnp.zeros((1, *y.shape[1:]), y.dtype), x.tokens)
+    return x._replace(tokens=tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats(spec: Spec, x: Operands) -> Stats:
+    return values(spec, False, x)[0]
+
+
+def _forward(spec: Spec, x: Operands) -> tuple[Stats, Any]:
+    out, saved = values(spec, True, x)
+    return out, (x, saved)
+
+
+def _backward(spec: Spec, residual: Any, up: Stats) -> tuple[Operands]:
+    x, saved = residual
+    g = {name: y for name, y in up.items() if name in SPARSE or (name in STATISTICS and STATISTICS[name].slope)}
+    return (gradients(spec, x, saved, g),)
+
+
+_stats.defvjp(_forward, _backward)

@@ -1,0 +1,105 @@
+"""Run on four host devices by test_jax_sharded.py: sharded heads give what one device gives."""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from logitless.jax import LMHead, linear_cross_entropy, token_stats
+
+EVERYTHING = ("logprob", "entropy", "mean_logit", "max_logit", "rank", "sum_sq_prob", "kl", "reverse_kl", "jsd")
+OPTIONS = {"want": EVERYTHING, "top_k": 3, "memory_budget": 6000}
+
+
+def operands(v, padded, n=6, h=5):
+    """Hidden states, a head whose last rows do not exist and hold NaN, labels, a reference, random cotangents."""
+    keys = iter(jax.random.split(jax.random.key(v), 8))
+
+    def head(h):
+        weight = jax.random.normal(next(keys), (padded, h)).at[v:].set(jnp.nan)
+        return LMHead(weight, jax.random.normal(next(keys), (padded,)).at[v:].set(jnp.nan), 0.8, 5.0, v)
+
+    hidden, ref_hidden = jax.random.normal(next(keys), (n, h)), jax.random.normal(next(keys), (n, h + 1))
+    labels = jax.random.randint(next(keys), (n,), 0, v).at[1].set(-100).at[0].set(v - 1)
+    return hidden, head(h), labels, (ref_hidden, head(h + 1))
+
+
+def floats(stats):
+    return {name: x for name, x in vars(stats).items() if name not in ("rank", "top_k_ids")}
+
+
+def weighted(stats):
+    """A number that every statistic moves."""
+    return sum((jnp.cos(jnp.arange(x.size) + i) * x.ravel()).sum() for i, x in enumerate(floats(stats).values()))
+
+
+def check(got, expected, tolerance=1e-10):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), got, expected)
+
+
+def vocabulary_alone():
+    """Four devices share the rows; the last one holds nothing but padding. Gradients inside and outside."""
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(AxisType.Auto,))
+    args = operands(v=9, padded=12)
+    specs = (P(), P("v"), P(), (P(), P("v")))
+
+    def scored(axis, hidden, head, labels, reference):
+        stats = token_stats(hidden, head, labels, reference=reference, axis_name=axis, **OPTIONS)
+        return weighted(stats), stats
+
+    both = partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    inside = jax.shard_map(both(partial(scored, "v")), mesh=mesh, in_specs=specs, out_specs=((P(), P()), (P(), P("v"))))
+    outside = both(jax.shard_map(partial(scored, "v"), mesh=mesh, in_specs=specs, out_specs=(P(), P())))
+    expected = jax.jit(both(partial(scored, None)))(*args)
+    for run in (inside, outside):
+        (_, stats), (hidden, head) = jax.jit(run)(*args)
+        check(vars(stats), vars(expected[0][1]))
+        check(hidden, expected[1][0])
+        check((head.weight[:9], head.bias[:9]), (expected[1][1].weight[:9], expected[1][1].bias[:9]))
+
+
+def every_device_has_the_same_bits():
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(AxisType.Auto,))
+    hidden, head, labels, _ = operands(v=9, padded=12)
+
+    def each(hidden, head, labels):
+        stats = token_stats(hidden, head, labels, want=("logprob", "entropy"), axis_name="v")
+        return lax.pcast((stats.logprob, stats.entropy), ("v",), to="varying")
+
+    logprob, entropy = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P(), P("v"), P()), out_specs=P("v")))(
+        hidden, head, labels
+    )
+    for x in (logprob, entropy):
+        rows = np.asarray(x).reshape(4, -1)
+        assert (rows == rows[0]).all()
+
+
+def tokens_and_vocabulary():
+    """Two by two: tokens over one axis, the vocabulary over the other; the losses add up."""
+    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2)
+    hidden, head, labels, _ = operands(v=23, padded=24)
+    count = float((labels != -100).sum())
+
+    def loss(hidden, head, labels):
+        part = linear_cross_entropy(
+            hidden, head, labels, denominator=count, label_smoothing=0.1, axis_name="v", memory_budget=3000
+        )
+        return lax.psum(part, "d")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P("d"), P("v"), P("d")), out_specs=P())
+    got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(hidden, head, labels)
+    alone = partial(linear_cross_entropy, label_smoothing=0.1)
+    expected = jax.jit(jax.value_and_grad(alone, argnums=(0, 1)))(hidden, head, labels)
+    check(got[0], expected[0])
+    check(got[1][0], expected[1][0])
+    check((got[1][1].weight[:23], got[1][1].bias[:23]), (expected[1][1].weight[:23], expected[1][1].bias[:23]))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        globals()[name]()

@@ -1,0 +1,56 @@
+"""Bad input to `logitless.jax`: typed errors of one line, before anything is compiled."""
+
+import math
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+
+from logitless.errors import DtypeError, LabelError, OptionError, ShapeError  # noqa: E402
+from logitless.jax import LMHead, linear_cross_entropy, linear_topk, token_stats  # noqa: E402
+
+HIDDEN, LABELS = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)  # made into jax arrays by the call
+HEAD = LMHead(np.zeros((7, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (OptionError, "did you mean 'entropy'", lambda: token_stats(HIDDEN, HEAD, want=("entrpy",))),
+        (OptionError, "labels is None", lambda: token_stats(HIDDEN, HEAD)),
+        (OptionError, "0..7", lambda: linear_topk(HIDDEN, HEAD, 8)),
+        (OptionError, "positive number", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),
+        (OptionError, "positive values", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4))),
+        (OptionError, "jax.shard_map", lambda: token_stats(HIDDEN, HEAD, LABELS, axis_name="v")),
+        (OptionError, "'mean', 'sum'", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, reduction="avg")),
+        (OptionError, "reduction='sum'", lambda: linear_cross_entropy(
+            HIDDEN, HEAD, LABELS, reduction="sum", denominator=2)),
+        (OptionError, "1..7", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, vocab_size=8), LABELS)),
+        (OptionError, "softcap", lambda: LMHead(HEAD.weight, softcap=-1.0)),
+        (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=math.nan)),
+        (ShapeError, r"\(\.\.\., 3\)", lambda: token_stats(jnp.zeros((4, 2)), HEAD, LABELS)),
+        (ShapeError, r"\(4,\)", lambda: token_stats(HIDDEN, HEAD, LABELS[:3])),
+        (ShapeError, "broadcasts", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.ones(3))),
+        (ShapeError, "one per row", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, jnp.zeros(6)), LABELS)),
+        (ShapeError, "same vocabulary", lambda: token_stats(
+            HIDDEN, HEAD, LABELS, want=("kl",), reference=(HIDDEN, LMHead(jnp.zeros((6, 3)))))),
+        (DtypeError, "integer ids", lambda: token_stats(HIDDEN, HEAD, jnp.zeros(4))),
+        (DtypeError, "floating-point", lambda: token_stats(jnp.zeros((4, 3), int), HEAD, LABELS)),
+        (DtypeError, "LMHead", lambda: token_stats(HIDDEN, HEAD.weight, LABELS)),
+        (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
+        (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
+    ],
+)  # fmt: skip
+def test_one_line_that_says_what_to_do(error, words, call):
+    with pytest.raises(error, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_statistic_that_was_not_asked_for():
+    stats = jax.eval_shape(lambda: token_stats(HIDDEN, HEAD, LABELS))
+    with pytest.raises(AttributeError, match="entropy is not among logprob"):
+        _ = stats.entropy

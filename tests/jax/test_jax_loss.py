@@ -1,0 +1,93 @@
+"""`logitless.jax.linear_cross_entropy` against the dense oracle and torch; memory of the whole pass."""
+
+import numpy as np
+import pytest
+import torch
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+
+from logitless.jax import LMHead, linear_cross_entropy, token_stats  # noqa: E402
+from logitless.vocab.reference import dense_cross_entropy  # noqa: E402
+from tests.jax.comparing import array, head_of, near, near_in_norm  # noqa: E402
+from tests.vocab.comparing import operands  # noqa: E402
+
+BUDGET = 8000  # bytes: several chunks of tokens and several slices, both ragged
+
+
+@pytest.mark.parametrize(
+    ("transform", "options"),
+    [
+        ({}, {}),
+        ({"scale": 0.5, "vocab_size": 37}, {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2}),
+        ({"softcap": 2.0}, {"denominator": 3.0, "temperature": 0.7, "label_smoothing": 0.2}),
+        ({}, {"reduction": "none", "z_loss": 0.1}),
+    ],
+    ids=["plain", "padded", "softcap", "none"],
+)
+def test_loss_and_gradients_against_the_oracle(transform, options):
+    ops = operands((13,), h=7, v=41, **transform)
+    ops.labels[5] = -100
+    expected = dense_cross_entropy(ops.hidden, ops.head, ops.labels, **options)
+    up = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, [ops.hidden, ops.weight, ops.bias], up)
+
+    @jax.jit
+    def both(hidden, head, labels):
+        loss, pull = jax.vjp(
+            lambda hidden, head: linear_cross_entropy(hidden, head, labels, memory_budget=BUDGET, **options),
+            hidden,
+            head,
+        )
+        return loss, pull(array(up))
+
+    with jax.enable_x64(True):
+        loss, (hidden, head) = both(array(ops.hidden), head_of(ops), array(ops.labels))
+        value = linear_cross_entropy(array(ops.hidden), head_of(ops), array(ops.labels), **options)
+        near(loss, expected, 1e-10, "loss")
+        near(value, expected, 1e-10, "the loss alone")
+        for got, grad in zip((hidden, head.weight, head.bias), wanted, strict=True):
+            near_in_norm(got, grad, 2e-10, "gradient")
+
+
+def test_mean_over_no_token_is_zero():
+    labels = jnp.full((3,), -100)
+    hidden, head = jnp.full((3, 4), jnp.nan), LMHead(jnp.ones((5, 4)))
+    loss, grads = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(hidden, head, labels)
+    assert loss == 0
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(grads))
+    assert linear_cross_entropy(hidden[:0], head, labels[:0]) == 0
+
+
+N, H, V = 512, 16, 8192
+
+
+def _memory(function, *args):
+    return jax.jit(function).lower(*args).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("trained", [0, (0, 1)], ids=["hidden", "hidden and head"])
+@pytest.mark.parametrize("loss", ["loss", "stats"])
+def test_no_temporary_of_the_logits_size(loss, trained):
+    hidden, head, labels = jnp.ones((N, H)), LMHead(jnp.ones((V, H))), jnp.zeros((N,), int)
+
+    def total(hidden, head, labels):
+        if loss == "loss":
+            return linear_cross_entropy(hidden, head, labels, memory_budget=1 << 20)
+        stats = token_stats(hidden, head, labels, want=("logprob", "entropy"), memory_budget=1 << 20)
+        return (stats.logprob * stats.entropy).sum()
+
+    logits = 4 * N * V
+    head_gradient = 4 * V * H
+    used = _memory(jax.grad(total, argnums=trained), hidden, head, labels).temp_size_in_bytes
+    # the budget, (N, H) and (N,) numbers, and the head's gradient only where it is trained
+    assert used < logits / 8 + (2 * head_gradient if trained else 0)
+
+
+def test_dense_shows_that_the_measure_can_fail():
+    def dense(hidden, weight):
+        return -jax.nn.log_softmax(hidden @ weight.T)[:, 0].mean()
+
+    used = _memory(jax.grad(dense, argnums=(0, 1)), jnp.ones((N, H)), jnp.ones((V, H))).temp_size_in_bytes
+    assert used >= 4 * N * V

@@ -1,0 +1,145 @@
+"""`logitless.jax.token_stats` and `linear_topk` against the dense oracle and torch's own pass."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+
+import logitless as ll  # noqa: E402
+from logitless.jax import LMHead, linear_topk, token_stats  # noqa: E402
+from logitless.vocab.reference import dense_token_stats  # noqa: E402
+from tests.jax.comparing import array, compare, head_of, near  # noqa: E402
+from tests.vocab.comparing import ALONE, EVERYTHING, operands  # noqa: E402
+
+SMALL = 2000  # bytes: several chunks of tokens and several slices, both ragged
+
+
+def test_everything_against_the_oracle():
+    ops = operands((2, 5), v=23, reference=True, scale=0.7, softcap=4.0)
+    ops.labels[0, 1] = ops.labels[1, 3] = -100
+    options = {"top_k": 3, "candidates": torch.randint(23, (2, 5, 2)), "jsd_beta": 0.3}
+    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=EVERYTHING, reference=ops.reference, **options)
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, memory_budget=4 * SMALL, **options)
+
+
+def test_streaming_against_the_oracle():
+    """Slices of slices, no second look: prime sizes, padded rows that hold NaN, one temperature per token."""
+    ops = operands((11,), v=31, reference=True, vocab_size=29)
+    with torch.no_grad():
+        for x in (ops, ops.ref):
+            x.weight[29:], x.bias[29:] = math.nan, math.nan
+    ops.labels[4] = -100
+    want = tuple(name for name in EVERYTHING if name != "jsd")
+    temperature = torch.rand(11, dtype=torch.float64) + 0.5
+    expected = dense_token_stats(
+        ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, temperature=temperature
+    )
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, memory_budget=SMALL, temperature=temperature)
+
+
+@pytest.mark.parametrize(("n", "v"), [(1, 1), (1, 2), (5, 3)])
+def test_tiny_vocabularies(n, v):
+    ops = operands((n,), v=v, bias=False)
+    want = ("logprob", "logsumexp", "entropy", "rank", "max_logit")
+    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want, top_k=v)
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, top_k=v)
+
+
+def test_logits_of_any_size():
+    """Rows with logits of ±1e4, and entries that a bias of -inf forbids."""
+    ops = operands((6,), v=19, spread=3000.0)
+    ops.labels[:] = torch.tensor([0, 3, 5, 7, 11, 18])
+    with torch.no_grad():
+        ops.bias[[2, 9]] = -math.inf
+    want = ("logprob", "logsumexp", "entropy", "rank", "sum_sq_prob")
+    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want)
+    with jax.enable_x64(True):
+        compare(ops, expected, 1e-10, memory_budget=SMALL)
+
+
+def test_as_torch_in_single_precision():
+    ops = operands((3, 7), h=16, v=211, dtype=torch.float32, reference=True, scale=0.8)
+    ops.labels[0, 0] = -100
+    stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=EVERYTHING, reference=ops.reference, top_k=4)
+    expected = vars(stats)
+    compare(ops, {name: x.float() if x.is_floating_point() else x for name, x in expected.items()}, 2e-6, top_k=4)
+
+
+def test_bf16_operands_have_single_precision_statistics():
+    ops = operands((9,), h=16, v=101).to(torch.bfloat16)
+    exact = ops.to(torch.float64)
+    expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=ALONE)
+    head = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head_of(ops.to(torch.float32)))
+    hidden = array(ops.hidden.float()).astype(jnp.bfloat16)
+
+    def total(hidden, head):
+        stats = token_stats(hidden, head, array(ops.labels), want=ALONE)
+        return stats.logprob.sum(), stats
+
+    (_, stats), grad = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, head)
+    for name in ALONE:
+        near(getattr(stats, name), expected[name], 1e-5, name)
+        assert getattr(stats, name).dtype == (jnp.int32 if name == "rank" else jnp.float32)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(grad))
+    exact_grads = torch.autograd.grad(expected["logprob"].sum(), [exact.hidden, exact.weight])
+    for got, wanted in zip((grad[0], grad[1].weight), exact_grads, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted.numpy(), 2**-7, 1e-2)
+
+
+def test_all_ignored_and_no_tokens():
+    ops = operands((4,), dtype=torch.float32)
+    labels = jnp.full((4,), -100)
+    poisoned = jnp.full((4, 5), jnp.nan)  # what an ignored token holds reaches nobody
+
+    def total(hidden, head):
+        stats = token_stats(hidden, head, labels, want=("logprob", "entropy"), top_k=2)
+        return stats.logprob.sum() + stats.entropy.sum(), stats
+
+    (_, stats), grads = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(poisoned, head_of(ops))
+    assert not any(np.asarray(x).any() for x in (stats.logprob, stats.entropy, *jax.tree.leaves(grads)))
+    assert (np.asarray(stats.top_k_ids) == -1).all()
+    empty = token_stats(jnp.zeros((2, 0, 5)), head_of(ops), jnp.zeros((2, 0), int), top_k=3)
+    assert empty.logprob.shape == (2, 0)
+    assert empty.top_k_ids.shape == (2, 0, 3)
+
+
+def test_vmap_and_while_loop_give_the_same():
+    """A batch of heads at once; and the best entries inside a decoding loop."""
+    hidden = jax.random.normal(jax.random.key(0), (2, 6, 5))
+    heads = LMHead(jax.random.normal(jax.random.key(1), (2, 17, 5)), softcap=3.0)
+    labels = jnp.arange(6)
+
+    def loss(hidden, head):
+        return token_stats(hidden, head, labels, want=("logprob", "entropy"), memory_budget=SMALL).entropy.sum()
+
+    each = jax.vmap(jax.grad(loss, argnums=1))(hidden, heads)
+    alone = jax.grad(loss, argnums=1)(hidden[1], LMHead(heads.weight[1], softcap=3.0))
+    np.testing.assert_allclose(each.weight[1], alone.weight, 2e-6, 2e-6)
+
+    head = LMHead(heads.weight[0])
+
+    def step(state):
+        i, token, kept = state
+        best = linear_topk(jnp.eye(5)[token % 5][None], head, 4)
+        return i + 1, best.ids[0, 0], kept.at[i].set(best.logits[0] - best.logsumexp[0])
+
+    _, _, kept = jax.jit(lambda s: jax.lax.while_loop(lambda s: s[0] < 3, step, s))((0, 0, jnp.zeros((3, 4))))
+    token = 0
+    for row in np.asarray(kept):
+        dense = np.asarray(jax.nn.log_softmax(head.weight @ np.eye(5, dtype=np.float32)[token % 5]))
+        np.testing.assert_allclose(row, np.sort(dense)[::-1][:4], 1e-5)
+        token = int(dense.argmax())
+
+
+def test_labels_that_cannot_be_checked_give_nan():
+    head = LMHead(jnp.eye(3))
+    stats = jax.jit(lambda labels: token_stats(jnp.ones((2, 3)), head, labels))(jnp.array([1, 3]))
+    assert np.isnan(stats.logprob).tolist() == [False, True]
