@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
     ".algebra.fold",
     ".algebra.stats",
     ".algebra.costs",
+    ".jax",
     ".cli",
     ".cli.main",
 )
