@@ -1,0 +1,15 @@
+"""Differentiable tokens: top-k Gumbel-softmax, straight-through, and what alignment through them needs.
+
+noise = relax.Noise(seeds=sequence_seeds, positions=step)
+soft = relax.gumbel_topk(hidden, head, tau=relax.anneal(step, steps), k=256, hard=True, noise=noise)
+next_input = relax.soft_embedding(soft, embedding.weight)
+kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
+"""
+
+from ..vocab.noise import Noise, gumbel
+from .gumbel import gumbel_topk
+from .kl import online_kl
+from .schedule import anneal
+from .tokens import SoftTokens, soft_embedding
+
+__all__ = ["Noise", "SoftTokens", "anneal", "gumbel", "gumbel_topk", "online_kl", "soft_embedding"]

@@ -1,0 +1,201 @@
+"""Gumbel-softmax over the whole vocabulary: soft embeddings in one pass, whose (N, V) weights never exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
+from ..errors import NotFiniteError
+from ..vocab.head import LMHead
+from ..vocab.noise import Noise
+from .rows import exact, first_order
+from .terms import Terms
+from .tokens import SoftTokens
+
+TILES = 24  # (tokens, width) buffers that live at once: 72 bytes per entry of noise, logits with their graph, weights
+LOWEST = -1e30  # the maximum of no entry
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Softmax((z + g) / tau)·table for each table. `form` is the head without its tensors, which autograd saves."""
+
+    form: Terms
+    n_tables: int
+    vocab_size: int
+    tau: float
+    hard: bool
+    slices: Slices
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Terms, list[Tensor]]:
+        n = len(tensors) - self.n_tables
+        return self.form.holding(tensors[:n]), list(tensors[n:])
+
+    def chunks(self, n_tokens: int) -> Iterator[slice]:
+        step = self.slices.tokens
+        return (slice(n, min(n + step, n_tokens)) for n in range(0, n_tokens, step))
+
+    def vocabulary(self) -> Iterator[slice]:
+        size, width = self.vocab_size, self.slices.width
+        return (slice(v, min(v + width, size)) for v in range(0, size, width))
+
+
+def soft_whole(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    tau: float,
+    noise: Noise,  # (...) each
+    embeddings: tuple[Tensor, ...],
+    hard: bool,
+    memory_budget: int | None,
+) -> SoftTokens:
+    """`gumbel_topk` with k=0, its arguments checked."""
+    lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
+    terms = Terms.of(hidden.reshape(n, head.hidden_size), head)
+    dtype = terms.xs[0].dtype
+    slices = slices_of(
+        n,
+        head.rows,
+        budget=memory_budget or DEFAULT_BUDGET,
+        device=hidden.device.type,
+        itemsize=dtype.itemsize,
+        tiles=TILES,
+        converted=sum(t.shape[1] for t in (*terms.tables, *embeddings) if t.dtype != dtype),
+    )
+    call = _Call(terms.holding(()), len(embeddings), head.rows, tau, hard, slices)
+    seeds, positions = (x.reshape(n) for x in noise)
+    token, *soft = _Whole.apply(call, seeds, positions, *terms.tensors, *embeddings)  # type: ignore[misc]
+    none = hidden.new_zeros(*lead, 0, dtype=dtype)
+    embedded = tuple(x.view(*lead, x.shape[1]) for x in soft)
+    outside = torch.zeros(lead, dtype=dtype, device=hidden.device)
+    return SoftTokens(none.long(), none, token.view(lead), outside, head.rows, head.weight.shape[0], embedded)
+
+
+def check_logits(logsumexp: Tensor) -> None:
+    """Raise NotFiniteError where a token's logits are NaN, +inf, or all -inf."""
+    if not logsumexp.isfinite().all():
+        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, seeds: Tensor, positions: Tensor, *tensors: Tensor) -> Any:
+        noise = Noise(seeds, positions)
+        terms, tables = call.split(tensors)
+        with exact(seeds.device):
+            token, best, total, soft = _fold(call, terms, noise, tables)
+        check_logits(best + total.log())
+        ctx.call = call
+        ctx.save_for_backward(seeds, positions, token, best, total, *soft, *tensors)
+        ctx.mark_non_differentiable(token)
+        rows = [t[token] for t in tables] if call.hard else [x.to(t.dtype) for x, t in zip(soft, tables, strict=True)]
+        return token, *rows
+
+    @staticmethod
+    def backward(ctx: Any, _token: Any, *ups: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first_order()
+        seeds, positions, token, best, total, *rest = ctx.saved_tensors
+        soft, tensors = rest[: len(ups)], rest[len(ups) :]
+        back = _Backward(ctx.call, Noise(seeds, positions), token, best, total, tensors, ctx.needs_input_grad[3:])
+        with exact(seeds.device):
+            return None, None, None, *back.run(soft, [g.to(best.dtype) for g in ups])
+
+
+def _fold(call: _Call, terms: Terms, noise: Noise, tables: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Per token the noisy best entry, its z + g, Σ exp((z + g - best) / tau), and the soft row of each table."""
+    x = terms.xs[0]
+    token = noise.seeds.new_zeros(x.shape[0])
+    most, mass = x.new_full(token.shape, LOWEST), x.new_zeros(token.shape)
+    soft = [x.new_zeros(x.shape[0], t.shape[1]) for t in tables]
+    frozen = [False] * len(terms.tensors)
+    for rows in call.chunks(x.shape[0]):
+        best, total, at = most[rows], mass[rows], token[rows]
+        for v in call.vocabulary():
+            y = terms.holding(terms.leaves(rows, v, frozen)).logits()
+            peak, where = y.add_(_noise(noise, rows, v)).max(1)
+            at.copy_(torch.where(peak > best, where + v.start, at))
+            new = torch.maximum(best, peak)
+            grow = ((best - new) / call.tau).exp_()
+            w = y.sub_(new[:, None]).div_(call.tau).exp_()
+            total.mul_(grow).add_(w.sum(1))
+            for sums, table in zip(soft, tables, strict=True):
+                sums[rows] = torch.addmm(sums[rows] * grow[:, None], w, table[v].to(w.dtype))
+            best.copy_(new)
+        for sums in soft:
+            sums[rows] /= total[:, None]
+    return token, most, mass, soft
+
+
+def _noise(noise: Noise, rows: slice, v: slice) -> Tensor:
+    return Noise(noise.seeds[rows], noise.positions[rows]).gumbel(v)
+
+
+@dataclass
+class _Backward:
+    """dL/dz = p·(dL/dp - Σ p·dL/dp) / tau slice by slice, p recomputed, and from there what autograd makes of it."""
+
+    call: _Call
+    noise: Noise
+    token: Tensor
+    best: Tensor
+    total: Tensor
+    tensors: list[Tensor]
+    needed: Sequence[bool]
+
+    def run(self, soft: list[Tensor], ups: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of `tensors` for the upstream gradients of the soft rows."""
+        terms, tables = self.call.split(self.tensors)
+        n = len(terms.tensors)
+        total = [
+            torch.zeros(t.shape, dtype=self.best.dtype, device=t.device) if need else None
+            for t, need in zip(self.tensors, self.needed, strict=True)
+        ]
+        center = torch.stack([(g * e).sum(1) for g, e in zip(ups, soft, strict=True)]).sum(0)
+        for rows in self.call.chunks(self.best.shape[0]):
+            some = [g[rows] for g in ups]
+            for v in self.call.vocabulary():
+                self._add(terms, tables, total, rows, v, some, center[rows])
+        if self.call.hard:
+            for g, into in zip(ups, total[n:], strict=True):
+                if into is not None:
+                    into.index_add_(0, self.token, g)
+        return [None if g is None else g.to(t.dtype) for g, t in zip(total, self.tensors, strict=True)]
+
+    def _add(
+        self,
+        terms: Terms,
+        tables: list[Tensor],
+        total: list[Tensor | None],
+        rows: slice,
+        v: slice,
+        ups: list[Tensor],  # (C, E) each
+        center: Tensor,  # (C,)
+    ) -> None:
+        n = len(terms.tensors)
+        leaves = terms.leaves(rows, v, self.needed[:n])
+        with torch.enable_grad():
+            z = terms.holding(leaves).logits()
+        p = _noise(self.noise, rows, v).add(z.detach()).sub_(self.best[rows, None])
+        p.div_(self.call.tau).exp_().div_(self.total[rows, None])
+        if not self.call.hard:
+            for g, into in zip(ups, total[n:], strict=True):
+                if into is not None:
+                    into[v].addmm_(p.T, g)
+        if not z.requires_grad:
+            return
+        slope = center[:, None].neg()
+        for g, table in zip(ups, tables, strict=True):
+            slope = slope + g @ table[v].to(g.dtype).T
+        slope = p.mul_(slope).div_(self.call.tau)
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        found = torch.autograd.grad(z, [leaves[i] for i in wanted], slope)
+        for i, g in zip(wanted, found, strict=True):
+            into = total[i]
+            assert into is not None
+            into[rows if i < terms.n else v] += g

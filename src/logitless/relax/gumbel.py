@@ -1,0 +1,116 @@
+"""Gumbel-softmax over the k best entries of a head's distribution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, NotFiniteError, OptionError
+from ..vocab.api import explain, token_stats
+from ..vocab.head import LMHead
+from ..vocab.noise import Noise
+from .full import check_logits, soft_whole
+from .terms import Terms
+from .tokens import SoftTokens, check_table, soft_embedding
+
+
+def gumbel_topk(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    tau: float,
+    *,
+    k: int = 256,
+    hard: bool = False,
+    generator: torch.Generator | None = None,
+    noise: Noise | None = None,
+    embeddings: tuple[Tensor, ...] = (),  # (V, E) each
+    memory_budget: int | None = None,
+) -> SoftTokens:
+    """A differentiable sample of the next token: softmax((z + g) / tau) over the k best logits, g Gumbel noise.
+
+    Dense equivalent, which a widely copied implementation scatters back to (..., V):
+
+        z, ids = F.linear(hidden, head.weight).topk(k)
+        weights = ((z + g) / tau).softmax(-1)
+        token = ids.gather(-1, (z + g).argmax(-1, keepdim=True))[..., 0]
+        if hard:
+            weights = F.one_hot((z + g).argmax(-1), k) + weights - weights.detach()
+
+    tau: a positive number; k: 0 is the whole vocabulary, whose weights never exist: give the tables whose soft rows are
+    wanted as `embeddings`, read `.embedded`. hard: the forward weights are one-hot, the gradient is the soft weights'.
+    noise: the sequences' own seeds and the positions, so that no slice, rank or batch order changes a token; without
+    it, seeds are drawn from `generator` (under activation checkpointing give `noise`: recomputation draws anew).
+    Differentiable with respect to hidden and head (and weights to tables); which ids are the best has no gradient.
+    Price: one GEMM of 2·N·H·V flop, without gradient, for the ids; 2·N·k·H for the logits, and again for each of
+    dhidden and dweight. k=0: 2·N·H·V and 2·N·E·V per table; about as much twice over in backward.
+    Raises what `token_stats` raises, and OptionError, NotFiniteError. Memory: slices within the budget, O(N·k); dweight
+    as the weight. Gumbel-softmax: Jang et al., arXiv 1611.01144; straight-through: Bengio et al., arXiv 1308.3432;
+    for alignment: GRADE, arXiv 2601.11574.
+    """
+    _check(hidden, head, tau, k, embeddings, memory_budget)
+    noise = _noise(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+    if k == 0:
+        return soft_whole(hidden, head, float(tau), noise, embeddings, hard, memory_budget)
+    tokens = _soft_best(hidden, head, float(tau), k, hard, noise, memory_budget)
+    return replace(tokens, embedded=tuple(soft_embedding(tokens, table) for table in embeddings))
+
+
+def _soft_best(
+    hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, memory_budget: int | None
+) -> SoftTokens:
+    """Soft tokens over the k best entries, arguments checked."""
+    with torch.no_grad():
+        stats = token_stats(hidden, head, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
+        check_logits(stats.logsumexp)
+        outside = -torch.expm1((stats.top_k_logits.logsumexp(-1) - stats.logsumexp).clamp(max=0))
+    ids = stats.top_k_ids
+    flat = ids.reshape(math.prod(ids.shape[:-1]), k)
+    z = Terms.of(hidden.reshape(flat.shape[0], head.hidden_size), head).at(flat).view(ids.shape)
+    noisy = z + noise.gumbel(ids)
+    weights = (noisy / tau).softmax(-1)
+    best = noisy.detach().argmax(-1, keepdim=True)
+    if hard:  # soft - soft is exactly 0: the forward weights are exactly one-hot
+        weights = torch.zeros_like(weights).scatter(-1, best, 1.0) + (weights - weights.detach())
+    return SoftTokens(ids, weights, ids.gather(-1, best).squeeze(-1), outside, head.rows, head.weight.shape[0])
+
+
+def _check(
+    hidden: Tensor, head: LMHead, tau: float, k: int, embeddings: tuple[Tensor, ...], memory_budget: int | None
+) -> None:
+    explain(hidden, head, want=("logsumexp",), memory_budget=memory_budget)  # checks its arguments, computes nothing
+    if isinstance(tau, bool) or not isinstance(tau, Real) or not 0 < tau < math.inf:
+        raise OptionError(f"tau: expected a positive number, got {tau!r}; small ones are nearly hard, large ones flat")
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= head.rows:
+        raise OptionError(f"k: expected a whole number in 0..{head.rows} (the vocabulary; 0 is all of it), got {k!r}")
+    if not isinstance(embeddings, tuple):
+        raise OptionError(f"embeddings: expected a tuple of tables, got {type(embeddings).__name__}")
+    if k == 0 and not embeddings:
+        raise OptionError("embeddings: expected the tables whose soft rows are wanted with k=0, got none")
+    for table in embeddings:
+        check_table(table, head.rows, head.weight.shape[0], hidden.device)
+    finite = hidden.detach().isfinite().all(-1)
+    if not finite.all():
+        wrong = finite.numel() - int(finite.sum())
+        raise NotFiniteError(
+            f"hidden: expected finite numbers, got NaN or infinity in {wrong} of {finite.numel()} tokens; "
+            "the model has diverged"
+        )
+
+
+def _noise(
+    lead: tuple[int, ...], device: torch.device, noise: Noise | None, generator: torch.Generator | None
+) -> Noise:
+    if noise is None:
+        return Noise.draw(lead, device, generator)
+    if generator is not None:
+        raise OptionError("noise: expected noise or a generator, got both; pass one of them")
+    if not isinstance(noise, Noise):
+        raise OptionError(f"noise: expected Noise(seeds, positions), got {type(noise).__name__}")
+    noise = noise.expand(lead)
+    if any(x.device != device for x in noise):
+        raise DeviceError(f"noise is on {noise.seeds.device}, hidden on {device}; move one of them")
+    return noise

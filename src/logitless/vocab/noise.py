@@ -1,0 +1,165 @@
+"""Gumbel noise as a function of a sequence's own seed, a position and a vocabulary id, and of nothing else.
+
+The same number comes out whatever the slices, the batch's order, the number of ranks or the device: integers are
+Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), and the logarithms are made of
+additions, products and quotients in float64, which IEEE 754 rounds in one way only (a library's log is not).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, OptionError, ShapeError
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+BLOCK = {"cpu": 1 << 16}  # ids at a time: what stays in a CPU's caches
+BLOCK_ELSEWHERE = 1 << 22
+SCRATCH = 72  # bytes per id while a block is made
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Noise(NamedTuple):
+    """Which noise: one seed per sequence and one position per token, whatever shapes broadcast to the tokens'."""
+
+    seeds: Tensor  # (...) integer
+    positions: Tensor  # (...) integer
+
+    @classmethod
+    def draw(cls, lead: tuple[int, ...], device: torch.device, generator: torch.Generator | None = None) -> Noise:
+        """Noise with a seed of its own for each token, from torch's generator."""
+        where = device if generator is None else generator.device
+        seeds = torch.randint(2**63 - 1, lead, generator=generator, device=where).to(device)
+        return cls(seeds, torch.zeros_like(seeds))
+
+    def expand(self, lead: tuple[int, ...]) -> Noise:
+        """The noise with a seed and a position for each of the tokens, or an error that says what is wrong."""
+        for name, x in zip(self._fields, self, strict=True):
+            if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise DtypeError(f"noise: expected {name} as an integer tensor, got {got}")
+            if x.dim() > len(lead) or any(a not in (1, b) for a, b in zip(x.shape[::-1], lead[::-1], strict=False)):
+                raise ShapeError(f"noise: expected {name} that broadcast to {lead}, got {tuple(x.shape)}")
+        return Noise(self.seeds.expand(lead), self.positions.expand(lead))
+
+    def gumbel(self, ids: Tensor | slice) -> Tensor:
+        """`gumbel` of these seeds and positions."""
+        return gumbel(self.seeds, self.positions, ids)
+
+
+def gumbel(
+    seeds: Tensor,  # (...) integer
+    positions: Tensor,  # (...) integer
+    ids: Tensor | slice,  # (..., k), or (V,) or a slice for all tokens
+) -> Tensor:  # (..., k) or (..., V) fp32
+    """Standard Gumbel noise of each (seed, position, vocabulary id).
+
+    Dense equivalent, up to which random numbers come:
+
+        -(-torch.rand(*seeds.shape, V).log()).log()
+
+    ids: 0 ≤ id < 2³⁴; a slice with both ends costs a quarter of the same ids in a tensor, for one Philox block serves
+    four neighbours. Uniforms are (w + 1/2)·2⁻³² of a 32-bit word, strictly inside (0, 1); the noise is right to 5e-9 or
+    fp32's rounding, at both tails, and lies in (-3.2, 22.9). Any integers are seeds; positions count from 0.
+    Raises DtypeError, ShapeError, OptionError. Memory: the result, and 72 bytes for each id of a block of 65,536.
+    """
+    lead = _lead(seeds, positions, ids)
+    seeds, positions = (x.flatten().long() for x in Noise(seeds, positions).expand(lead))
+    if isinstance(ids, slice):
+        width = ids.stop - ids.start
+    else:
+        width = ids.shape[-1]
+        ids = ids.long() if ids.dim() == 1 else ids.long().expand(*lead, width).reshape(-1, width)
+    out = torch.empty(seeds.shape[0], width, dtype=torch.float32, device=seeds.device)
+    block = BLOCK.get(seeds.device.type, BLOCK_ELSEWHERE)
+    columns = max(1, min(width, block))
+    tokens = max(1, block // columns)
+    for n in range(0, seeds.shape[0], tokens):
+        key, position = seeds[n : n + tokens, None], positions[n : n + tokens, None]
+        for v in range(0, width, columns):
+            part = _part(ids, slice(n, n + tokens), slice(v, min(v + columns, width)))
+            out[n : n + tokens, v : v + columns] = _gumbel_of(_words(key, position, part))
+    return out.view(*lead, width)
+
+
+def _lead(seeds: Tensor, positions: Tensor, ids: Tensor | slice) -> tuple[int, ...]:
+    """The tokens' shape."""
+    shapes = [seeds.shape, positions.shape]
+    if not isinstance(ids, slice):
+        shapes += [ids.shape[:-1]]
+    elif ids.stop is None or ids.start is None or ids.step not in (None, 1) or not 0 <= ids.start <= ids.stop:
+        raise OptionError(f"ids: expected slice(start, stop) with 0 <= start <= stop, got {ids}")
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        given = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ShapeError(f"gumbel: expected seeds, positions and ids of one leading shape, got {given}") from None
+
+
+def _part(ids: Tensor | slice, rows: slice, columns: slice) -> Tensor | slice:
+    if isinstance(ids, slice):
+        return slice(ids.start + columns.start, ids.start + columns.stop)
+    return ids[columns] if ids.dim() == 1 else ids[rows, columns]
+
+
+def _words(seeds: Tensor, positions: Tensor, ids: Tensor | slice) -> Tensor:
+    """The 32-bit word of each (seed, position, id), seeds and positions (C, 1): word id % 4 of block id // 4."""
+    if isinstance(ids, slice):
+        first = ids.start >> 2
+        blocks = torch.arange(first, (ids.stop + 3) >> 2, device=seeds.device)
+        words = torch.stack(_blocks(seeds, positions, blocks), -1).flatten(-2)
+        return words[:, ids.start - 4 * first : ids.stop - 4 * first]
+    a, b, c, d = _blocks(seeds, positions, ids >> 2)
+    low, high = ids & 1 == 0, ids & 2 == 0
+    return torch.where(high, torch.where(low, a, b), torch.where(low, c, d))
+
+
+def _blocks(seeds: Tensor, positions: Tensor, blocks: Tensor) -> Words:
+    low, high = positions & WORD, (positions >> 32) & WORD
+    return philox((blocks, low, high, torch.zeros_like(low)), (seeds & WORD, (seeds >> 32) & WORD))
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox-4x32-10 of 32-bit words held in int64, shapes broadcast.
+
+    A product of two words wraps modulo 2⁶⁴, which leaves its bits, high and low half, as they should be.
+    """
+    a, b, c, d = counter
+    k, l = key
+    for _ in range(ROUNDS):
+        x, y = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b, c, d = ((y >> 32) ^ b ^ k) & WORD, y & WORD, ((x >> 32) ^ d ^ l) & WORD, x & WORD
+        k, l = (k + WEYL[0]) & WORD, (l + WEYL[1]) & WORD
+    return a, b, c, d
+
+
+def _gumbel_of(words: Tensor) -> Tensor:
+    uniform = words.double().add_(0.5).mul_(2.0**-32)
+    return _log(_log(uniform).neg_()).neg_()
+
+
+ROOT_HALF = struct.unpack("<q", struct.pack("<d", math.sqrt(0.5)))[0]
+
+
+def _log(x: Tensor) -> Tensor:
+    """log of positive float64 to 2e-9 relative, next to 1 too, in operations that round alike everywhere.
+
+    x = 2ᵉ·m with m in [√½, √2); log m = 2·artanh((m - 1)/(m + 1)) by its series.
+    """
+    bits = x.view(torch.int64)
+    exponent = (bits - ROOT_HALF) >> 52
+    m = (bits - (exponent << 52)).view(torch.float64)
+    s = (m - 1).div_(m.add_(1))
+    t = s * s
+    series = t * (1 / 9)
+    for c in (1 / 7, 1 / 5, 1 / 3):
+        series.add_(c).mul_(t)
+    return series.add_(1).mul_(s).mul_(2).add_(exponent.double().mul_(math.log(2)))

@@ -1,0 +1,37 @@
+"""Temperatures over a run: where they start, where they end, and in between."""
+
+from itertools import pairwise
+
+import pytest
+
+from logitless import relax
+from logitless.errors import OptionError
+from tests.vocab.test_errors import refused
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("linear", 1.25), ("exponential", 1.0), ("cosine", 1.25)])
+def test_from_start_to_end(shape, middle):
+    path = [relax.anneal(step, 101, shape=shape) for step in range(101)]
+    assert path[0] == 2.0
+    assert path[100] == pytest.approx(0.5, rel=1e-12)
+    assert path[50] == pytest.approx(middle, rel=1e-12)
+    assert all(a > b for a, b in pairwise(path))
+    assert relax.anneal(10**6, 101, shape=shape) == path[100]
+
+
+def test_a_quarter_of_the_way():
+    quarter = [relax.anneal(25, 101, shape=shape) for shape in ("linear", "exponential", "cosine")]
+    assert quarter == pytest.approx([1.625, 2.0 * 0.25**0.25, 0.5 + 1.5 * (1 + 0.5**0.5) / 2])
+
+
+def test_one_step_and_a_rising_temperature():
+    assert relax.anneal(0, 1) == 2.0
+    assert relax.anneal(3, 4, start=0.5, end=1.0) == 1.0
+
+
+def test_what_is_refused():
+    refused(OptionError, lambda: relax.anneal(0, 10, shape="step"), "linear, exponential, cosine", "'step'")
+    refused(OptionError, lambda: relax.anneal(-1, 10), "step >= 0", "step -1 of 10")
+    refused(OptionError, lambda: relax.anneal(0, 0), "steps >= 1", "0 of 0")
+    for end in (0.0, -1.0, float("nan"), float("inf")):
+        refused(OptionError, lambda end=end: relax.anneal(0, 10, end=end), "end: expected a positive temperature")
