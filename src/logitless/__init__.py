@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from logitless import losses as losses
+    from logitless import relax as relax
     from logitless.logits import per_token_logps as per_token_logps
     from logitless.vocab.api import TokenStats as TokenStats
     from logitless.vocab.api import explain as explain
@@ -26,6 +27,7 @@ _MODULE_OF = {
     "explain": "logitless.vocab.api",
     "per_token_logps": "logitless.logits",
     "losses": "logitless.losses",
+    "relax": "logitless.relax",
 }
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
