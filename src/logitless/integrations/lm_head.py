@@ -18,10 +18,6 @@ T = TypeVar("T")
 # Where DDP and DeepSpeed, torch.compile, FSDP1 and activation checkpointing keep the module they wrap.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
-SHARDED = (
-    "the output head's weight is sharded while its forward runs, expected it whole, as FSDP2 and ZeRO-3 gather it: "
-    "call this within the wrapped model's forward, and leave the head out of tensor parallelism"
-)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -35,7 +31,7 @@ def causal_lm(model: nn.Module) -> Any:
     """The transformers model that owns the output head, beneath PEFT and every other wrapper. Raises ConfigError."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a transformers model, got {type(model).__name__}")
-    inner = unwrapped(model)
+    inner: Any = unwrapped(model)
     if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
         inner = unwrapped(inner.get_base_model())
     if not hasattr(inner, "get_output_embeddings"):
@@ -88,8 +84,6 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
 
     def forward(hidden: Tensor) -> T:
         found = LMHead.of(inner)
-        if hasattr(found.weight, "full_tensor"):
-            raise ConfigError(SHARDED)
         device = found.weight.device
         return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
 
@@ -119,8 +113,9 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
         given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
+    whole: Any = model._modules.get("_orig_mod", model)
     with replaced(inner, "forward", forward):
-        return model._modules.get("_orig_mod", model)(**given)
+        return whole(**given)
 
 
 class HandedOn:
@@ -173,12 +168,13 @@ def handed_on(model: Any, probed: bool = False) -> Iterator[HandedOn]:
 @contextmanager
 def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """While it lasts, the instance has an attribute of its own; `module(...)` fires the hooks around a new forward."""
-    had, own = name in module.__dict__, module.__dict__.get(name)
-    setattr(module, name, value)
+    own = module.__dict__  # rather than setattr: torch.compile follows this
+    had, before = name in own, own.get(name)
+    own[name] = value
     try:
         yield
     finally:
         if had:
-            setattr(module, name, own)
+            own[name] = before
         else:
-            delattr(module, name)
+            del own[name]
