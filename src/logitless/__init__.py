@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from logitless import losses as losses
     from logitless import relax as relax
+    from logitless.integrations.transformers import hidden_states as hidden_states
+    from logitless.integrations.transformers import install as install
+    from logitless.integrations.transformers import uninstall as uninstall
     from logitless.logits import per_token_logps as per_token_logps
     from logitless.vocab.api import TokenStats as TokenStats
     from logitless.vocab.api import explain as explain
@@ -27,6 +30,9 @@ _MODULE_OF = {
     "explain": "logitless.vocab.api",
     "per_token_logps": "logitless.logits",
     "losses": "logitless.losses",
+    "install": "logitless.integrations.transformers",
+    "uninstall": "logitless.integrations.transformers",
+    "hidden_states": "logitless.integrations.transformers",
     "relax": "logitless.relax",
 }
 
