@@ -12,6 +12,7 @@ def pytest_collection_modifyitems(items):
         if "integrations/trl" in str(item.path):
             # TRL 1.16 and PEFT use names that transformers 5.23 gives up
             item.add_marker(pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:`(label_smoothing|compute_loss_func).*:FutureWarning"))
 
 
 @pytest.fixture(scope="session")
