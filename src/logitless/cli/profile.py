@@ -1,0 +1,103 @@
+"""`logitless profile`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from ..memory.units import parse_bytes
+from . import options
+
+DESCRIPTION = """Where the memory of a training step goes: the real model, traced without a GPU and without memory.
+
+Traces forward, loss, backward and optimizer step with dense logits and without them."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Options of `logitless profile`."""
+
+    model: str = "qwen3-0.6b"
+    """A preset such as 4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."""
+    context_length: int = 4096
+    """Tokens of a sequence."""
+    batch_size: int = 1
+    """Sequences of the step."""
+    loss: Literal["dense", "chunked"] = "chunked"
+    """Both are traced; this one is measured by --real, lists its largest tensors, and gets the remedies."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    attention: str = "auto"
+    """sdpa (fused, no scores in memory) or eager; auto: eager where the model's attention has a softcap."""
+    optimizer: str = "adamw"
+    """adamw (fused, states in the parameters' dtype), sgd or none."""
+    lora_rank: int = 0
+    """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
+    dtype: str = "bfloat16"
+    """Of weights and activations: bfloat16, float16 or float32."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    remedies: tuple[str, ...] = ()
+    """Trace these too, or all: chunked-loss, checkpointing, lora, half-context. Each takes as long again."""
+    real: Literal["cpu", "cuda"] | None = None
+    """Also run the step for real, and set predicted against measured."""
+    units: Literal["GiB", "GB"] = "GiB"
+    """GiB are 2^30 bytes, GB are 10^9."""
+    json: Path | None = None
+    """Write the profile as JSON to this file (- for standard output)."""
+    png: Path | None = None
+    """Draw the timelines into this PNG."""
+    html: Path | None = None
+    """Write the profile as one HTML page that opens offline."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Traces, prints, writes."""
+    config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
+    budget = parse_bytes(config.memory_budget, "--memory-budget")
+    from rich.console import Console  # below, so that --help needs no torch
+
+    from ..memory import tables
+    from ..memory.measure import measure
+    from ..memory.profile import Step, both
+    from ..memory.remedies import chosen, remedies
+    from ..models.catalog import shape_of
+
+    same = {field.name for field in fields(Step)} - {"memory_budget"}
+    step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
+    names, parameters = chosen(config.remedies), shape_of(config.model).parameters
+    recordings = both(step)
+    base = recordings[step.loss]
+    found = remedies(step, base, names, recordings)
+    measured = None if config.real is None else measure(step, config.real)
+
+    console = Console(stderr=config.json is not None and str(config.json) == "-")
+    title = tables.headline(step, parameters)
+    console.print(f"[bold]{title}[/bold]", highlight=False)
+    tables.show(recordings, step.loss, console, config.units)
+    if names:
+        tables.show_remedies(found, base, console, config.units)
+    if measured is not None:
+        tables.show_measured(measured, console, config.units)
+    report = tables.as_json(step, parameters, recordings, found, measured)
+    if config.json is not None:
+        _write(config.json, json.dumps(report, indent=2))
+    if config.png is not None:
+        from ..memory.timeline import draw
+
+        draw(recordings, config.png, title, config.units)
+    if config.html is not None:
+        from ..memory.page import write_page
+
+        write_page(config.html, profile=report, units=config.units)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,187 @@
+"""A model on the meta device traced as a GPU or a CPU would run it: fake tensors, and what they cannot know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+from .labels import Labels
+from .lint import Lint
+from .tracker import tensors_of
+
+aten = torch.ops.aten
+GPU = "meta"  # the device type that stands for a GPU: fake `cuda` tensors need a build with CUDA
+CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
+
+
+class Fakes:
+    """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
+
+    Numbers are 1, conditions hold, and nothing is found; but of vectors of `tokens` elements `ignored` are false
+    (the last label of each row).
+    """
+
+    def __init__(self, device: str, tokens: int, ignored: int, labels: Labels) -> None:
+        self.device, self.tokens, self.ignored, self.labels = device, tokens, ignored, labels
+        self.lint = Lint(device)
+        self._false: set[int] = set()
+        self._special = {
+            aten._local_scalar_dense.default: self._number,
+            aten.all.default: self._all,
+            aten.nonzero.default: self._nonzero,
+            aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
+            aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
+        }
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`."""
+        special = self._special.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if self.device != "cpu":
+            args, kwargs = self.lint.checked(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.device != "cpu":
+            self.lint.created(tensors_of(out), args)
+        return out
+
+    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if not isinstance(x, FakeTensor) or x.constant is not None:
+            return func(*args, **kwargs)
+        if x.dtype == torch.bool:
+            key = x.untyped_storage()._cdata
+            known = key in self._false
+            self._false.discard(key)
+            return not known
+        return 1.0 if x.is_floating_point() else 1
+
+    def _all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self.ignored and args[0].numel() == self.tokens:
+            self._false.add(out.untyped_storage()._cdata)
+        return out
+
+    def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if self.labels.root != "loss":
+            module = self.labels.here()[0]
+            raise ConfigError(f"{module} chooses its work by its data, which a trace lacks: measure a real run")
+        found = self.tokens - self.ignored if x.shape == (self.tokens,) else 0
+        return x.new_empty((found, x.dim()), dtype=torch.int64)
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model was built on the meta device: `with torch.device("meta")`."""
+    return any(p.device.type == "meta" and not isinstance(p, FakeTensor) for p in model.parameters())
+
+
+@contextmanager
+def faked(model: nn.Module, device: str) -> Iterator[None]:
+    """While it lasts, a meta model's parameters and buffers are fake tensors on `device`, "meta" or "cpu"."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    own = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    made: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for table, name, x in own:
+            if id(x) not in made:
+                made[id(x)] = _like(x, device)
+            table[name] = made[id(x)]  # pyright: ignore[reportArgumentType]
+        stack.callback(_restore, own)
+        stack.enter_context(_untraced_masks())
+        stack.enter_context(_few_chunks())
+        if device == GPU:
+            stack.enter_context(_gpu_kernels())
+        yield
+
+
+def _like(x: Tensor, device: str) -> Tensor:
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+
+
+def _restore(own: list[tuple[Any, str, Tensor]]) -> None:
+    for table, name, x in own:
+        table[name] = x
+
+
+@contextmanager
+def _untraced_masks() -> Iterator[None]:
+    """transformers builds an S×S mask for what it takes to be traced; a real run builds none."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+    else:
+        with patch.object(masks, "is_tracing", lambda tensor=None: False):
+            yield
+
+
+@contextmanager
+def _few_chunks() -> Iterator[None]:
+    """The streamed loss over its first chunks; 131,072 tokens have hundreds, and each allocates the same."""
+    from ..vocab.engine import Pass
+
+    every = Pass.chunks
+    with patch.object(Pass, "chunks", lambda self: islice(every(self), CHUNKS)):
+        yield
+
+
+@contextmanager
+def _gpu_kernels() -> Iterator[None]:
+    """What GPUs have and the meta device has not: fused attention, fused AdamW, fp32 products of bf16 operands."""
+    from ..vocab.backends import tiles
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_, **__: None))
+        stack.enter_context(patch.object(tiles, "has_out_dtype", lambda kind: kind in (GPU, "cuda")))
+        yield
+
+
+on_host = F.scaled_dot_product_attention
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What FlashAttention-2 (Dao, arXiv 2307.08691) allocates: no scores; a log-sum-exp per query and head.
+
+    query: (B, heads, S, D); key, value: (B, heads or fewer, S', D). Returns (B, heads, S, D).
+    """
+    if any(x.device.type != GPU for x in (query, key, value)):
+        return on_host(query, key, value, *args, **kwargs)
+    return _Attention.apply(query, key, value)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, _, sums = ctx.saved_tensors
+        groups = query.shape[1] // key.shape[1]
+        summed = torch.empty_like(query, dtype=torch.float32)  # dq is summed over blocks of keys
+        delta = torch.empty_like(sums)
+        grads = [torch.empty_like(query)]
+        for x in (key, value):
+            each = x.new_empty(x.shape[0], x.shape[2], x.shape[1] * groups, x.shape[3]).transpose(1, 2)
+            grads.append(each)
+        del summed, delta
+        if groups > 1:
+            grads[1:] = [each.unflatten(1, (-1, groups)).sum(2) for each in grads[1:]]
+        return tuple(grads)

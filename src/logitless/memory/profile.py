@@ -1,0 +1,161 @@
+"""One training step of a transformers model, traced on fake tensors or run for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..algebra.costs import DEFAULT_BUDGET
+from ..errors import ConfigError, LogitlessError, OptionError
+from ..integrations.lm_head import forward_with, through_head
+from ..models.catalog import shape_of
+from ..models.instances import checkpoint_layers, configuration, with_adapters
+from ..vocab.api import linear_cross_entropy
+from .stages import Recording
+from .tracing import trace
+from .units import LARGEST
+
+IGNORED = -100
+LATER = ("nsa", "tiled-mlp", "offload")  # asked for by name, these are not built yet
+ATTENTION = ("auto", "sdpa", "eager")
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-5, foreach=False),
+    "none": lambda parameters: None,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step: rows of `context_length` tokens, each predicting the next."""
+
+    model: str
+    context_length: int = 4096
+    batch_size: int = 1
+    loss: str = "chunked"
+    gradient_checkpointing: bool = False
+    attention: str = "auto"
+    optimizer: str = "adamw"
+    lora_rank: int = 0
+    dtype: str = "bfloat16"
+    memory_budget: int = DEFAULT_BUDGET
+
+    def check(self) -> Step:
+        """This step, once it can be built; raises OptionError."""
+        for name, least in (("context_length", 2), ("batch_size", 1), ("lora_rank", 0)):
+            value = getattr(self, name)
+            if not least <= value <= LARGEST:
+                raise OptionError(f"--{name.replace('_', '-')} must be {least} to 2^63-1, got {value}")
+        choices = {"loss": tuple(LOSSES), "attention": ATTENTION, "optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value in LATER:
+                raise OptionError(f"--{name} {value}: not available in this version; available: {', '.join(known)}")
+            if value not in known:
+                raise OptionError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+        return self
+
+
+def chunked(model: nn.Module, ids: Tensor, labels: Tensor, budget: int) -> Tensor:
+    """The streamed loss behind the model's body."""
+
+    def loss(lm: nn.Module, hidden: Tensor) -> Tensor:
+        targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        return through_head(
+            lm, lambda head, h, y: linear_cross_entropy(h, head, y, memory_budget=budget), hidden, targets
+        )
+
+    return forward_with(model, {"input_ids": ids}, loss)
+
+
+def dense(model: nn.Module, ids: Tensor, labels: Tensor, budget: int) -> Tensor:
+    """transformers' own loss."""
+    return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+LOSSES = {"dense": dense, "chunked": chunked}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_size(step: Step) -> None:
+    """Raises OptionError where one tensor would have more bytes than a machine can count."""
+    shape = shape_of(step.model)
+    tokens = step.batch_size * step.context_length
+    scores = shape.heads * step.context_length if step.attention == "eager" else 0
+    if tokens * 4 * max(shape.vocab, shape.mlp, shape.query, scores) > LARGEST:
+        raise OptionError(
+            f"--batch-size × --context-length: {tokens:,} tokens make tensors of more than 2^63-1 bytes; "
+            "give smaller sizes"
+        )
+
+
+def build(step: Step, device: str = "meta") -> nn.Module:
+    """The model with its adapters, ready to train. Raises ConfigError where transformers cannot build it."""
+    from transformers import AutoModelForCausalLM
+
+    check_size(step)
+    config = configuration(step.model)
+    attention = step.attention
+    if attention == "auto":
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, step.dtype), attn_implementation=attention, trust_remote_code=False
+            )
+            if step.gradient_checkpointing:
+                checkpoint_layers(model)
+            model = with_adapters(model, step.lora_rank) if step.lora_rank else model
+    except Exception as error:  # each class of model fails in its own way
+        raise ConfigError(f"model {step.model}: cannot be built: {line_of(error)}") from error
+    return model.train()
+
+
+def run(step: Step, model: nn.Module, device: torch.device) -> None:
+    """Forward, loss, backward, optimizer step of a run under way: the optimizer has its state."""
+    vocab = model.config.get_text_config().vocab_size  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    ids = torch.randint(0, vocab, (step.batch_size, step.context_length), device=device)
+    optimizer = OPTIMIZERS[step.optimizer]([p for p in model.parameters() if p.requires_grad])
+    if optimizer is not None:
+        had_a_step(optimizer)
+    loss = LOSSES[step.loss](model, ids, ids.clone(), step.memory_budget)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+def had_a_step(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state that every step but the first finds."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:  # one by one: all gradients at once would be a peak
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+            p.grad = None
+
+
+def traced(step: Step, device: str = "gpu") -> Recording:
+    """The step on fake tensors, as `device` ("gpu" or "cpu") would run it. Raises ConfigError, OptionError."""
+    step.check()
+    model = build(step)
+    try:
+        with trace(model, device=device, batch=(step.batch_size, step.context_length)) as t:
+            run(step, model, t.device)
+    except LogitlessError:
+        raise
+    except Exception as error:  # whatever a model does to tensors without data
+        raise ConfigError(f"model {step.model}: cannot be traced: {line_of(error)}") from error
+    return t.recording
+
+
+def both(step: Step) -> dict[str, Recording]:
+    """The step with each loss, as a GPU would run it."""
+    return {loss: traced(replace(step, loss=loss)) for loss in LOSSES}
+
+
+def line_of(error: BaseException) -> str:
+    """An error's first words on one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

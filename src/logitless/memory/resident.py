@@ -1,0 +1,95 @@
+"""Measured memory: this process's peak, and how much one piece of work adds at its peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+INTERVAL = 0.002  # seconds between two looks at the resident set
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory so far: what torch allocated on a GPU, this process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would count what the parent process had when it started this one
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forgets the peak so far, where the system allows it, so that `peak_bytes` is of what comes next."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        with suppress(OSError):  # a read-only /proc keeps the old peak, which is still true of the process
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+@dataclass
+class Watch:
+    """A `with` block that records memory above its start: `peak` bytes and a curve of (seconds, bytes)."""
+
+    device: torch.device
+    peak: int = 0
+    curve: list[tuple[float, int]] = field(default_factory=list)
+
+    def __enter__(self) -> Watch:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._read = _reader(self.device)
+        self._base, self._start = self._read(), time.perf_counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.look()
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(used for _, used in self.curve)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self._base
+
+    def _sample(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self.look()
+
+    def look(self) -> None:
+        self.curve.append((time.perf_counter() - self._start, self._read() - self._base))
+
+
+def _reader(device: torch.device) -> Callable[[], int]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.memory_allocated(device)
+    process = psutil.Process()
+    return lambda: process.memory_info().rss
+
+
+def thin(curve: list[tuple[float, int]], points: int = 200) -> list[tuple[float, int]]:
+    """At most about `points` of a curve, each the highest of its stretch."""
+    stretch = max(1, -(-len(curve) // points))
+    return [max(curve[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(curve), stretch)]
+
+
+def free_bytes(device: torch.device) -> int:
+    """What could still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

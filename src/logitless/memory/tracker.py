@@ -1,0 +1,138 @@
+"""Every storage that torch code makes, from the operator that makes it to its last reference: O(1) per operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BLOCK = 512  # what CUDA's allocator rounds a request up to
+FOREVER = 1 << 62
+LOGITS = ("activations", "activation gradients", "loss workspace")  # what tensors of the vocabulary's width are of
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes as a GPU's allocator hands them out."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One storage: how large, what made it, and between which events it was alive."""
+
+    nbytes: int
+    shape: tuple[int, ...]  # of the first tensor on it
+    dtype: str
+    op: str
+    module: str
+    category: str
+    born: int
+    died: int = FOREVER
+
+    def alive(self, event: int) -> bool:
+        return self.born <= event < self.died
+
+
+class Tracker(TorchDispatchMode):
+    """Counts each new storage once, and takes it off again when it is freed.
+
+    `here` says (module, category) of what runs now; `run` runs an operator, `func(*args, **kwargs)` unless given;
+    `head` is the shape of the output head's weight, (vocabulary, hidden).
+    Events are allocations and frees; `curve[i]` is what was alive after event i. Scratch memory inside one operator
+    is not seen.
+    """
+
+    def __init__(self, here: Callable[[], tuple[str, str]], run: Run | None = None, head: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.here, self.run, self.head = here, run, head
+        self.vocab = head[0] if head else 0
+        self.allocations: list[Allocation] = []
+        self.curve: list[int] = [0]
+        self._alive: dict[int, Allocation] = {}
+
+    @property
+    def live(self) -> int:
+        return self.curve[-1]
+
+    @property
+    def now(self) -> int:
+        """The last event."""
+        return len(self.curve) - 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = self.here()
+        for x in tensors_of((args, kwargs)):
+            self.know(x, "inputs")
+        out = func(*args, **kwargs) if self.run is None else self.run(func, args, kwargs)
+        for x in tensors_of(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._add(x, storage, str(func), *place)
+        return out
+
+    def know(self, x: Tensor, category: str, module: str = "") -> None:
+        """Count a tensor that existed before."""
+        if x.layout is torch.strided:
+            storage = x.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._add(x, storage, "given", module, category)
+
+    def name(self, x: Tensor | None, category: str, module: str | None = None) -> None:
+        """Give a tensor's storage its category, for all of its life."""
+        if x is None or x.layout is not torch.strided:
+            return
+        found = self._alive.get(x.untyped_storage()._cdata)
+        if found is not None:
+            found.category = category
+            found.module = found.module if module is None else module
+
+    def category(self, x: Tensor) -> str:
+        """The category of a tensor's storage, "" where it is not known."""
+        found = self._alive.get(x.untyped_storage()._cdata)
+        return "" if found is None else found.category
+
+    def _add(self, x: Tensor, storage: Any, op: str, module: str, category: str) -> None:
+        shape = tuple(x.shape)
+        if op != "given" and category in LOGITS and len(shape) > 1 and self.vocab in shape:
+            category = self._of_head(shape, category)
+        size = rounded(storage.nbytes())
+        self.curve.append(self.curve[-1] + size)
+        dtype = str(x.dtype).removeprefix("torch.")
+        found = Allocation(size, shape, dtype, op.removeprefix("aten."), module, category, self.now)
+        self.allocations.append(found)
+        self._alive[storage._cdata] = found
+        weakref.finalize(storage, self._free, storage._cdata).atexit = False
+
+    def _of_head(self, shape: tuple[int, ...], category: str) -> str:
+        """The category of what has the vocabulary's width, or of the head's gradient."""
+        if shape in (self.head, self.head[::-1]):
+            return "gradients" if category == "activation gradients" else category
+        return "logits" if shape[-1] == self.vocab else category
+
+    def _free(self, key: int) -> None:
+        found = self._alive.pop(key)
+        self.curve.append(self.curve[-1] - found.nbytes)
+        found.died = self.now
+
+
+def tensors_of(value: Any) -> Iterable[Tensor]:
+    """The strided tensors in nested lists, tuples and dictionaries; a pytree would cost more than the operator."""
+    found: list[Tensor] = []
+    waiting = [value]
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, Tensor):
+            if x.layout is torch.strided:
+                found.append(x)
+        elif isinstance(x, list | tuple):
+            waiting.extend(x)
+        elif isinstance(x, dict):
+            waiting.extend(x.values())
+    return found

@@ -1,0 +1,122 @@
+"""`logitless profile`: output, files, exit statuses, and one line for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from logitless.cli.main import main
+
+pytestmark = pytest.mark.compiled  # fake tensors hold nothing to poison
+
+SMALL = {
+    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+}  # fmt: skip
+STAGES = [
+    "parameters", "optimizer state", "after embedding", "after first layer", "after full forward", "loss", "backward",
+    "optimizer",
+]  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+def test_tables(model, capsys):
+    assert main(["profile", "--model", model, "--context-length", "512", "--remedies", "all", "--real", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        *STAGES,
+        "dense: peak",
+        "chunked: peak",
+        "dense peaks at",
+        "largest tensors at the peak, chunked",
+        "optimizer state",
+        "loss workspace",
+        "remedies, each traced",
+        "half-context",
+        "lora",
+        "predicted against a real run on cpu",
+        "resident set",
+    ):
+        assert text in out, text
+
+
+def test_json(model, capsys):
+    arguments = ["--model", model, "--context-length", "256", "--gradient-checkpointing", "--remedies", "lora"]
+    assert main(["profile", *arguments, "--real", "cpu", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"schema", "kind", "step", "parameters", "runs", "remedies", "real"}
+    assert (found["schema"], found["kind"]) == (1, "profile")
+    assert found["step"]["gradient_checkpointing"] is True
+    assert list(found["runs"]) == ["dense", "chunked"]
+    for one in found["runs"].values():
+        assert set(one) == {"stages", "peak", "timeline", "lint"}
+        assert [s["name"] for s in one["stages"]] == STAGES
+        assert one["peak"]["bytes"] == max(s["peak_bytes"] for s in one["stages"])
+        assert len(one["timeline"]) <= 1000
+    (remedy,) = found["remedies"]
+    assert remedy["remedy"] == "lora"
+    assert remedy["saved_bytes"] == found["runs"]["chunked"]["peak"]["bytes"] - remedy["peak"]["bytes"]
+    assert set(found["real"]["stages"][0]) == {
+        "name", "predicted_bytes", "predicted_peak_bytes", "counted_bytes", "counted_peak_bytes", "measured_bytes",
+        "measured_peak_bytes",
+    }  # fmt: skip
+
+
+def test_files(model, tmp_path):
+    given = ["--json", str(tmp_path / "p.json"), "--png", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
+    assert main(["profile", "--model", model, "--context-length", "64", "--optimizer", "none", *given]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["real"] is None
+    page = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert all(f'"{name}"' in page for name in ("runs", "dense", "chunked", *STAGES[2:5]))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model qwen3-5b", "unknown model 'qwen3-5b': did you mean qwen3-8b"),
+        ("--context-length 0", "--context-length must be 2 to 2^63-1, got 0"),
+        ("--context-length -5", "--context-length must be 2 to 2^63-1, got -5"),
+        ("--context-length 99999999999999999999", "--context-length must be 2 to 2^63-1"),
+        ("--batch-size 4000000000000000000", "more than 2^63-1 bytes"),
+        ("--attention nsa", "--attention nsa: not available in this version"),
+        ("--remedies offload", "--remedies offload: not available in this version; available: chunked-loss"),
+        ("--remedies tiled-mlp", "not available in this version"),
+        ("--remedies luck", "--remedies must be all or some of"),
+        ("--optimizer lion", "--optimizer must be one of adamw, sgd, none, got 'lion'"),
+        ("--dtype int8", "--dtype must be one of bfloat16"),
+        ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
+        ("--model gemma-2-2b --attention sdpa", "model gemma-2-2b: cannot be"),
+        ("--model no-such.json", "there is no such file"),
+        ("--loss sparse", "--loss"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    assert main(["profile", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("logitless: ")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_key_is_named(model, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in SMALL.items() if k != "hidden_size"}))
+    assert main(["profile", "--model", model]) == 2
+    assert "has no hidden_size; add it" in capsys.readouterr().err
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\nfrom logitless.cli.main import main\n"
+        "try:\n    main(['profile', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
