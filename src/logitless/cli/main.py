@@ -11,6 +11,7 @@ from ..errors import LogitlessError
 # A command is a module beside this one with `main(arguments) -> exit status`; help for it imports nothing more.
 COMMANDS = {
     "plan": "what a run needs on each GPU, phase by phase, and a setting that fits",
+    "profile": "where the memory of a training step goes, traced without a GPU, and what would help",
     "train": "train a causal language model on text, without its logits",
     "verify": "check the streamed loss against the dense one, and show where each is used",
 }
