@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from logitless import install
 from logitless.errors import DataError, LabelError
-from logitless.train.loss import hook
 from logitless.train.model import checkpoint_layers
 from logitless.train.packing import IGNORED, PackedRows, Stream, check_ids, collate, hold_out
 from tests.train.micro import micro_model
@@ -55,7 +55,7 @@ def test_packed_equals_unpacked(loss, checkpointing):
     packed = micro_model().double().train()
     if checkpointing:
         checkpoint_layers(packed)
-    hook(packed, loss, 2**12)
+    install(packed, loss=loss, memory_budget=2**12)
     found = packed(**batch, num_items_in_batch=count).loss
     found.backward()
     assert found.item() == pytest.approx((total / count).item(), rel=1e-6)
@@ -67,7 +67,7 @@ def test_packed_equals_unpacked(loss, checkpointing):
 def test_documents_do_not_see_each_other():
     """The loss of the second document is the same whatever the first one says."""
     model = micro_model()
-    hook(model, "chunked", 2**20)
+    install(model, memory_budget=2**20)
     second = docs(1, 12)[1]
     losses = []
     for seed in (1, 2):

@@ -18,12 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from ..algebra.costs import logits_bytes
 from ..errors import DeviceError
+from ..integrations.transformers import choose, install
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
 from .config import TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
-from .loss import choose, hook
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
@@ -73,7 +73,7 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = build(config, source)
         align_tokens(model, tokenizer)
-        hook(model, config.loss, config.memory_budget_bytes)
+        install(model, loss=config.loss, memory_budget=config.memory_budget_bytes)
         weights = train_steps(parts, model)
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
 

@@ -51,8 +51,8 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     """Yields (method, result) in turn, in this process."""
     import torch
 
+    from ..integrations.transformers import install
     from .data import load
-    from .loss import hook
     from .model import build, resolve
     from .packing import collate
 
@@ -63,10 +63,8 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     model = build(config, resolve(config.model)).to(device)
     inner = model.get_base_model() if config.lora_rank else model
-    dense_forward = inner.forward
     for method in METHODS:
-        inner.forward = dense_forward
-        hook(model, method, config.memory_budget_bytes)
+        install(model, loss=method, memory_budget=config.memory_budget_bytes)
         needed = DENSE_COPIES * 4 * batch["input_ids"].numel() * inner.get_output_embeddings().weight.shape[0]
         yield method, _one(model, batch, device, needed if method == "dense" else 0)
 

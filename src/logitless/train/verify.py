@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import logits_bytes
+from ..integrations.transformers import Method, choose
 from ..vocab.api import linear_cross_entropy
 from ..vocab.head import LMHead
 from ..vocab.reference import dense_cross_entropy
-from .loss import Method, choose
 
 TOKENS, HIDDEN = 64, 64
 DENSE_BYTES = 2**28  # the float64 logits of the check stay below this
