@@ -215,8 +215,9 @@ def _check_options(kind: str, policy: Any, wanted: Wanted) -> None:
         raise OptionError(f"statistics: expected names among {', '.join(STATISTICS)}, got {unknown[0]!r}")
     if kind not in FUSED_TRAINERS and (extra or wanted.top_k):
         raise OptionError(f"statistics, top_k: {kind} has no fused output to add them to; leave them out")
-    if hasattr(output_head(policy).weight, "ds_id"):
-        return  # ZeRO-3 has the weight only while a forward runs
+    weight = output_head(policy).weight
+    if hasattr(weight, "ds_id") or hasattr(weight, "full_tensor"):
+        return  # ZeRO-3 and FSDP2 have it whole only while the head's forward runs
     head = LMHead.of(policy)
     hidden = torch.empty(1, head.hidden_size, dtype=head.weight.dtype, device=head.weight.device)
     explain(hidden, head, torch.zeros(1, dtype=torch.long, device=hidden.device), **wanted.options())
