@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.vocab.head import LowRank
 from logitless.vocab.reference import dense_token_stats
 
 ALONE = (
@@ -37,10 +38,11 @@ class Operands:
     labels: Tensor | None  # (...)
     transform: dict[str, Any] = field(default_factory=dict)  # scale, softcap, vocab_size
     ref: "Operands | None" = None
+    adapters: tuple[LowRank, ...] = ()
 
     @property
     def head(self) -> ll.LMHead:
-        return ll.LMHead(self.weight, self.bias, **self.transform)
+        return ll.LMHead(self.weight, self.bias, **self.transform, adapters=self.adapters)
 
     @property
     def reference(self) -> tuple[Tensor, ll.LMHead] | None:
@@ -49,6 +51,7 @@ class Operands:
     @property
     def leaves(self) -> dict[str, Tensor]:
         named = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        named |= {f"{name}{i}": getattr(x, name) for i, x in enumerate(self.adapters) for name in "ab"}
         return {name: x for name, x in named.items() if x is not None and x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> "Operands":
@@ -58,14 +61,19 @@ class Operands:
             return None if x is None else x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
         ref = None if self.ref is None else self.ref.to(dtype)
-        return replace(self, hidden=leaf(self.hidden), weight=leaf(self.weight), bias=leaf(self.bias), ref=ref)
+        adapters = tuple(replace(x, a=leaf(x.a), b=leaf(x.b)) for x in self.adapters)
+        named = {"hidden": leaf(self.hidden), "weight": leaf(self.weight), "bias": leaf(self.bias)}
+        return replace(self, **named, ref=ref, adapters=adapters)
 
     def training(self, *names: str) -> "Operands":
-        """The same operands with exactly these requiring a gradient."""
+        """The same operands with exactly these requiring a gradient; "a" and "b" are every adapter's."""
         out = self.to(self.weight.dtype)
         for name in ("hidden", "weight", "bias"):
             if (x := getattr(out, name)) is not None:
                 x.requires_grad_(name in names)
+        for x in out.adapters:
+            x.a.requires_grad_("a" in names)
+            x.b.requires_grad_("b" in names)
         return out
 
 
@@ -78,9 +86,19 @@ def operands(
     bias: bool = True,
     spread: float = 3.0,
     reference: bool = False,
+    ranks: Sequence[int] = (),
     **transform: Any,
 ) -> Operands:
-    """Random operands whose logits have about this spread; labels reach both ends of the vocabulary."""
+    """Random operands whose logits have about this spread; labels reach both ends of the vocabulary.
+
+    ranks: of the adapters, the reference's as well.
+    """
+
+    def adapters_of(width: int) -> tuple[LowRank, ...]:
+        return tuple(
+            LowRank(torch.randn(r, width).to(dtype) / width**0.5, torch.randn(v, r).to(dtype), 0.5 + i)
+            for i, r in enumerate(ranks)
+        )
 
     def head_of(width: int) -> tuple[Tensor, Tensor | None]:
         weight = (torch.randn(v, width, dtype=torch.float64) * spread / max(width, 1) ** 0.5).to(dtype)
@@ -93,8 +111,9 @@ def operands(
     ref = None
     if reference:  # of another width than the policy
         ref = Operands(torch.randn(*lead, h + 2, dtype=dtype), *head_of(h + 2), None, dict(transform))
-    out = Operands(torch.randn(*lead, h, dtype=dtype), *head_of(h), labels, dict(transform), ref)
-    return out.training("hidden", "weight", "bias")
+        ref.adapters = adapters_of(h + 2)
+    out = Operands(torch.randn(*lead, h, dtype=dtype), *head_of(h), labels, dict(transform), ref, adapters_of(h))
+    return out.training("hidden", "weight", "bias", "a", "b")
 
 
 def named_results(stats: Any, want: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor]:

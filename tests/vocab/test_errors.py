@@ -1,75 +1,31 @@
-"""What a call refuses: a typed error of one line that says what was expected, what was got, what to do."""
-
-import re
+"""What a call refuses about its tensors: shapes, dtypes, devices, ids and the head's own."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import logitless as ll
 from logitless.errors import (
-    BackendError,
-    ConfigError,
     DeviceError,
     DtypeError,
-    GradientError,
     LabelError,
     LogitlessError,
-    NotFiniteError,
     OptionError,
     ShapeError,
 )
-
-N, H, V = 6, 4, 9
-HIDDEN, WEIGHT, BIAS = torch.randn(2, 3, H), torch.randn(V, H), torch.randn(V)
-LABELS = torch.arange(N).view(2, 3)
-REF = (torch.randn(2, 3, 5), ll.LMHead(torch.randn(V, 5)))
-NAN = float("nan")
-BUILTINS = {
-    ShapeError: ValueError,
-    DtypeError: TypeError,
-    DeviceError: ValueError,
-    LabelError: ValueError,
-    OptionError: ValueError,
-    ConfigError: ValueError,
-    BackendError: RuntimeError,
-    GradientError: RuntimeError,
-    NotFiniteError: ArithmeticError,
-}
-
-
-def ids(*values: int) -> Tensor:
-    """Labels of the call's shape with these first."""
-    out = LABELS.clone()
-    out.view(-1)[: len(values)] = torch.tensor(values)
-    return out
-
-
-def refused(error: type[LogitlessError], call, *fragments: str) -> None:
-    """`call` raises exactly this error, on one line, with the fragments in order."""
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert type(caught.value) is error
-    assert issubclass(error, BUILTINS[error])
-    assert "\n" not in message
-    assert re.search(".*".join(map(re.escape, fragments)), message), message
-
-
-def everywhere(hidden=HIDDEN, head=None, labels: Tensor | None = LABELS, **options):
-    """Each public function that takes these arguments, as a call without any."""
-    args = (hidden, head if head is not None else ll.LMHead(WEIGHT), labels)
-    return {
-        "token_stats": lambda: ll.token_stats(*args, **options),
-        "token_loss": lambda: ll.token_loss(lambda s: s.logprob, *args, **options),
-        "token_loss none": lambda: ll.token_loss(lambda s: s.logprob, *args, reduction="none", **options),
-        "explain": lambda: ll.explain(*args, **options),
-    }
-
-
-def refused_everywhere(error, fragments, **arguments):
-    for call in everywhere(**arguments).values():
-        refused(error, call, *fragments)
+from tests.vocab.refusing import (
+    BUILTINS,
+    HIDDEN,
+    LABELS,
+    REF,
+    WEIGHT,
+    H,
+    V,
+    everywhere,
+    ids,
+    refused,
+    refused_everywhere,
+)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -223,150 +179,6 @@ def test_devices_of_the_reference():
     refused_everywhere(DeviceError, ("reference", "meta", "cpu", "move one"), reference=there, want=want)
     split = (hidden, there[1])
     refused_everywhere(DeviceError, ("reference hidden", "cpu", "meta", "move one"), reference=split, want=want)
-
-
-@pytest.mark.parametrize(
-    ("got", "nearest"),
-    [("entropie", "'entropy'"), ("logprobs", "'logprob'"), ("self_certain", "'self_certainty'"), ("KL", None)],
-)
-def test_unknown_statistic(got, nearest):
-    fragments = ("want: expected names among logprob, ", f"got {got!r}", *([f"did you mean {nearest}"] * bool(nearest)))
-    refused_everywhere(OptionError, fragments, want=("logprob", got))
-    refused_everywhere(OptionError, fragments, want=got)
-
-
-@pytest.mark.parametrize(("got", "nearest"), [("temprature", "'temperature'"), ("candidate", "'candidates'")])
-def test_unknown_option(got, nearest):
-    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    fragments = (f"{got!r}", f"did you mean {nearest}?")
-    refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, **{got: 1}), *fragments)
-    refused(OptionError, lambda: ll.explain(*args, **{got: 1}), *fragments)
-
-
-def test_unknown_option_like_no_other():
-    args = (lambda s: s.logprob, HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    refused(OptionError, lambda: ll.token_loss(*args, xyz=1), "'xyz'", "they are want, temperature")
-
-
-@pytest.mark.parametrize("got", [0, 0.0, -1.0, NAN, float("inf"), "1", None])
-def test_temperature(got):
-    refused_everywhere(
-        OptionError, ("temperature: expected a positive number or tensor", f"got {got!r}"), temperature=got
-    )
-
-
-@pytest.mark.parametrize("got", [0.0, -1.0, NAN])
-def test_one_wrong_temperature_among_many(got):
-    temperature = torch.ones(2, 3)
-    temperature[1, 1] = got
-    refused_everywhere(OptionError, ("temperature: expected positive", "got some"), temperature=temperature)
-
-
-@pytest.mark.parametrize("shape", [(2,), (3, 2), (6,), (1, 2, 3)])
-def test_temperature_shape(shape):
-    fragments = ("temperature: expected a number or a shape that broadcasts to (2, 3)", f"got {shape}")
-    refused_everywhere(ShapeError, fragments, temperature=torch.ones(shape))
-
-
-def test_temperature_that_wants_a_gradient():
-    temperature = torch.ones(2, 3, requires_grad=True)
-    refused_everywhere(GradientError, ("temperature", "gradient", "detach()"), temperature=temperature)
-
-
-@pytest.mark.parametrize("got", [V + 1, -1, True, False, 2.0, None])
-def test_top_k(got):
-    refused_everywhere(OptionError, ("top_k: expected a whole number in 0..9", f"got {got!r}"), top_k=got)
-
-
-@pytest.mark.parametrize("got", [0, 0.0, 1, 1.0, -0.5, 1.5, NAN])
-def test_jsd_beta(got):
-    refused_everywhere(OptionError, ("jsd_beta: expected 0 < beta < 1", f"got {got}"), jsd_beta=got)
-
-
-@pytest.mark.parametrize("got", [0, -1, NAN])
-def test_memory_budget(got):
-    fragments = ("memory_budget: expected a positive number of bytes or None", f"got {got}")
-    refused_everywhere(OptionError, fragments, memory_budget=got)
-    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    refused(OptionError, lambda: ll.linear_cross_entropy(*args, memory_budget=got), *fragments)
-
-
-def test_infinite_memory_budget():
-    refused_everywhere(OptionError, ("memory_budget: expected", "got inf"), memory_budget=float("inf"))
-
-
-def test_backend_by_another_name():
-    fragments = ("backend: expected one of eager", "or None", "got 'egaer'", "did you mean 'eager'?")
-    refused_everywhere(BackendError, fragments, backend="egaer")
-    refused_everywhere(BackendError, ("backend: expected one of", "got 'cuda'"), backend="cuda")
-    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    refused(BackendError, lambda: ll.linear_cross_entropy(*args, backend="egaer"), *fragments)
-
-
-@pytest.mark.parametrize("name", ["logprob", "label_logit", "rank"])
-def test_statistics_of_the_label_without_labels(name):
-    fragments = (f"want: {name} is the label's", "labels is None", "pass labels or drop it")
-    refused_everywhere(OptionError, fragments, labels=None, want=(name,))
-
-
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
-def test_divergences_without_a_reference(name):
-    refused_everywhere(OptionError, (f"want: {name} compares", "reference=(hidden, head)"), want=(name, "logprob"))
-
-
-@pytest.mark.parametrize("got", ["average", "MEAN", None])
-def test_reduction(got):
-    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    fragments = ("reduction: expected 'mean', 'sum' or 'none'", f"got {got!r}")
-    refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, reduction=got), *fragments)
-
-
-@pytest.mark.parametrize(
-    ("name", "todo"),
-    [
-        ("entropy", "add 'entropy' to want"),
-        ("kl", "add 'kl' to want"),
-        ("top_k_ids", "pass top_k=k"),
-        ("top_k_logits", "pass top_k=k"),
-        ("candidate_logits", "pass candidates=ids"),
-        ("entropie", "statistics are logprob, "),
-    ],
-)
-def test_a_statistic_that_was_not_asked_for(name, todo):
-    stats = ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), LABELS)
-    with pytest.raises(AttributeError, match=re.escape(todo)) as caught:
-        getattr(stats, name)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not hasattr(stats, name)
-
-
-HEADS = {
-    "weight of one dimension": (ShapeError, {"weight": WEIGHT[0]}, ("(vocab, hidden)", "got (4,)")),
-    "weight of three dimensions": (ShapeError, {"weight": WEIGHT[None]}, ("(vocab, hidden)", "got (1, 9, 4)")),
-    "weight that is a module": (ShapeError, {"weight": nn.Linear(H, V)}, ("(vocab, hidden)", "got Linear")),
-    "weight of no rows": (ShapeError, {"weight": WEIGHT[:0]}, ("weight has no rows",)),
-    "weight of integers": (DtypeError, {"weight": WEIGHT.to(torch.int8)}, ("floating point", "got torch.int8")),
-    "short bias": (ShapeError, {"bias": BIAS[1:]}, ("bias must have shape (9,)", "got (8,)")),
-    "bias of two dimensions": (ShapeError, {"bias": BIAS[None]}, ("bias must have shape (9,)", "got (1, 9)")),
-    "bias elsewhere": (DeviceError, {"bias": BIAS.to("meta")}, ("bias is on meta", "weight on cpu")),
-    "bias of integers": (DtypeError, {"bias": BIAS.long()}, ("bias", "floating point", "got torch.int64")),
-    "bias that is no tensor": (DtypeError, {"bias": True}, ("bias", "got bool")),
-    "no vocabulary": (OptionError, {"vocab_size": 0}, ("vocab_size must be in 1..9", "got 0")),
-    "more than the rows": (OptionError, {"vocab_size": 10}, ("vocab_size must be in 1..9", "got 10")),
-    "half an entry": (OptionError, {"vocab_size": 4.5}, ("vocab_size", "got 4.5")),
-    "softcap of zero": (OptionError, {"softcap": 0.0}, ("softcap must be positive or None", "got 0.0")),
-    "negative softcap": (OptionError, {"softcap": -30.0}, ("softcap must be positive or None", "got -30.0")),
-    "softcap of NaN": (OptionError, {"softcap": NAN}, ("softcap must be positive or None", "got nan")),
-    "scale of NaN": (OptionError, {"scale": NAN}, ("scale", "got nan")),
-    "scale of None": (OptionError, {"scale": None}, ("scale", "got None")),
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_that_cannot_be(name):
-    error, arguments, fragments = HEADS[name]
-    refused(error, lambda: ll.LMHead(**{"weight": WEIGHT, **arguments}), "LMHead: ", *fragments)
 
 
 @pytest.mark.parametrize(("error", "builtin"), BUILTINS.items())

@@ -10,70 +10,10 @@ from torch import nn
 import logitless as ll
 from logitless.errors import ConfigError
 from logitless.vocab.reference import dense_logits
+from tests.vocab.heads import MODELS, SMALL, H, V, assert_same, body, refused, tiny, token_ids
 
 transformers = pytest.importorskip("transformers")
-
-V, H = 37, 16
-SMALL = {
-    "vocab_size": V,
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "initializer_range": 0.5,
-}
-GPT2 = {"n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 32}
-GRIFFIN = {"lru_width": H, "attention_window_size": 8, "block_types": ["attention"]}
-MODELS = {
-    "qwen3, tied": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
-    "llama": ("LlamaConfig", {}),
-    "gemma2, softcap": ("Gemma2Config", {"final_logit_softcapping": 2.0}),
-    "gemma2, no softcap": ("Gemma2Config", {"final_logit_softcapping": None}),
-    "gemma3, softcap": ("Gemma3TextConfig", {"final_logit_softcapping": 2.0}),
-    "cohere, logit_scale": ("CohereConfig", {"logit_scale": 0.3}),
-    "cohere2, logit_scale": ("Cohere2Config", {"logit_scale": 0.3}),
-    "granite, logits_scaling divides": ("GraniteConfig", {"logits_scaling": 7.0}),
-    "hyperclovax, logits_scaling multiplies": ("HyperCLOVAXConfig", {"logits_scaling": 7.0}),
-    "phi, bias": ("PhiConfig", {}),
-    "gpt2, tied": ("GPT2Config", GPT2),
-    "mpt, logit_scale that its model does not apply": (
-        "MptConfig",
-        {"d_model": H, "n_heads": 2, "n_layers": 1, "max_seq_len": 32, "logit_scale": 0.5},
-    ),
-    "recurrent gemma, logits_soft_cap": ("RecurrentGemmaConfig", {**GRIFFIN, "logits_soft_cap": 2.0}),
-}
-# PEFT's own call of transformers.
-adapted_model = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 each_model = pytest.mark.parametrize("name", MODELS)
-
-
-def tiny(name: str) -> nn.Module:
-    config, options = MODELS[name]
-    config = getattr(transformers, config)(**{**SMALL, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
-    bias = getattr(model.get_output_embeddings(), "bias", None)
-    if bias is not None:
-        nn.init.normal_(bias)
-    return model
-
-
-def token_ids() -> torch.Tensor:
-    return torch.randint(V, (2, 7))
-
-
-def body(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model.base_model(ids, use_cache=False).last_hidden_state
-
-
-def assert_same(got, expected, tolerance=1e-10):
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -165,42 +105,6 @@ def test_padded_vocabulary(bias):
     for got, want in zip(found, wanted, strict=True):
         assert_same(got, want)
         assert got[V:].eq(0).all()
-
-
-def refused(module: nn.Module, *fragments: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ll.LMHead.of(module)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith("LMHead.of: ")
-    assert all(fragment in message for fragment in fragments), message
-
-
-@adapted_model
-def test_body_adapters_are_fine_and_head_adapters_refused():
-    peft = pytest.importorskip("peft")
-    ids, linear = token_ids(), ["q_proj", "v_proj"]
-    config = peft.LoraConfig(target_modules=linear, init_lora_weights=False)
-    model = peft.get_peft_model(tiny("llama"), config).eval()
-    base = model.base_model.model
-    with torch.no_grad():
-        assert_same(dense_logits(body(base, ids), ll.LMHead.of(model)), model(ids).logits)
-    config = peft.LoraConfig(target_modules=[*linear, "lm_head"])
-    refused(peft.get_peft_model(tiny("llama"), config), "Linear, not a plain nn.Linear", "merge its adapter")
-    saved = peft.LoraConfig(target_modules=linear, modules_to_save=["lm_head"])
-    refused(peft.get_peft_model(tiny("llama"), saved), "ModulesToSaveWrapper", "not a plain nn.Linear")
-
-
-@adapted_model
-def test_merged_adapter_is_a_plain_head_again():
-    peft = pytest.importorskip("peft")
-    ids = token_ids()
-    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
-    adapted = peft.get_peft_model(tiny("llama"), config).eval()
-    with torch.no_grad():
-        logits = adapted(ids).logits
-        merged = adapted.merge_and_unload()
-        assert_same(dense_logits(body(merged, ids), ll.LMHead.of(merged)), logits, 1e-6)
 
 
 def test_parametrized_head():

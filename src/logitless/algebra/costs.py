@@ -37,7 +37,8 @@ def price_of(
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
-    `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
+    `bias_grad`: the bias, or an adapter of the head, needs the slopes of all entries, with no product of hidden's
+    width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
     `softcap`: the head has one, so that a constant slope is no longer constant in h·Wᵀ.
     """
     sums = sums_of(want)
@@ -120,13 +121,26 @@ def logits_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:
 
 def dense_loss_bytes(n_tokens: int, vocab_size: int, itemsize: int) -> int:
     """Peak bytes of dense logits with cross-entropy: the logits, their fp32 copy and its log-softmax or gradient."""
-    upcast = 0 if itemsize >= 4 else logits_bytes(n_tokens, vocab_size, 4)
-    return logits_bytes(n_tokens, vocab_size, itemsize) + upcast + logits_bytes(n_tokens, vocab_size, max(itemsize, 4))
+    parts = dense_parts(n_tokens, vocab_size, itemsize)
+    return parts["logits"] + parts["logits in fp32"] + parts["log-softmax"]
 
 
 def gemm_flop(n_tokens: int, hidden_size: int, vocab_size: int) -> int:
     """Flop of one product of a (tokens, hidden) and a (hidden, vocabulary) matrix."""
     return 2 * n_tokens * hidden_size * vocab_size
+
+
+def low_rank_flop(
+    price: Price, n_tokens: int, vocab_size: int, *, rank: int, reference_rank: int = 0, backward: int = 0
+) -> int:
+    """Flop of a call's products with adapters' (tokens, rank) and (vocabulary, rank) factors.
+
+    backward: how many of the two factors get gradients.
+    """
+    looks = 2 if price.method == "recompute" else 1
+    after = {"in-forward": backward, "recompute": backward, "fold-basis": len(price.bases)}.get(price.method, 0)
+    own = (looks + after) * gemm_flop(n_tokens, rank, vocab_size)
+    return own + looks * gemm_flop(n_tokens, reference_rank, vocab_size)
 
 
 def dense_parts(n_tokens: int, vocab_size: int, itemsize: int, softcap: bool = False) -> dict[str, int]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, gemm_flop, price_of, weight_gradient_bytes
 from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import OptionError
 from . import ops
-from .autograd import needs_of, stats, stats_price
+from .autograd import stats
 from .checks import Options, flatten, flatten_inputs
-from .engine import slices_for
+from .explain import Explanation, explain
 from .head import LMHead
 from .loss import (
     LossFn,
@@ -27,7 +25,8 @@ from .loss import (
     cross_entropy_wants,
     loss_of_each,
 )
-from .problem import compute_dtype
+from .lowrank import with_low_rank
+from .problem import Inputs, Spec, compute_dtype
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
@@ -54,7 +53,7 @@ def token_stats(
 
     Dense equivalent:
 
-        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
+        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature  # and the head's adapters
         logp = z.log_softmax(-1)
         logprob = logp.gather(-1, labels[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
@@ -63,12 +62,13 @@ def token_stats(
     temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
     wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
     jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
-    Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight and
-    bias; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no gradient.
+    Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight,
+    bias and the adapters' factors; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no
+    gradient.
     Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError, BackendError, GradientError.
     Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
     """
-    spec, inputs = flatten(
+    spec, inputs = _prepared(
         hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
         candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def token_loss(
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
     check_reduction(reduction)
-    spec, flat = flatten(hidden, head, labels, **options)
+    spec, flat = _prepared(hidden, head, labels, **options)
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
         return loss_of_each(loss_fn, spec, flat, extra).reshape(hidden.shape[:-1])
@@ -153,9 +153,16 @@ def linear_cross_entropy(
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if reduction == "none":
         return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
-    spec, flat = flatten(hidden, head, labels, **options)
+    spec, flat = _prepared(hidden, head, labels, **options)
     run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", denominator)
+
+
+def _prepared(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
+    """The checked call with the adapters' products of the hidden states formed."""
+    spec, inputs = flatten(hidden, head, labels, **options)
+    reference = options.get("reference")
+    return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
 
 
 def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:
@@ -168,61 +175,3 @@ def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tens
     if not 0 < denominator < math.inf:
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return torch.full((), float(denominator), dtype=compute_dtype(hidden), device=hidden.device)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call pays: price, backend, slices and bytes."""
-
-    price: Price
-    backend: str
-    slices: Slices
-    flop: int  # of all GEMMs
-    buffer_bytes: int  # slices, reused
-    kept_bytes: int  # (N, H) products kept for backward, fp32
-    gradient_bytes: int  # dhidden, dweight, dbias while they accumulate
-
-    def __str__(self) -> str:
-        mib = 1 << 20
-        return (
-            f"{self.price.gemms} GEMMs ({self.price.method}), {self.flop / 1e12:.3g} TFLOP, backend {self.backend}; "
-            f"slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
-            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients"
-        )
-
-
-def explain(
-    hidden: Tensor,
-    head: LMHead,
-    labels: Tensor | None = None,
-    *,
-    loss: bool = False,
-    **options: Unpack[Options],
-) -> Explanation:
-    """Which price, backend and slices a call with these arguments gets, and the bytes it needs; computes nothing.
-
-    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
-    Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
-    """
-    spec, flat = flatten(hidden, head, labels, **options)
-    needs = needs_of(flat)
-    if loss:
-        price = price_of(spec.want, hidden_grad=needs.hidden, weight_grad=needs.weight, bias_grad=needs.bias, loss=True)
-    else:
-        price = stats_price(spec, flat, needs)
-    n, itemsize = flat.hidden.shape[0], 8 if flat.hidden.dtype == torch.float64 else 4
-    slices = slices_for(spec, flat, n, price.whole_rows)
-    # fp32 sums, and their copies in the parameters' own dtypes where those are narrower
-    gradient = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize
-    gradient += needs.weight * sum(weight_gradient_bytes(head.weight.shape[0], head.hidden_size, head.weight.itemsize))
-    gradient += needs.bias * sum(weight_gradient_bytes(head.weight.shape[0], 1, head.weight.itemsize))
-    return Explanation(
-        price,
-        spec.backend,
-        slices,
-        price.gemms * gemm_flop(n, head.hidden_size, head.rows),
-        slices.nbytes,
-        len(price.bases) * n * head.hidden_size * itemsize,
-        gradient,
-    )

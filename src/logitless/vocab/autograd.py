@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..algebra.costs import Price, price_of
 from ..errors import GradientError
-from .engine import Accumulator, Needs, Saved, gradients, values
-from .problem import Inputs, Problem, Spec
+from .engine import Accumulator, Saved, gradients, values
+from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec
 
-DIFFERENTIATED = 3  # hidden, weight, bias come first in Inputs
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
@@ -22,18 +21,21 @@ NO_SECOND_DERIVATIVE = (
 def needs_of(inputs: Inputs) -> Needs:
     """Which gradients autograd will ask for, read outside of any Function."""
     if not torch.is_grad_enabled():
-        return Needs(False, False, False)
-    hidden, weight, bias = inputs[:DIFFERENTIATED]
-    return Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        return Needs()
+    return Needs(*(x is not None and x.requires_grad for x in inputs[:DIFFERENTIATED]))
+
+
+def grads_of(needs: Needs) -> dict[str, bool]:
+    """`price_of`'s arguments: the adapters' gradients need the slopes of all entries, as a bias does."""
+    slopes = needs.bias or needs.up or (needs.low and not needs.hidden)
+    return {"hidden_grad": needs.hidden, "weight_grad": needs.weight, "bias_grad": slopes}
 
 
 def stats_price(spec: Spec, inputs: Inputs, needs: Needs) -> Price:
     """What `token_stats` pays."""
     return price_of(
         spec.want,
-        hidden_grad=needs.hidden,
-        weight_grad=needs.weight,
-        bias_grad=needs.bias,
+        **grads_of(needs),
         one_hots=bool(spec.top_k) or inputs.candidates is not None,
         softcap=bool(spec.softcap),
     )
@@ -65,7 +67,7 @@ class _Stats(torch.autograd.Function):
 
 
 def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
-    """The wanted statistics, (N, ...) each, differentiable with respect to hidden, weight and bias."""
+    """The wanted statistics, (N, ...) each, differentiable with respect to hidden, weight, bias, low and up."""
     needs = needs_of(inputs)
     price = stats_price(spec, inputs, needs)
     if price.method == "values":
@@ -93,7 +95,7 @@ class FormedLoss:
         self.total: Accumulator | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """(dhidden, dweight, dbias) times the upstream gradient."""
+        """(dhidden, dweight, dbias, dlow, dup) times the upstream gradient."""
         total, self.total = self.total, None
         if total is not None:
             total.scale_(upstream)
@@ -131,5 +133,5 @@ def attach(
     extra: tuple[Tensor, ...],
     extra_grads: list[Tensor | None],
 ) -> Tensor:
-    """`loss` with a graph to hidden, weight, bias and the loss function's own inputs."""
+    """`loss` with a graph to the differentiated inputs and the loss function's own."""
     return _Attach.apply(formed, extra_grads, loss, *inputs, *extra)  # pyright: ignore[reportReturnType]

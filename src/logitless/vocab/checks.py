@@ -15,6 +15,7 @@ from ..algebra.options import check_numbers, check_want
 from ..errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
+from .lowrank import up_of
 from .problem import Inputs, Spec
 
 
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
+REFERENCE = ("ref_weight", "ref_bias", "ref_up")  # constants
 DEFAULTS: Options = {
     "want": ("logprob",),
     "temperature": 1.0,
@@ -46,7 +48,8 @@ DEFAULTS: Options = {
 
 
 def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
-    """The checked call: options as a `Spec`, tensors with their leading dimensions flattened."""
+    """The checked call: options as a `Spec`, tensors with their leading dimensions flattened; `low` is to come."""
+    _refuse_functorch()
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
     n = math.prod(lead)
@@ -74,11 +77,12 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         operand="" if cast is None else str(cast).removeprefix("torch."),
     )
     hidden = hidden.reshape(n, head.hidden_size)
-    inputs = Inputs(hidden, head.weight, head.bias, labels, tensor, candidates, ref_hidden)
+    inputs = Inputs(hidden, head.weight, head.bias, None, up_of(head), labels, tensor, candidates, ref_hidden)
     if ref_head is not None:
-        bias = None if ref_head.bias is None else ref_head.bias.detach()
-        inputs = inputs._replace(ref_weight=ref_head.weight.detach(), ref_bias=bias)
-    return spec, inputs
+        with torch.no_grad():
+            up = up_of(ref_head)
+        inputs = inputs._replace(ref_weight=ref_head.weight, ref_bias=ref_head.bias, ref_up=up)
+    return spec, inputs._replace(**{name: _constant(getattr(inputs, name)) for name in REFERENCE})
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
@@ -94,6 +98,18 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, 
         if x.device != hidden.device:
             raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
+
+
+def _constant(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _refuse_functorch() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise GradientError(
+            "logitless: expected plain tensors, got a call under torch.func (grad, vjp, jvp, vmap); "
+            "use torch.autograd.grad and a batch dimension, or the dense oracle (logitless.vocab.reference)"
+        )
 
 
 def _with_defaults(options: Options) -> dict[str, Any]:

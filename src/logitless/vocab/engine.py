@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -17,20 +17,7 @@ from .backends.chunk import Chunk, Folded, Grads, Scratch
 from .backends.tiles import operand_dtype, weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
-from .problem import Inputs, Problem, Spec, compute_dtype
-
-
-@dataclass
-class Needs:
-    """Which gradients a call must give."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    @property
-    def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
+from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, full_precision
 
 
 def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool) -> Slices:
@@ -41,6 +28,7 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool) -> Slices
         for w in (inputs.weight, inputs.ref_weight)
         if w is not None and (w.dtype != operand_dtype(inputs.hidden, w.dtype, compute) or spec.operand)
     )
+    converted += sum(x.shape[1] for x in (inputs.up, inputs.ref_up) if x is not None and x.dtype != compute)
     return slices_of(
         n_tokens,
         spec.vocab_size or inputs.weight.shape[0],
@@ -63,7 +51,7 @@ class Pass:
         i = problem.inputs
         self.slices = slices_for(problem.spec, i, problem.n_tokens, whole)
         self.scratch = Scratch(problem.compute, i.hidden.device)
-        self._weight_sum: Tensor | None = None
+        self._sums: list[Tensor] | None = None
 
     def chunks(self):
         """(rows, chunk) over the counted tokens."""
@@ -72,34 +60,27 @@ class Pass:
             rows = slice(start, min(start + step, n))
             yield rows, Chunk.of(self.problem, rows, self.slices, self.scratch)
 
-    @property
-    def weight_sum(self) -> Tensor:
-        if self._weight_sum is None:
-            self._weight_sum = weight_sum(self.problem.head, self.problem.compute, self.problem.spec.operand)
-        return self._weight_sum
+    def sums(self) -> list[Tensor]:
+        """The sum over the vocabulary of each of the head's factors."""
+        if self._sums is None:
+            p = self.problem
+            self._sums = [weight_sum(p.head.weight[: p.head.rows], p.compute, p.spec.operand)]
+            if p.inputs.up is not None:
+                self._sums.append(weight_sum(p.inputs.up[: p.head.rows], p.compute))
+        return self._sums
 
     def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
         """The backend's fold, completed by what needs no slice: the mean logit, and jsd's second look."""
         folded = self.backend.fold(chunk, bases, "logits" if "jsd" in chunk.sums else keep)
         if "zsum" in chunk.sums and folded.totals.mean_logit is None:
-            folded.totals.mean_logit = chunk.policy.mean(self.weight_sum)
+            folded.totals.mean_logit = chunk.policy.mean(self.sums())
         if "jsd" in chunk.sums:
             self.backend.second_look(chunk, folded.totals)
         return folded
 
     def unfold(self, chunk: Chunk, totals: Totals, extra, stat_grads, grads: Grads, products=None) -> None:
         """`gradient.unfold` with this pass's backend and summed rows."""
-        unfold(
-            self.backend,
-            self.problem,
-            chunk,
-            totals,
-            extra,
-            stat_grads,
-            grads,
-            lambda: self.weight_sum,
-            products,
-        )
+        unfold(self.backend, self.problem, chunk, totals, extra, stat_grads, grads, self.sums, products)
 
     def put(self, into: dict[str, Tensor], rows: slice, part: dict[str, Tensor]) -> None:
         """Write a chunk's numbers into `into`, (N, ...) each, made here with what ignored tokens get."""
@@ -153,14 +134,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _exact(driver: F) -> F:
-    """`driver` with autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
+    """`driver` in full precision."""
 
     @wraps(driver)
     def run(problem: Problem, *args: Any, **kwargs: Any) -> Any:
-        kind = problem.inputs.hidden.device.type
-        if not torch.amp.is_autocast_available(kind):
-            return driver(problem, *args, **kwargs)
-        with torch.autocast(kind, enabled=False):
+        with full_precision(problem.inputs.hidden.device.type):
             return driver(problem, *args, **kwargs)
 
     return run  # pyright: ignore[reportReturnType]
@@ -201,49 +179,52 @@ def outputs(spec: Spec, inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torc
 
 
 class Accumulator:
-    """The gradients of a whole problem: dW and db in the compute dtype, dhidden written chunk by chunk."""
+    """The gradients of a whole problem: per entry in the compute dtype, per token written chunk by chunk."""
 
     def __init__(self, problem: Problem, needs: Needs) -> None:
         i = problem.inputs
         self.problem, self.compute = problem, problem.compute
         # fp16 would underflow before the loss scale arrives
-        dtype = self.compute if i.hidden.dtype == torch.float16 else i.hidden.dtype
-        self.hidden = torch.zeros_like(i.hidden, dtype=dtype) if needs.hidden else None
-        self.weight = torch.zeros_like(i.weight, dtype=self.compute) if needs.weight else None
-        self.bias = torch.zeros_like(i.bias, dtype=self.compute) if needs.bias and i.bias is not None else None
+        narrow = self.compute if i.hidden.dtype == torch.float16 else i.hidden.dtype
+        self.total = Grads(
+            *(
+                torch.zeros_like(x, dtype=narrow if x is i.hidden else self.compute)
+                if wanted and x is not None
+                else None
+                for x, wanted in zip(i[:DIFFERENTIATED], needs.flags, strict=True)
+            )
+        )
 
     def chunk(self, n_tokens: int) -> Grads:
-        hidden = None
-        if self.hidden is not None:
-            hidden = torch.zeros(n_tokens, self.hidden.shape[1], dtype=self.compute, device=self.hidden.device)
-        return Grads(hidden, self.weight, self.bias)
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.zeros(n_tokens, x.shape[1], dtype=self.compute, device=x.device)
+
+        return replace(self.total, hidden=zeros(self.total.hidden), low=zeros(self.total.low))
 
     def put(self, rows: slice, grads: Grads) -> None:
-        if self.hidden is not None and grads.hidden is not None:
-            self.problem.put(self.hidden, rows, grads.hidden)
+        for whole, part in ((self.total.hidden, grads.hidden), (self.total.low, grads.low)):
+            if whole is not None and part is not None:
+                self.problem.put(whole, rows, part)
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply by a scalar, in place."""
         if factor.device.type == "cpu" and factor.item() == 1:
             return
-        for x in (self.hidden, self.weight, self.bias):
+        for x in self.total.all:
             if x is not None:
                 x.mul_(factor)
 
-    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dhidden, dweight, dbias) in the inputs' dtypes."""
-        i = self.problem.inputs
-        hidden = None if self.hidden is None else self.hidden.to(i.hidden.dtype)
-        weight = None if self.weight is None else self.weight.to(i.weight.dtype)
-        bias = None if self.bias is None or i.bias is None else self.bias.to(i.bias.dtype)
-        return hidden, weight, bias
+    def result(self) -> tuple[Tensor | None, ...]:
+        """(dhidden, dweight, dbias, dlow, dup) in the inputs' dtypes."""
+        pairs = zip(self.total.all, self.problem.inputs[:DIFFERENTIATED], strict=True)
+        return tuple(None if x is None or i is None else x.to(i.dtype) for x, i in pairs)
 
 
 @_exact
 def gradients(
     problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dhidden, dweight, dbias) for upstream gradients of the statistics, (N, ...) each."""
+) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias, dlow, dup) for upstream gradients of the statistics, (N, ...) each."""
     run = Pass(problem, price.whole_rows)  # the fold's slices: other shapes of a GEMM round differently
     total = Accumulator(problem, needs)
     for rows, chunk in run.chunks():

@@ -32,7 +32,7 @@ def unfold(
     extra: dict[str, Tensor],
     stat_grads: dict[str, Tensor],
     grads: Grads,
-    weight_sum: Callable[[], Tensor],
+    sums: Callable[[], list[Tensor]],
     products: dict[str, Tensor] | None = None,
 ) -> None:
     """The whole gradient of one chunk: dense bases, label, one-hots and the constant δ."""
@@ -50,18 +50,33 @@ def unfold(
         backend.unfold(chunk, totals, dense, grads)
     if chunk.inputs.labels is not None:
         coefficient = backend.label_coefficient(chunk, totals, slope)
-        backend.scatter(chunk, chunk.inputs.labels[:, None], coefficient[:, None], grads)
+        _scatter(chunk, chunk.inputs.labels[:, None], coefficient[:, None], grads)
     if "argmax" in slope:
         c = policy.chain(slope["argmax"], totals.m)
-        backend.scatter(chunk, extra["top_ids"][:, :1], c[:, None], grads)
+        _scatter(chunk, extra["top_ids"][:, :1], c[:, None], grads)
     if sparse["top_k_logits"] is not None:
         ids, logits = extra["top_ids"][:, : spec.top_k], extra["top_logits"][:, : spec.top_k]
-        backend.scatter(chunk, ids, _chain(chunk, sparse["top_k_logits"], logits), grads)
+        _scatter(chunk, ids, _chain(chunk, sparse["top_k_logits"], logits), grads)
     if sparse["candidate_logits"] is not None and chunk.inputs.candidates is not None:
         c = _chain(chunk, sparse["candidate_logits"], extra.get("candidate_logits"))
-        backend.scatter(chunk, chunk.inputs.candidates, c, grads)
+        _scatter(chunk, chunk.inputs.candidates, c, grads)
     if "one" in slope and policy.outer is None:
-        _constant(weight_sum, chunk, policy.chain(slope["one"]), grads)
+        _constant(sums(), chunk, policy.chain(slope["one"]), grads)
+
+
+def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> None:
+    """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
+    pairs = list(zip(ids.unbind(1), coefficients.unbind(1), strict=True))
+    for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
+        wide = factor.tokens.to(factor.compute)
+        for column, c in pairs:
+            if tokens is not None:
+                tokens.addcmul_(factor.take(column), c[:, None])
+            if entries is not None:
+                entries.index_add_(0, column, wide * c[:, None])
+    if grads.bias is not None:
+        for column, c in pairs:
+            grads.bias.index_add_(0, column, c)
 
 
 def _chain(chunk: Chunk, g: Tensor, logits: Tensor | None) -> Tensor:
@@ -73,19 +88,23 @@ def _chain(chunk: Chunk, g: Tensor, logits: Tensor | None) -> Tensor:
 
 
 def _combine(chunk: Chunk, dense: Slope, products: dict[str, Tensor], grads: Grads) -> None:
-    """The dense bases' share of dL/dhidden from products with W that the fold made: a row scaling each."""
-    assert grads.hidden is not None
+    """The dense bases' share of dL/dhidden and dL/dlow from products that the fold made: a row scaling each."""
+    widths = chunk.policy.widths
     for basis, c in dense.items():
-        if basis in products:
-            grads.hidden.addcmul_(products[basis], chunk.policy.chain(c)[:, None])
+        if basis not in products:
+            continue
+        for part, (tokens, _) in zip(products[basis].split(widths, 1), grads.pairs, strict=False):
+            if tokens is not None:
+                tokens.addcmul_(part, chunk.policy.chain(c)[:, None])
 
 
-def _constant(weight_sum: Callable[[], Tensor], chunk: Chunk, delta: Tensor, grads: Grads) -> None:
+def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Grads) -> None:
     """The term δ, the same for every entry: rank one."""
-    if grads.hidden is not None:
-        grads.hidden.addcmul_(weight_sum()[None, :], delta[:, None])
-    if grads.weight is not None:
-        rows = chunk.policy.head.rows
-        grads.weight[:rows] += torch.mv(chunk.policy.hidden.to(delta.dtype).t(), delta)
+    rows = chunk.policy.head.rows
+    for factor, total, (tokens, entries) in zip(chunk.policy.factors, sums, grads.pairs, strict=False):
+        if tokens is not None:
+            tokens.addcmul_(total[None, :], delta[:, None])
+        if entries is not None:
+            entries[:rows] += torch.mv(factor.tokens.to(delta.dtype).t(), delta)
     if grads.bias is not None:
-        grads.bias[: chunk.policy.head.rows] += delta.sum()
+        grads.bias[:rows] += delta.sum()

@@ -1,11 +1,10 @@
-"""`LMHead`: what turns a hidden state into logits, without doing it."""
+"""`LMHead`: what turns a hidden state into logits, without doing it; `LowRank`: what LoRA adds to it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,17 +12,54 @@ from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeErr
 
 
 @dataclass(frozen=True, eq=False)
-class LMHead:
-    """A language-model head: z = softcap(scale · (h · Wᵀ + b)) over the first `vocab_size` rows of W.
+class LowRank:
+    """A low-rank addition to a head's product: scaling · (dropout(h) · aᵀ) · bᵀ.
 
     Dense equivalent:
 
-        z = scale * F.linear(hidden, weight[:vocab_size], bias[:vocab_size])
+        z = F.linear(hidden, weight) + scaling * F.linear(F.linear(F.dropout(hidden, dropout), a), b)
+
+    a: (R, H), b: (V, R), floating, trained or not; dropout: the share of hidden's elements that are left out, 0
+    outside training. Holds references, copies nothing. Raises ShapeError, DtypeError, DeviceError, OptionError.
+    LoRA: Hu et al., arXiv 2106.09685.
+    """
+
+    a: Tensor  # (R, H)
+    b: Tensor  # (V, R)
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, x in (("a", self.a), ("b", self.b)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
+            _check_whole(f"LowRank: {name}", x)
+        a, b = tuple(self.a.shape), tuple(self.b.shape)
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
+            raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
+        if self.a.device != self.b.device:
+            raise DeviceError(f"LowRank: a is on {self.a.device}, b on {self.b.device}; move one")
+        if not isinstance(self.scaling, Real) or not math.isfinite(self.scaling):
+            raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
+        if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
+            raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """A language-model head: z = softcap(scale · (h · Wᵀ + b + adapters)) over the first `vocab_size` rows of W.
+
+    Dense equivalent:
+
+        z = F.linear(hidden, weight[:vocab_size], bias[:vocab_size])
+        z = scale * (z + sum(x.scaling * F.dropout(hidden, x.dropout) @ x.a.T @ x.b[:vocab_size].T for x in adapters))
         z = softcap * torch.tanh(z / softcap) if softcap else z
 
-    weight: (V, H), any floating dtype. bias: (V,) or None. Rows of W past `vocab_size` (padding) do not exist:
-    they get no probability and no gradient. Holds references, copies nothing.
-    Raises ShapeError, DtypeError, DeviceError, OptionError.
+    weight: (V, H), any floating dtype. bias: (V,) or None. adapters: `LowRank` additions, which stay factors: no
+    (V, H) product of them is formed. Rows of W past `vocab_size` (padding) do not exist: they get no probability
+    and no gradient. Holds references, copies nothing. Raises ShapeError, DtypeError, DeviceError, OptionError, and
+    ConfigError for a weight that is sharded or quantised.
     """
 
     weight: Tensor  # (V, H)
@@ -31,24 +67,13 @@ class LMHead:
     scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
+    adapters: tuple[LowRank, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Tensor) or self.weight.dim() != 2:
-            got = tuple(self.weight.shape) if isinstance(self.weight, Tensor) else type(self.weight).__name__
-            raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
-        if not self.weight.is_floating_point():
-            raise DtypeError(f"LMHead: weight must be floating point, got {self.weight.dtype}; dequantise it first")
-        rows = self.weight.shape[0]
-        if self.bias is not None and not (isinstance(self.bias, Tensor) and self.bias.is_floating_point()):
-            got = self.bias.dtype if isinstance(self.bias, Tensor) else type(self.bias).__name__
-            raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
-        if self.bias is not None and tuple(self.bias.shape) != (rows,):
-            raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(self.bias.shape)}")
-        if self.bias is not None and self.bias.device != self.weight.device:
-            raise DeviceError(f"LMHead: bias is on {self.bias.device}, weight on {self.weight.device}; move one")
-        if rows == 0:
-            raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
-        size = self.vocab_size
+        _check_weight(self.weight)
+        _check_bias(self.bias, self.weight)
+        _check_adapters(self.adapters, self.weight)
+        rows, size = self.weight.shape[0], self.vocab_size
         if size is not None and not (isinstance(size, int) and 1 <= size <= rows):
             raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size}")
         if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
@@ -67,58 +92,69 @@ class LMHead:
 
     @classmethod
     def of(cls, module: nn.Module) -> LMHead:
-        """The head of an `nn.Linear` or of a transformers model: weight, bias, tied embedding, softcap, scale.
+        """The head of a model or of its head layer: weight, bias, tied embedding, softcap, scale, LoRA factors.
 
-        Dense equivalent: `z` of the returned head equals `module(hidden)` or `model(...).logits`.
-        Look it up anew for every call: wrappers replace parameters. Raises ConfigError for a module without an
-        output head and for heads it does not know (quantised, adapted), which it never ignores.
+        Dense equivalent: `z` of the returned head equals `module(hidden)` or `model(...).logits`, padded rows
+        included where the model itself gives them logits; with LoRA dropout where the layer is training.
+        hidden is what the model calls its head with, as `logitless.hidden_states` returns it: mostly the body's
+        last_hidden_state (MiniCPM3 and Inkling divide that first, BERT transforms it).
+        module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
+        `modules_to_save` copy), bare or under DDP or torch.compile. Look it up anew for every call: wrappers replace
+        parameters. Raises ConfigError for a module without an output head, and for heads it does not know (DoRA,
+        other adapters, quantised, sharded), which it never ignores.
         """
-        if _plain_linear(module):
-            return cls(module.weight, module.bias)  # type: ignore[arg-type]
-        find = getattr(module, "get_output_embeddings", None)
-        if find is None:
-            raise ConfigError(
-                f"LMHead.of: {type(module).__name__} is no nn.Linear and has no get_output_embeddings(); "
-                "pass LMHead(weight, bias)"
-            )
-        linear = find()
-        if linear is None:
-            raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
-        if not _plain_linear(linear):
-            raise ConfigError(
-                f"LMHead.of: the output head is a {type(linear).__name__}, not a plain nn.Linear; "
-                "merge its adapter or dequantise it, then pass LMHead(weight, bias)"
-            )
-        scale, softcap = _transforms(module)
-        return cls(linear.weight, linear.bias, scale=scale, softcap=softcap)
+        from .lookup import head_of  # lookup builds an LMHead
+
+        return head_of(module)
 
 
-def _plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear  # a parametrised or adapted one is of another class
-
-
-MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVIDES = ("logits_scaling", "logits_mup_width_multiplier")
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-def _transforms(model: Any) -> tuple[float, float | None]:
-    """(scale, softcap) that the model's configuration applies to its logits."""
-    config = getattr(model, "config", None)
-    if config is None:
+def _check_whole(name: str, x: Tensor) -> None:
+    """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
+    if type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
         raise ConfigError(
-            f"LMHead.of: {type(model).__name__} has no config to read softcap and scale from; pass LMHead(weight, bias)"
+            f"{name} is sharded (FSDP2, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
+            "module's own forward, as logitless.install does, or gather the parameter first"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"LMHead.of: {type(model).__name__} is an encoder-decoder; pass LMHead(weight, bias, scale)")
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kind = getattr(config, "model_type", "")
-    scale = 1.0
-    for name in MULTIPLIES + DIVIDES:
-        value = getattr(config, name, None)
-        if value is None or kind == "mpt":  # MPT's configuration has a logit_scale that its model never applies
-            continue
-        divides = name in DIVIDES and not kind.startswith("hyperclovax")
-        scale = scale / float(value) if divides else scale * float(value)
-    softcap = next((float(c) for name in SOFTCAPS if (c := getattr(config, name, None))), None)
-    return scale, softcap
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")
+
+
+def _check_weight(weight: Tensor) -> None:
+    if isinstance(weight, Tensor):
+        _check_whole("LMHead: weight", weight)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
+    if not weight.is_floating_point():
+        raise DtypeError(f"LMHead: weight must be floating point, got {weight.dtype}; dequantise it first")
+    if weight.shape[0] == 0:
+        raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
+    _check_whole("LMHead: bias", bias)
+    rows = weight.shape[0]
+    if tuple(bias.shape) != (rows,):
+        raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")
+    if bias.device != weight.device:
+        raise DeviceError(f"LMHead: bias is on {bias.device}, weight on {weight.device}; move one")
+
+
+def _check_adapters(adapters: tuple[LowRank, ...], weight: Tensor) -> None:
+    if not isinstance(adapters, tuple) or not all(isinstance(x, LowRank) for x in adapters):
+        got = type(adapters).__name__ if isinstance(adapters, LowRank) or not adapters else "something else"
+        raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
+    rows, width = weight.shape
+    for x in adapters:
+        if x.b.shape[0] != rows or x.a.shape[1] != width:
+            raise ShapeError(
+                f"LMHead: an adapter of a weight {(rows, width)} needs a (rank, {width}) and b ({rows}, rank), "
+                f"got {tuple(x.a.shape)} and {tuple(x.b.shape)}"
+            )
+        if x.a.device != weight.device:
+            raise DeviceError(f"LMHead: an adapter is on {x.a.device}, weight on {weight.device}; move one")

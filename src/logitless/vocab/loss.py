@@ -10,8 +10,8 @@ from torch import Tensor
 from ..errors import GradientError, ShapeError
 from ..losses import supervised
 from .autograd import FormedLoss, attach, needs_of, stats
-from .engine import Needs, loss_gradients
-from .problem import Inputs, Problem, Spec
+from .engine import loss_gradients
+from .problem import Inputs, Needs, Problem, Spec
 from .stats import TokenStats
 
 LossFn = Callable[..., Tensor]

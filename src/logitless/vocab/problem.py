@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,17 +54,43 @@ class Spec:
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, tokens flattened."""
+    """The tensors of a call, tokens flattened; the first `DIFFERENTIATED` get gradients."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
+    low: Tensor | None = None  # (N, R), the adapters' products of hidden, in the compute dtype
+    up: Tensor | None = None  # (V, R), the adapters' b
     labels: Tensor | None = None  # (N,)
     temperature: Tensor | None = None  # (N,)
     candidates: Tensor | None = None  # (N, K)
     ref_hidden: Tensor | None = None  # (N, H')
     ref_weight: Tensor | None = None  # (V, H')
     ref_bias: Tensor | None = None  # (V,)
+    ref_low: Tensor | None = None  # (N, R')
+    ref_up: Tensor | None = None  # (V, R')
+
+
+DIFFERENTIATED = Inputs._fields.index("labels")
+
+
+@dataclass
+class Needs:
+    """Which gradients a call must give, in the order of `Inputs`."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    low: bool = False
+    up: bool = False
+
+    @property
+    def any(self) -> bool:
+        return any(self.flags)
+
+    @property
+    def flags(self) -> list[bool]:
+        return [self.hidden, self.weight, self.bias, self.low, self.up]
 
 
 @dataclass(frozen=True)
@@ -144,6 +171,13 @@ class Problem:
             x[self.index[rows]] = values.to(x.dtype)
 
 
+def full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of statistics, losses and accumulated gradients: fp32, fp64 for fp64 inputs."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -153,8 +187,10 @@ def replace_tokens(inputs: Inputs, take: Callable[[Any], Any]) -> Inputs:
     """The inputs with `take` applied to what has a row per token."""
     return inputs._replace(
         hidden=take(inputs.hidden),
+        low=take(inputs.low),
         labels=take(inputs.labels),
         temperature=take(inputs.temperature),
         candidates=take(inputs.candidates),
         ref_hidden=take(inputs.ref_hidden),
+        ref_low=take(inputs.ref_low),
     )

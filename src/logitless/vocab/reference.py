@@ -20,6 +20,9 @@ def dense_logits(
     z = hidden.double() @ head.weight[: head.vocab_size].double().T
     if head.bias is not None:
         z = z + head.bias[: head.vocab_size].double()
+    for x in head.adapters:
+        low = torch.nn.functional.dropout(hidden.double(), x.dropout) @ x.a.double().T
+        z = z + x.scaling * low @ x.b[: head.vocab_size].double().T
     z = z * head.scale
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)

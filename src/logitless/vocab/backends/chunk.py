@@ -13,7 +13,7 @@ from ...algebra.costs import Slices
 from ...algebra.fold import MASK, Totals
 from ...algebra.stats import sums_of
 from ..problem import Inputs, Problem
-from .tiles import Projection, mask_labels
+from .tiles import Operands, Projection, mask_labels
 
 
 class Scratch:
@@ -60,10 +60,12 @@ class Chunk:
     def of(cls, problem: Problem, rows: slice, slices: Slices, scratch: Scratch) -> Chunk:
         i, compute = problem.chunk(rows), problem.compute
         temperature = problem.spec.temperature if i.temperature is None else i.temperature
-        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand)
+        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand, (i.low, i.up))
         reference = label = None
         if problem.reference is not None and i.ref_hidden is not None:
-            reference = Projection(i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand)
+            reference = Projection(
+                i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand, (i.ref_low, i.ref_up)
+            )
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
         sums = sums_of(problem.spec.want)
@@ -83,7 +85,7 @@ class Chunk:
         size, width = self.policy.head.rows, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
-    def logits(self, v: slice, w: Tensor, name: str = "") -> Tile:
+    def logits(self, v: slice, w: Operands, name: str = "") -> Tile:
         """The slice's logits, in the buffers that `name` tells apart."""
         shape = self.n_tokens, v.stop - v.start
         tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape)))
@@ -118,13 +120,24 @@ class Folded:
     totals: Totals
     top_ids: Tensor | None = None  # (C, k)
     top_logits: Tensor | None = None  # (C, k)
-    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H)
+    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H + R)
 
 
 @dataclass
 class Grads:
-    """Gradients being accumulated, in the compute dtype; None where not needed. hidden is the chunk's (C, H)."""
+    """Gradients being accumulated, in the compute dtype; None where not needed. Per token those of the chunk."""
 
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # (C, H)
     weight: Tensor | None = None  # (V, H)
     bias: Tensor | None = None  # (V,)
+    low: Tensor | None = None  # (C, R)
+    up: Tensor | None = None  # (V, R)
+
+    @property
+    def all(self) -> list[Tensor | None]:
+        return [self.hidden, self.weight, self.bias, self.low, self.up]
+
+    @property
+    def pairs(self) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+        """(per token, per entry) for each of the head's factors."""
+        return (self.hidden, self.weight), (self.low, self.up)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...algebra.fold import EMPTY, MASK, Fold, Totals, finish
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
 from .chunk import Chunk, Folded, Grads, Tile
-from .tiles import add_product
+from .tiles import Operands, add_product
 
 LOG2E = math.log2(math.e)
 
@@ -43,8 +43,9 @@ class _Running:
         if chunk.top_k:
             values = z.new_full((chunk.n_tokens, chunk.top_k), -math.inf)
             self.best = values, torch.full_like(values, -1, dtype=torch.int64)
-        self.products = {basis: z.new_zeros(chunk.n_tokens, chunk.policy.head.hidden_size) for basis in bases}
-        self.w: Tensor | None = None  # the slice of W
+        self.widths = chunk.policy.widths
+        self.products = {basis: z.new_zeros(chunk.n_tokens, sum(self.widths)) for basis in bases}
+        self.w: Operands = ()  # the slice of W, and of the adapters
         self.flat: Tensor | None = None  # the softcap's derivative on the slice
 
     def add(self, tile: Tile, keep: str | None) -> None:
@@ -123,10 +124,11 @@ class _Running:
         """products[basis] = grow·products[basis] + weights @ W."""
         if basis not in self.products:
             return
-        assert self.w is not None
         if self.flat is not None:
             weights = weights * self.flat
-        add_product(weights.to(self.w.dtype), self.w, self.products[basis].mul_(grow[:, None]))
+        total = self.products[basis].mul_(grow[:, None])
+        for w, part in zip(self.w, total.split(self.widths, 1), strict=True):
+            add_product(weights.to(w.dtype), w, part)
 
     def result(self) -> Folded:
         chunk, f = self.chunk, self.fold
@@ -214,7 +216,7 @@ def second_look(chunk: Chunk, totals: Totals) -> None:
 
 
 def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
-    """Add dL/dhidden, dL/dW and dL/db of the dense bases to `grads`: rows kept by `fold`, or recomputed."""
+    """Add the dense bases' share of every gradient to `grads`: rows kept by `fold`, or recomputed."""
     if not any(basis in slope for basis in DENSE) and not (chunk.policy.outer is not None and "one" in slope):
         return
     slope = {basis: chunk.policy.chain(c) for basis, c in slope.items()}
@@ -229,11 +231,12 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
         dz = _slope_tile(chunk, tile, totals, slope)
         if grads.bias is not None:
             grads.bias[v] += dz.sum(0)
-        dz = dz.to(w.dtype)
-        if grads.hidden is not None:
-            add_product(dz, w, grads.hidden)
-        if grads.weight is not None:
-            add_product(dz.t(), chunk.policy.hidden, grads.weight[v])
+        for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
+            narrow = dz.to(part.dtype)
+            if tokens is not None:
+                add_product(narrow, part, tokens)
+            if entries is not None:
+                add_product(narrow.t(), factor.tokens, entries[v])
 
 
 def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Slope) -> Tensor:
@@ -281,15 +284,3 @@ def label_coefficient(chunk: Chunk, totals: Totals, slope: Slope) -> Tensor:
     if chunk.policy.outer is not None and "one" in slope:
         total = total + slope["one"]
     return chunk.policy.chain(total, totals.label_logit)
-
-
-def scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> None:
-    """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
-    hidden = chunk.policy.hidden.to(chunk.policy.compute)
-    for column, c in zip(ids.unbind(1), coefficients.unbind(1), strict=True):
-        if grads.hidden is not None:
-            grads.hidden.addcmul_(chunk.policy.weight[column].to(hidden.dtype), c[:, None])
-        if grads.weight is not None:
-            grads.weight.index_add_(0, column, hidden * c[:, None])
-        if grads.bias is not None:
-            grads.bias.index_add_(0, column, c)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -30,6 +31,45 @@ def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> 
     return hidden.dtype if low and has_out_dtype(hidden.device.type) else compute
 
 
+Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
+
+
+class Factor:
+    """One product of a head: tokens (C, K) times entries (V, K), as h and W, or as an adapter's low and up."""
+
+    def __init__(
+        self, tokens: Tensor, entries: Tensor, inner: float | Tensor, compute: torch.dtype, cast: torch.dtype
+    ) -> None:
+        self.entries, self.cast, self.compute = entries, cast, compute
+        self.dtype = operand_dtype(tokens, cast, compute)
+        self.tokens = tokens.detach().to(self.dtype)
+        unit = isinstance(inner, float) and inner == 1.0
+        self.scaled = self.dtype == compute and not unit
+        self.late = None if self.scaled or unit else inner  # the factor that the product still lacks
+        self.rows = self.tokens * inner if self.scaled else self.tokens
+
+    def operand(self, v: slice) -> Tensor:
+        """A slice of the entries in the operands' dtype."""
+        return self.entries[v].to(self.cast).to(self.dtype)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """The entries (C, K) at `ids` (C,), rounded as the product sees them, in the compute dtype."""
+        return self.entries[ids].to(self.cast).to(self.compute)
+
+    def at(self, ids: Tensor) -> Tensor:
+        """The product at given entries: ids (C, K) -> (C, K); a dot product each."""
+        z = torch.empty(ids.shape, dtype=self.compute, device=ids.device)
+        rows = self.rows.to(self.compute)
+        for k, column in enumerate(ids.unbind(1)):
+            z[:, k] = torch.linalg.vecdot(rows, self.take(column))
+        return z if self.late is None else z * self.late
+
+    def total(self, entry_sum: Tensor) -> Tensor:
+        """The product summed over all entries, (C,), from their sum (K,)."""
+        z = torch.mv(self.rows.to(self.compute), entry_sum)
+        return z if self.late is None else z * _flat(self.late)
+
+
 class Projection:
     """One head applied to a block of tokens: z = outer·tanh(inner·(hW + b)) or inner·(hW + b)."""
 
@@ -40,31 +80,35 @@ class Projection:
         temperature: float | Tensor,
         compute: torch.dtype,
         operand: str = "",
+        adapters: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R), (V, R)
     ) -> None:
         self.head = head
-        self.cast = getattr(torch, operand) if operand else head.weight.dtype
         self.compute = compute
-        self.weight = head.weight.detach()[: head.rows]
         self.bias = None if head.bias is None else head.bias.detach()[: head.rows].to(compute)
-        self.dtype = operand_dtype(hidden, self.cast, compute)
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
         # factors are numbers, or (C, 1) where the temperature is per token
         self.inner = head.scale / (head.softcap if head.softcap else column)
         self.outer = head.softcap / column if head.softcap else None
         self.slope = head.scale / column  # dz/d(hW) where the softcap is flat
-        self.hidden = hidden.detach().to(self.dtype)
-        self.scaled = self.dtype == compute and not (isinstance(self.inner, float) and self.inner == 1.0)
-        self.rows = self.hidden * self.inner if self.scaled else self.hidden
+        weight, (low, up) = head.weight.detach()[: head.rows], adapters
+        cast = getattr(torch, operand) if operand else weight.dtype
+        self.factors = [Factor(hidden, weight, self.inner, compute, cast)]
+        if low is not None and up is not None:  # small: they multiply in the compute dtype
+            self.factors.append(Factor(low, up.detach()[: head.rows], self.inner, compute, up.dtype))
+        self.widths = [f.entries.shape[1] for f in self.factors]
 
-    def operand(self, v: slice) -> Tensor:
-        """The slice's rows of W in the operands' dtype."""
-        return self.weight[v].to(self.cast).to(self.dtype)
+    def operand(self, v: slice) -> Operands:
+        """The slice of every factor in its operands' dtype."""
+        return tuple(f.operand(v) for f in self.factors)
 
-    def logits(self, w: Tensor, v: slice, out: Tensor) -> Tensor:
+    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         """z of one slice, (C, S), into `out`; -inf becomes MASK where a bias can hold it."""
-        product(self.rows, w.t(), out)
-        if not self.scaled and not (isinstance(self.inner, float) and self.inner == 1.0):
-            out.mul_(self.inner)
+        first = self.factors[0]
+        product(first.rows, w[0].t(), out)
+        if first.late is not None:
+            out.mul_(first.late)
+        for f, part in zip(self.factors[1:], w[1:], strict=True):
+            add_product(f.rows, part.t(), out)
         if self.bias is not None:
             bias = self.bias[v]
             out.addcmul_(bias, self.inner) if isinstance(self.inner, Tensor) else out.add_(bias, alpha=self.inner)
@@ -75,21 +119,16 @@ class Projection:
     def at(self, ids: Tensor) -> Tensor:
         """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry."""
         columns = ids if ids.dim() == 2 else ids[:, None]
-        z = torch.empty(columns.shape, dtype=self.compute, device=ids.device)
-        rows = self.rows.to(self.compute)
-        inner = 1.0 if self.scaled else self.inner
-        for k, column in enumerate(columns.unbind(1)):
-            z[:, k] = torch.linalg.vecdot(rows, self.weight[column].to(self.cast).to(self.compute))
-        z = z * inner
+        z = sum_of(f.at(columns) for f in self.factors)
         if self.bias is not None:
             z = z + self.bias[columns] * self.inner
         if self.outer is not None:
             z = torch.tanh(z) * self.outer
         return z.view(ids.shape)
 
-    def mean(self, weight_sum: Tensor) -> Tensor:
-        """The mean logit per token from the head's summed rows; only without a softcap."""
-        total = torch.mv(self.rows.to(self.compute), weight_sum) * (1.0 if self.scaled else _flat(self.inner))
+    def mean(self, sums: list[Tensor]) -> Tensor:
+        """The mean logit per token from the factors' summed entries; only without a softcap."""
+        total = sum_of(f.total(entry_sum) for f, entry_sum in zip(self.factors, sums, strict=True))
         if self.bias is not None:
             total = total + self.bias.sum() * _flat(self.inner)
         return total / self.head.rows
@@ -105,6 +144,10 @@ class Projection:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
         assert self.outer is not None
         return (z / self.outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
+
+
+def sum_of(terms: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
 
 
 def _flat(x: float | Tensor) -> float | Tensor:
@@ -125,13 +168,13 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def weight_sum(head: LMHead, compute: torch.dtype, operand: str = "") -> Tensor:
+def weight_sum(weight: Tensor, compute: torch.dtype, operand: str = "") -> Tensor:
     """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
-    weight = head.weight.detach()[: head.rows]
+    weight = weight.detach()
     if weight.dtype == compute and not operand:
         return weight.sum(0)
     cast = getattr(torch, operand) if operand else weight.dtype
-    total = torch.zeros(head.hidden_size, dtype=compute, device=weight.device)
+    total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
     for part in weight.split(4096):
         total += part.to(cast).to(compute).sum(0)
     return total

@@ -1,0 +1,92 @@
+"""`explain`: what a call pays, said before it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import Tensor
+
+from ..algebra.costs import (
+    Price,
+    Slices,
+    dense_loss_bytes,
+    gemm_flop,
+    low_rank_flop,
+    price_of,
+    weight_gradient_bytes,
+)
+from .autograd import grads_of, needs_of, stats_price
+from .checks import Options, flatten
+from .engine import slices_for
+from .head import LMHead
+from .lowrank import stand_in
+from .problem import Inputs, Needs, compute_dtype
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call pays: price, backend, slices and bytes."""
+
+    price: Price
+    backend: str
+    slices: Slices
+    rank: int  # of the head's adapters together
+    flop: int  # of all products with the vocabulary
+    buffer_bytes: int  # slices, reused
+    kept_bytes: int  # (N, H) products kept for backward, fp32
+    gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
+    dense_bytes: int  # what cross-entropy of whole logits takes
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        thin = f" and products of rank {self.rank}" if self.rank else ""
+        return (
+            f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
+            f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
+            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients; "
+            f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
+        )
+
+
+def explain(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor | None = None,
+    *,
+    loss: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Which price, backend and slices a call with these arguments gets, and the bytes it needs; computes nothing.
+
+    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
+    Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
+    """
+    spec, flat = flatten(hidden, head, labels, **options)
+    flat = stand_in(flat, head)
+    needs = needs_of(flat)
+    price = price_of(spec.want, **grads_of(needs), loss=True) if loss else stats_price(spec, flat, needs)
+    n, itemsize = flat.hidden.shape[0], compute_dtype(flat.hidden).itemsize
+    slices = slices_for(spec, flat, n, price.whole_rows)
+    rank, ref_rank = (0 if x is None else x.shape[1] for x in (flat.up, flat.ref_up))
+    flop = price.gemms * gemm_flop(n, head.hidden_size, head.rows) + low_rank_flop(
+        price, n, head.rows, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
+    )
+    return Explanation(
+        price, spec.backend, slices, rank, flop, slices.nbytes,
+        len(price.bases) * n * (head.hidden_size + rank) * itemsize,
+        _gradient_bytes(flat, needs, itemsize),
+        dense_loss_bytes(n, head.rows, flat.hidden.itemsize),
+    )  # fmt: skip
+
+
+def _gradient_bytes(flat: Inputs, needs: Needs, itemsize: int) -> int:
+    """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower."""
+    total = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize
+    if flat.up is not None:
+        total += needs.low * flat.hidden.shape[0] * flat.up.shape[1] * itemsize
+    for x, wanted in ((flat.weight, needs.weight), (flat.bias, needs.bias), (flat.up, needs.up)):
+        if wanted and x is not None:
+            total += sum(weight_gradient_bytes(x.shape[0], x.numel() // x.shape[0], x.itemsize))
+    return total
