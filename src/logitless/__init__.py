@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from logitless.vocab.api import token_loss as token_loss
     from logitless.vocab.api import token_stats as token_stats
     from logitless.vocab.head import LMHead as LMHead
+    from logitless.vocab.head import LowRank as LowRank
 
 _MODULE_OF = {
     "LMHead": "logitless.vocab.head",
+    "LowRank": "logitless.vocab.head",
     "TokenStats": "logitless.vocab.api",
     "token_stats": "logitless.vocab.api",
     "token_loss": "logitless.vocab.api",
