@@ -267,7 +267,6 @@ def test_a_sweep_keeps_the_prompts_share():
         ({"gpus": 6, "tensor_parallel": 4}, "--gpus must be a multiple of tensor × context parallelism \\(4\\), got 6"),
         ({"gpus": 4, "tensor_parallel": 4}, "--tensor-parallel must be a divisor of 14 heads"),
         ({"reserve": 80 * GIB}, "leave nothing"),
-        ({"lora_rank": 4, "model": replace(SHAPE, moe_layers=2, experts=4)}, "mixture of experts"),
     ],
 )
 def test_bad_settings(change, message):

@@ -103,12 +103,17 @@ def test_the_text_part_of_a_multimodal_configuration():
     assert shape.parameters == shape_of("gemma-3-4b").parameters
 
 
-def test_adapters_have_exactly_pefts_parameters():
-    config = {**SMALL, "model_type": "qwen3"}
+@pytest.mark.filterwarnings("ignore:(The following|target_parameters=):RuntimeWarning")  # PEFT's own words on experts
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values()))
+)
+def test_adapters_have_exactly_pefts_parameters(variant):
+    config = {k: v for k, v in {**SMALL, **variant}.items() if v is not None}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-        adapted = with_adapters(model, 4)
-    assert from_config(config, "x").lora(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        adapted = [p for p in with_adapters(model, 4).parameters() if p.requires_grad]
+    assert from_config(config, "x").lora(4) == sum(p.numel() for p in adapted)
+    assert {p.dtype for p in adapted} == {torch.float32}
 
 
 def test_a_family_outside_of_the_catalogue_is_counted_by_transformers(tmp_path):

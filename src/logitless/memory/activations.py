@@ -34,15 +34,15 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
     rank = 0 if frozen else setting.lora_rank
     trained = not frozen and not rank
     attention = _attention(shape, setting, trained, rank)
-    dense = attention + _mlp(shape, setting.tensor_parallel, trained, rank)
-    routed = attention + _experts(shape, setting.tensor_parallel, trained)
+    dense = attention + _mlp(shape, setting.tensor_parallel, trained, 0 if shape.adapted_experts else rank)
+    routed = attention + _experts(shape, setting.tensor_parallel, trained, rank)
     hidden, width = shape.hidden, ceil_div(_width(shape), setting.tensor_parallel)
     norm = _norm(hidden, shape, trained=trained)
     adapters = bool(rank)
     scores = 0 if setting.attention == "flash" else ceil_div(shape.heads, setting.tensor_parallel) * setting.length
     return Activations(
         kept=(shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed,
-        layer=max(dense, routed if shape.moe_layers else 0),
+        layer=max(dense if shape.moe_layers < shape.layers else 0, routed if shape.moe_layers else 0),
         inputs=shape.layers * 2 * hidden,
         last=norm + 2 * hidden + 4 * shape.head_dim,
         forward=max(
@@ -84,13 +84,28 @@ def _mlp(shape: ModelShape, parts: int, trained: bool, rank: int) -> int:
     return total + (8 * shape.hidden + 4 * width + 12 * rank if rank else 0)
 
 
-def _experts(shape: ModelShape, parts: int, trained: bool) -> int:
+def _experts(shape: ModelShape, parts: int, trained: bool, rank: int) -> int:
     """Each token visits `active_experts`, which get a copy of it, and gives its output a weight."""
-    width, shared = ceil_div(shape.expert_mlp, parts), ceil_div(shape.shared_mlp, parts)
-    gathered = shape.active_experts * (4 * shape.hidden + 8 * width)
-    router = 12 * shape.experts
-    beside = 8 * shared + 2 * shape.hidden if shared else 0
-    return gathered + router + beside + (2 * shape.hidden if trained else 0)
+    width, shared, hidden = ceil_div(shape.expert_mlp, parts), ceil_div(shape.shared_mlp, parts), shape.hidden
+    inputs = trained or (rank > 0 and shape.adapted_experts)  # of the experts' matrices and of the router
+    gathered = shape.active_experts * (2 * hidden + 6 * width + (2 * hidden + 2 * width if inputs else 0))
+    router = 12 * shape.experts + (2 * hidden if inputs else 0)
+    if not shared:
+        return gathered + router
+    adapters = 4 * shared + 12 * hidden + 16 * rank if rank else 0
+    return gathered + router + 6 * shared + 2 * hidden + (2 * shared if trained else 0) + adapters
+
+
+def folded(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """(bytes of a layer's experts with their adapters folded in and of its factors in bf16, of the experts alone).
+
+    PEFT adds an adapter to the whole stack of experts, in a copy that lives as long as an activation.
+    """
+    if not (setting.lora_rank and shape.adapted_experts and shape.moe_layers):
+        return 0, 0
+    matrix = shape.experts * shape.hidden * shape.expert_mlp
+    total = 3 * matrix + shape.experts * shape.hidden + shape.expert_factors(setting.lora_rank)
+    return ceil_div(2 * total, setting.tensor_parallel), ceil_div(6 * matrix, setting.tensor_parallel)
 
 
 def _width(shape: ModelShape) -> int:

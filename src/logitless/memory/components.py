@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import OptionError
 from ..models.shapes import ModelShape
-from .activations import activations
+from .activations import activations, folded
 from .algorithms import (
     BACKWARD,
     BACKWARD_END,
@@ -44,7 +44,10 @@ def components(setting: Setting, way: str) -> list[Component]:
     Raises OptionError where something has more bytes than anything can count.
     """
     vocabulary = WAYS[way][setting.kind.soft_tokens]
-    parts = (_weights(setting), _training(setting), _sharding(setting), _body(setting, way), _rollout(setting))
+    parts = (
+        _weights(setting), _training(setting), _sharding(setting), _body(setting, way), _experts(setting),
+        _rollout(setting),
+    )  # fmt: skip
     rows = [row for part in (*parts, (Component(*row) for row in vocabulary(setting))) for row in part]
     kept = []
     for row in rows:
@@ -182,6 +185,21 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
         frozen = activations(reward_shape(setting), setting, frozen=True).kept * n
         widest = _widest(setting, reward_shape(setting), n)
         yield Component("reward model's activations", f"{n:,} tokens", frozen, (LOSS, LOSS_BACKWARD), widest)
+
+
+def _experts(setting: Setting) -> Iterator[Component]:
+    """Experts with their adapters folded in, and the gradient of one layer's of them."""
+    shape = setting.model
+    layer, stack = folded(shape, setting)
+    most = 2 * stack // 3  # gate and up are one tensor
+    text = f"{shape.experts} × 3 × ({shape.expert_mlp}, {shape.hidden}) bf16, and factors"
+    if not setting.gradient_checkpointing:
+        whole = shape.moe_layers * layer
+        yield Component("experts with their adapters", f"{shape.moe_layers} × {text}", whole, TRAINING[:4], most)
+    again = (FORWARD, BACKWARD) if setting.gradient_checkpointing else ()
+    busy = (ROLLOUT, SCORING, *again, BACKWARD_END)
+    yield Component("experts with their adapters, at work", text, layer, busy, most)
+    yield Component("gradient of a layer's experts", text, stack, (BACKWARD, BACKWARD_END), most)
 
 
 def _widest(setting: Setting, shape: ModelShape, tokens: int) -> int:

@@ -81,7 +81,7 @@ def _sizes(wish: Setting) -> list[tuple[int, int]]:
 
 def _knobs(wish: Setting) -> Iterator[tuple[int, bool, str, int]]:
     """(LoRA rank, checkpointing, sharding, memory budget), the least costly first."""
-    ranks = [wish.lora_rank] if wish.lora_rank or wish.model.moe_layers else [0, LORA_RANK]
+    ranks = [wish.lora_rank] if wish.lora_rank else [0, LORA_RANK]
     checkpointing = [True] if wish.gradient_checkpointing else [False, True]
     start = LADDER.index(wish.sharding) if wish.sharding in LADDER else len(LADDER)
     shardings = LADDER[start:] or (wish.sharding,)

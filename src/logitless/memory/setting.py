@@ -88,10 +88,6 @@ class Setting:
         for shape in (self.model, self.critic_shape or self.model, self.reward_shape or self.model):
             divides = shape.heads % self.tensor_parallel == 0
             _require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
-        if self.lora_rank and self.model.moe_layers:
-            raise OptionError(
-                f"--lora-rank: {self.model.name} is a mixture of experts; adapters of experts are not planned"
-            )
         if self.reserve >= self.gpu_bytes:
             raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
         return self

@@ -203,4 +203,5 @@ def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, int]:
         "active_experts": _size(c, "num_experts_per_tok", name),
         "expert_mlp": _size(c, own, name),
         "shared_mlp": _size(c, "shared_expert_intermediate_size", name) if c.get("model_type") == "qwen2_moe" else 0,
+        "adapted_experts": c.get("model_type") in ("mixtral", "qwen3_moe"),
     }

@@ -33,6 +33,7 @@ class ModelShape:
     active_experts: int = 0
     expert_mlp: int = 0
     shared_mlp: int = 0  # width of the expert that every token passes
+    adapted_experts: bool = False  # PEFT adapts the experts and their router, and then no dense MLP beside them
     uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
 
     @property
@@ -106,9 +107,21 @@ class ModelShape:
         """All parameters."""
         return self.embedding + self.head + self.body
 
+    def expert_factors(self, rank: int) -> int:
+        """Parameters of a layer's adapted experts; gate and up are one matrix of twice the rank."""
+        h, i = self.hidden, self.expert_mlp
+        return self.experts * rank * (2 * (h + 2 * i) + i + h)
+
     def lora(self, rank: int) -> int:
-        """Parameters of rank-r adapters on every linear layer but the head, without experts."""
-        return self.layers * sum(rank * (a + b) for a, b in self.linears)
+        """Parameters of rank-r adapters as PEFT puts them on "all-linear": on everything linear but the head."""
+        attention, mlp = self.linears[:4], self.linears[4:]
+        shared = (self.hidden, self.shared_mlp)
+        beside = (shared, shared, shared, (self.hidden, 1)) if self.shared_mlp else ()
+        routed = rank * sum(a + b for a, b in (*attention, *beside))
+        if self.adapted_experts:
+            routed += self.expert_factors(rank) + rank * (self.hidden + self.experts)
+        dense = rank * sum(a + b for a, b in (attention if self.adapted_experts else (*attention, *mlp)))
+        return (self.layers - self.moe_layers) * dense + self.moe_layers * routed
 
     def kv_tokens(self, length: int) -> int:
         """Tokens in a sequence's key-value cache, summed over the layers; windowed layers keep their window."""
