@@ -66,7 +66,7 @@ def scores(
 
 
 def _parameters(head: LMHead) -> list[Tensor]:
-    factors = [x for adapter in getattr(head, "adapters", ()) for x in (adapter.a, adapter.b)]
+    factors = [x for adapter in head.adapters for x in (adapter.a, adapter.b)]
     return [head.weight, *factors, *([] if head.bias is None else [head.bias])]
 
 
