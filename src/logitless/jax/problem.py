@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from ..algebra.costs import Slices, slices_of, tiles_of
 from ..algebra.stats import sums_of
-from .tiles import compute_dtype, operand_dtype
+from .tiles import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,15 @@ def first_row(spec: Spec, x: Operands) -> Array | int:
 def slices_for(spec: Spec, x: Operands, whole: bool) -> Slices:
     """The tokens and entries at a time."""
     hidden = x.tokens.hidden
-    heads = ((hidden, x.weight), (x.tokens.ref_hidden, x.ref_weight))
-    given = [(h, w) for h, w in heads if h is not None and w is not None]
-    converted = sum(w.shape[1] for h, w in given if w.dtype != operand_dtype(h, w))
+    heads = [w for w in (x.weight, x.ref_weight) if w is not None]
     return slices_of(
         hidden.shape[0],
         local_rows(spec, x),
         budget=spec.budget,
         device="cpu" if jax.default_backend() == "cpu" else "gpu",
         itemsize=compute_dtype(hidden).itemsize,
-        heads=1 + (x.ref_weight is not None),
+        heads=len(heads),
         tiles=tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k),
-        converted=converted,
+        converted=sum(w.shape[1] for w in heads),  # XLA copies a slice of W before it multiplies
         whole=whole,
     )
