@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from logitless.memory.activations import activations
 from logitless.memory.plan import both, plan
 from logitless.memory.setting import GIB, Setting
 from logitless.models.catalog import shape_of
@@ -20,6 +21,7 @@ SMALL = shape_of("qwen2.5-1.5b")
 SELF = Setting(SMALL, "intuitor", batch_size=64, response_length=6144, gpu_bytes=10**15)
 TUTORIAL = Setting(SMALL, batch_size=56, response_length=912, gpus=7)
 GRADE = Setting(shape_of("4b"), "grade", batch_size=1, prompt_length=32, response_length=64, lora_rank=16)
+CHECKPOINTED = replace(GRADE, gradient_checkpointing=True)
 
 
 def part(setting: Setting, name: str, way: str = "dense") -> int:
@@ -41,6 +43,12 @@ def intuitor(tokens: int) -> float:
 
 def ppo(tokens: int) -> float:
     return 12 * GB + 64 * tokens * 1536 * 2
+
+
+def mass(power: int) -> float:
+    """The probability of the 256 most likely of 32,000 entries, falling as a power of their rank."""
+    weights = [rank**-power for rank in range(1, 32_001)]
+    return sum(weights[:256]) / sum(weights)
 
 
 held = sum(part(LONG, name) for name in ("parameters", "layers' inputs", "last norm and hidden states"))
@@ -73,6 +81,8 @@ FIGURES = {
     "two GPUs": (plan(two).peak / GIB, "55.98 GiB"),
     "with AdamW": (plan(replace(LONG, **adam)).peak / GIB, "103.40 GiB"),
     "with AdamW on two": (plan(replace(two, **adam)).peak / GIB, "78.46 GiB"),
+    "after embedding": ((part(LONG, "parameters") + 131_072 * 2560 * 2) / GIB, "8.12 GiB"),
+    "beside parameters": ((plan(LONG).peak - part(LONG, "parameters")) / GIB, "50.95 GiB"),
     # the tutorial
     "batch of logits": (8 * 912 * 50_000 * 2 / MB, "729.6 MB"),
     "a row": (912 * 50_000 * 2 / MB, "91.2 MB"),
@@ -88,6 +98,13 @@ FIGURES = {
     "optimizer": (part(TUTORIAL, "optimizer state") / GB, "12.35 GB"),
     "gradients": (part(TUTORIAL, "gradients") / GB, "3.09 GB"),
     "forward on one GPU": (3 + 2 + 0.73 + 0.73, "6.5 GB"),
+    "with the loop": (3 + 2 + 0.73 + 0.091, "5.8 GB"),
+    "times 7": (7 * 5.8, "40.6 GB"),
+    "a row's token log-probs": (912 * 2 / KB, "1.8 kB"),
+    "checkpoints of 8 rows": (part(replace(TUTORIAL, gradient_checkpointing=True), "layers' inputs") / GB, "0.63 GB"),
+    "activations of 8 rows": (part(TUTORIAL, "activations of the layers") / GB, "21.14 GB"),
+    "left": (40 - 3 - 6 - 2 - 3 - 2 * 0.7296, "24.54"),
+    "left by a loop": (40 - 3 - 6 - 2 - 3 - 2 * 0.0912, "25.82"),
     # Intuitor against PPO
     "bf16 moments": (part(replace(SELF, optimizer="adamw-bf16"), "optimizer state") / GB, "6.17 GB"),
     "one hidden state": (64 * 6144 * 1536 * 2 / GB, "1.21 GB"),
@@ -104,7 +121,15 @@ FIGURES = {
     "PPO at 2K": (ppo(2000) / GB, "12.4"),
     "PPO at 4K": (ppo(4000) / GB, "12.8"),
     "PPO at 8K": (ppo(8000) / GB, "13.6"),
+    "Intuitor at 2K": (intuitor(2000) / GB, "168.0"),
     "Intuitor at 4K": (intuitor(4000) / GB, "324.1 GB"),
+    "Intuitor at 6K": (intuitor(6000) / GB, "480.1"),
+    "Intuitor at 8K": (intuitor(8000) / GB, "636.2 GB"),
+    "Intuitor at 18K": (intuitor(18_000) / GB / 1000, "1.42 TB"),
+    "ratio at 2K": (intuitor(2000) / ppo(2000), "13.6"),
+    "ratio at 4K": (intuitor(4000) / ppo(4000), "25.3"),
+    "ratio at 6K": (intuitor(6000) / ppo(6000), "36.4"),
+    "ratio at 8K": (intuitor(8000) / ppo(8000), "46.9"),
     "from 18K to 4K": (100 * (1 - intuitor(4000) / intuitor(18_000)), "77 %"),
     # GRADE
     "soft tokens": (64 * 32_000 * 2 / MB, "4.1 MB"),
@@ -117,6 +142,16 @@ FIGURES = {
     "activations without a cache": (part(GRADE, "activations of the layers") / GB, "33.74 GB"),
     "with one": (part(GRADE, "activations of the layers", "logitless") / MB, "785 MB"),
     "half the steps": (steps[1] / steps[0], "3.0 times"),
+    "slices of both heads": (part(GRADE, "slices of both heads' logits", "logitless") / MB, "117 MB"),
+    "reference at work": (activations(GRADE.model, replace(GRADE, lora_rank=0)).forward * 96 / MB, "6.8 MB"),
+    "reference": (part(replace(GRADE, reference="yes"), "reference model") / GB, "8.04 GB"),
+    "checkpoints without a cache": (part(CHECKPOINTED, "layers' inputs") / MB, "761 MB"),
+    "total": (plan(GRADE, "dense").peak / GB, "50.84 GB"),
+    "total, few entries": (plan(GRADE).peak / GB, "17.80 GB"),
+    "total, checkpointed": (plan(CHECKPOINTED).peak / GB, "17.04 GB"),
+    "two models": ((part(GRADE, "parameters") + part(GRADE, "reward model")) / GB, "16.09 GB"),
+    "mass of 256": (100 * mass(2), "99.76 %"),
+    "mass of 256 at temperature 2": (100 * mass(1), "55.9 %"),
     # the sampler
     "a sample": (2048 * 256_000 * 4 / GB, "2.10 GB"),
     "a sample in GiB": (2048 * 256_000 * 4 / GIB, "1.95 GiB"),

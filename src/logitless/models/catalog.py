@@ -190,7 +190,7 @@ def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
     return (window, layers) if c.get("model_type") in ("mistral", "mixtral") else (0, 0)
 
 
-def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, int]:
+def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, Any]:
     key = next((key for key in ("num_local_experts", "num_experts") if c.get(key)), None)
     if key is None:
         return {}
