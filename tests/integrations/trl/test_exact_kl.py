@@ -142,6 +142,15 @@ def test_it_trains(place, changes):
     assert all(0 <= entry["kl"] < 50 for entry in trainer.state.log_history if "kl" in entry)
 
 
+@pytest.mark.slow
+def test_policy_and_reference_round_alike(place):
+    """Under bf16 autocast, with both models alike, the KL is 0 and the gradient that of the policy loss."""
+    trainer = runs.grpo(place, bf16=True, max_steps=1)
+    install(trainer, exact_kl=True)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-9)
+
+
 def test_where_there_is_no_such_penalty(place):
     with pytest.raises(OptionError, match="GRPO"):
         install(runs.sft(place), exact_kl=True)

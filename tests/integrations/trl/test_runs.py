@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from logitless.integrations.trl import install
@@ -70,7 +70,7 @@ def test_the_same_training_of_a_head_of_its_own(untied, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAST if name != "distillation"])
+@pytest.mark.parametrize("name", FAST)
 def test_the_same_training_of_an_adapter(untied, name):
     """The head is frozen, and the reference is the policy with its adapters off."""
 
@@ -78,6 +78,18 @@ def test_the_same_training_of_an_adapter(untied, name):
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config)
         return FAST[name](untied, model)
+
+    assert_same(run(make, ours=True), run(make, ours=False))
+
+
+@pytest.mark.slow
+def test_the_same_training_of_a_soft_prompt(untied):
+    """PEFT puts virtual tokens before the ids, and pads the labels."""
+
+    def make():
+        torch.manual_seed(4)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return runs.sft(untied, get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config))
 
     assert_same(run(make, ours=True), run(make, ours=False))
 
