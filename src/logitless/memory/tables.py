@@ -18,6 +18,7 @@ from .stages import CATEGORIES, LARGEST, Recording
 from .units import format_bytes
 
 SCHEMA = 1
+NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def headline(step: Step, parameters: int) -> str:
@@ -26,7 +27,7 @@ def headline(step: Step, parameters: int) -> str:
         f"{step.model} ({parameters:,} parameters)",
         f"{step.batch_size:,} × {step.context_length:,} tokens",
         step.dtype,
-        f"{step.attention} attention",
+        f"attention {step.attention}",
         f"optimizer {step.optimizer}",
     ]
     parts += ["gradient checkpointing"] * step.gradient_checkpointing
@@ -60,15 +61,16 @@ def as_text(recording: Recording) -> str:
 
 
 def _columns(*names: str) -> Table:
+    """A table with columns from ">name" (to the right), "=name" (to the left, never folded) and "<name"."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
         right = name[0] == ">"
-        table.add_column(name[1:], justify="right" if right else "left", no_wrap=right, overflow="fold")
+        table.add_column(name[1:], justify="right" if right else "left", no_wrap=name[0] != "<", overflow="fold")
     return table
 
 
 def _stages(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("<stage", *(f">{name}: {what}" for name in recordings for what in ("at its end", "peak")))
+    table = _columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
     names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
     for name in names:
         cells = []
@@ -84,7 +86,7 @@ def _stages(recordings: dict[str, Recording], units: str) -> Table:
 
 
 def _categories(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("<at the peak", *(f">{name}" for name in recordings))
+    table = _columns("=at the peak", *(f">{name}" for name in recordings))
     found = [recording.categories(recording.peak.event) for recording in recordings.values()]
     for category in CATEGORIES:
         if any(category in one for one in found):
@@ -94,10 +96,12 @@ def _categories(recordings: dict[str, Recording], units: str) -> Table:
 
 
 def _largest(recording: Recording, units: str) -> Table:
-    table = _columns(">bytes", "<shape", "<dtype", "<category", "<operator", "<module")
+    table = _columns(">bytes", "=tensor", "<category", "<operator", "<module")
     for a in recording.alive(recording.peak.event)[:LARGEST]:
         shape = " × ".join(f"{n:,}" for n in a.shape)
-        table.add_row(format_bytes(a.nbytes, units), shape, a.dtype, a.category, a.op, a.module)
+        table.add_row(
+            format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}", a.category, a.op, a.module
+        )
     return table
 
 

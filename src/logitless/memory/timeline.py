@@ -9,10 +9,11 @@ from .stages import Recording
 from .units import format_bytes
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
-LEAST = 0.06  # of the width, for a stage of few operators
+LEAST = 0.07  # of the width, for a stage of few operators
 POINTS = 6000  # of a curve
 GPU = 80 << 30
-SHORT = {"after embedding": "embedding", "after first layer": "first layer", "after full forward": "all layers"}
+SHORT = {"after embedding": "embedding", "after first layer": "first\nlayer", "after full forward": "all layers"}
+BEFORE = ("parameters", "optimizer state")  # is there when the step begins
 
 
 def draw(recordings: dict[str, Recording], path: Path, title: str, units: str = "GiB") -> None:
@@ -29,7 +30,7 @@ def draw(recordings: dict[str, Recording], path: Path, title: str, units: str = 
     _stages(axes, widths)
     _gpu(axes, max(r.peak.nbytes for r in recordings.values()), size, units)
     axes.set_xlim(0, 1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(r.peak.nbytes for r in recordings.values()) / size)
     axes.set_ylabel(f"{units} alive")
     axes.set_title(title, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -40,7 +41,7 @@ def draw(recordings: dict[str, Recording], path: Path, title: str, units: str = 
 
 def _widths(recordings: list[Recording]) -> dict[str, tuple[float, float]]:
     """Each stage's place on an axis from 0 to 1: its mean share of the events, so that recordings line up."""
-    names = [name for name in dict.fromkeys(s.name for r in recordings for s in r.stages) if name != "parameters"]
+    names = [name for name in dict.fromkeys(s.name for r in recordings for s in r.stages) if name not in BEFORE]
     share = {}
     for name in names:
         parts = [sum(s.end - s.start for s in r.stages if s.name == name) / len(r.curve) for r in recordings]
@@ -73,13 +74,23 @@ def _curve(
             where = left + (right - left) * (start - stage.start) / span
             xs += [where, where]
             ys += [min(part) / size, max(part) / size]
+        xs.append(right)
+        ys.append(recording.curve[stage.end] / size)
     peak = recording.peak
-    axes.plot(xs, ys, color=colour, linewidth=1.1, label=f"{name}: peak {format_bytes(peak.nbytes, units)}")
-    axes.fill_between(xs, ys, color=colour, alpha=0.12, linewidth=0)
+    axes.plot(
+        xs,
+        ys,
+        color=colour,
+        linewidth=1.1,
+        drawstyle="steps-post",
+        label=f"{name}: peak {format_bytes(peak.nbytes, units)}",
+    )
+    axes.fill_between(xs, ys, color=colour, alpha=0.12, linewidth=0, step="post")
     top = max(range(len(ys)), key=ys.__getitem__)
     axes.plot([xs[top]], [ys[top]], marker="o", markersize=4, color=colour)
-    axes.annotate(f"{peak.op}\n{peak.module}", (xs[top], ys[top]), xytext=(8, 0), textcoords="offset points",
-                  fontsize=7, color=colour, va="center")  # fmt: skip
+    box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
+    axes.annotate(f"{peak.op}\n{peak.module}", (xs[top], ys[top]), xytext=(7, 9), textcoords="offset points",
+                  fontsize=7, color=colour, va="center", bbox=box)  # fmt: skip
 
 
 def _stages(axes: Any, widths: dict[str, tuple[float, float]]) -> None:

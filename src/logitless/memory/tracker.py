@@ -74,7 +74,7 @@ class Tracker(TorchDispatchMode):
         for x in tensors_of(out):
             storage = x.untyped_storage()
             if storage._cdata not in self._alive:
-                self._add(x, storage, str(func), *place)
+                self._add(x, storage, func.overloadpacket.__name__, *place)
         return out
 
     def know(self, x: Tensor, category: str, module: str = "") -> None:
@@ -105,7 +105,7 @@ class Tracker(TorchDispatchMode):
         size = rounded(storage.nbytes())
         self.curve.append(self.curve[-1] + size)
         dtype = str(x.dtype).removeprefix("torch.")
-        found = Allocation(size, shape, dtype, op.removeprefix("aten."), module, category, self.now)
+        found = Allocation(size, shape, dtype, op, module, category, self.now)
         self.allocations.append(found)
         self._alive[storage._cdata] = found
         weakref.finalize(storage, self._free, storage._cdata).atexit = False
