@@ -1,6 +1,7 @@
 """Real processes for tests of several ranks."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(module: str, *arguments: str, timeout: int = 150, **environment: str) -> None:
-    """`module` on two ranks, one thread each; fails with what they wrote."""
+    """`module` on two ranks, one thread each; fails with what they wrote, and leaves none behind."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    ranks = subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        written, _ = ranks.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        ranks.send_signal(signal.SIGTERM)  # torchrun ends its ranks
+        written, _ = ranks.communicate(timeout=40)
+        raise AssertionError(f"no end within {timeout} s\n{written[-4000:]}") from None
+    assert ranks.returncode == 0, written[-4000:]
