@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.errors import DtypeError, LabelError, OptionError, ShapeError  # noqa: E402
+from logitless.errors import DtypeError, GradientError, LabelError, OptionError, ShapeError  # noqa: E402
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, token_stats  # noqa: E402
 
 HIDDEN, LABELS = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)  # made into jax arrays by the call
@@ -54,3 +54,10 @@ def test_a_statistic_that_was_not_asked_for():
     stats = jax.eval_shape(lambda: token_stats(HIDDEN, HEAD, LABELS))
     with pytest.raises(AttributeError, match="entropy is not among logprob"):
         _ = stats.entropy
+
+
+@pytest.mark.parametrize("twice", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+@pytest.mark.parametrize("call", [linear_cross_entropy, lambda *args: token_stats(*args).logprob.sum()])
+def test_a_second_derivative(twice, call):
+    with pytest.raises(GradientError, match="one derivative"):
+        twice(lambda hidden: jax.grad(call)(hidden, HEAD, LABELS).sum())(jnp.asarray(HIDDEN))

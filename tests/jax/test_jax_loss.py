@@ -90,3 +90,19 @@ def test_dense_shows_that_the_measure_can_fail():
 
     used = _memory(jax.grad(dense, argnums=(0, 1)), jnp.ones((N, H)), jnp.ones((V, H))).temp_size_in_bytes
     assert used >= 4 * N * V
+
+
+def test_checkpointed_microbatches_add_up():
+    """The gradient of a scan over parts of a batch, each computed anew in backward, is the batch's."""
+    ops = operands((8,), v=19, dtype=torch.float32)
+    hidden, head, labels = array(ops.hidden), head_of(ops), array(ops.labels)
+
+    def parts(head):
+        @jax.checkpoint
+        def step(total, part):
+            return total + linear_cross_entropy(part[0], head, part[1], reduction="sum"), None
+
+        return jax.lax.scan(step, 0.0, (hidden.reshape(2, 4, -1), labels.reshape(2, 4)))[0]
+
+    whole = jax.grad(lambda head: linear_cross_entropy(hidden, head, labels, reduction="sum"))(head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), jax.jit(jax.grad(parts))(head), whole)

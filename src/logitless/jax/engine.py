@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS
+from ..errors import GradientError
 from .chunk import Chunk, entry
 from .fold import Folded, fold
 from .mesh import settle, varies, varying
@@ -78,8 +79,21 @@ def cotangents(x: Operands, dh: Array, dw: Array, db: Array | None, factor: Arra
         return settle(gradient.astype(factor.dtype) * factor, primal)
 
     bias = None if db is None or x.bias is None else finished(db, x.bias)
-    tokens = Tokens(finished(dh, x.tokens.hidden))
-    return Operands(tokens, finished(dw, x.weight), bias)
+    dh, dw, bias = _once((finished(dh, x.tokens.hidden), finished(dw, x.weight), bias))
+    return Operands(Tokens(dh), dw, bias)
+
+
+@jax.custom_jvp
+def _once(gradients: Any) -> Any:
+    """`gradients`, which cannot be differentiated again: that would keep the logits of all slices."""
+    return gradients
+
+
+@_once.defjvp
+def _twice(primals: Any, tangents: Any) -> Any:
+    raise GradientError(
+        "logitless.jax: expected one derivative, got a second one, which is not defined; use dense logits for it"
+    )
 
 
 def read(chunk: Chunk, folded: Folded) -> Stats:

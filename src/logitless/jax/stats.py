@@ -83,7 +83,7 @@ def token_stats(
     Returns fp32 (fp64 for fp64 inputs) arrays of shape (...), differentiable once with respect to hidden, weight and
     bias; temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit, where ids cannot
     be checked, an id outside of the vocabulary gives NaN. 1 GEMM, 4 with gradients; one more per look at a reference.
-    Raises ShapeError, DtypeError, LabelError, OptionError.
+    Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
     Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32.
     """
     spec, x = flatten(
@@ -114,7 +114,7 @@ def linear_topk(
 
     hidden: (..., H) floating; k: 1 or more. Logits and log-sum-exp fp32 (fp64 for fp64 inputs) and differentiable as
     `token_stats`, ids integer. For `lax.while_loop` as for jit: shapes depend on shapes alone.
-    Raises ShapeError, DtypeError, OptionError. Memory: as `token_stats`.
+    Raises ShapeError, DtypeError, OptionError, GradientError. Memory: as `token_stats`.
     """
     stats = token_stats(
         hidden, head, want=("logsumexp",), top_k=k, temperature=temperature, memory_budget=memory_budget,
