@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from logitless import relax
-from logitless.relax.rows import rows_dot, rows_sum
+from logitless.relax.rows import _blocks, rows_dot, rows_sum
 from tests.relax.comparing import assert_gradients, some_noise
 from tests.vocab.comparing import operands
 
@@ -28,6 +28,17 @@ def test_dot_and_sum_with_duplicates(dtype, block, monkeypatch):
     assert_gradients([dot], [x, table], [(exact_x @ exact.T).gather(1, ids)], [exact_x, exact], tolerance)
     spread = torch.zeros(N, V, dtype=torch.float64).scatter_add(1, ids, exact_w)
     assert_gradients([rows_sum(w, table, ids)], [w, table], [spread @ exact], [exact_w, exact], tolerance)
+
+
+@pytest.mark.parametrize("block", [1, 5, 60, 10_000])
+def test_blocks_hold_each_row_once_and_no_more_than_they_may(block, monkeypatch):
+    """Also where one token's k rows alone are more than a block."""
+    monkeypatch.setattr("logitless.relax.rows.BLOCK", block)
+    seen = torch.zeros(N, K)
+    for n, k in _blocks(seen.long(), torch.empty(V, H)):
+        seen[n, k] += 1
+        assert seen[n, k].numel() * H <= max(block, H)
+    assert bool((seen == 1).all())
 
 
 def test_gradcheck():

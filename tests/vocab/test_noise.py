@@ -58,6 +58,16 @@ def test_the_same_numbers_whatever_the_batch():
     assert torch.equal(grid.diagonal().T, whole)
 
 
+def test_every_bit_of_a_key_counts():
+    ids = slice(0, 8)
+    first = gumbel(torch.tensor(1), torch.tensor(1), ids)
+    for bit in (0, 1, 31, 32, 33, 62):
+        other = torch.tensor(1 ^ 2**bit)
+        assert not torch.equal(gumbel(other, torch.tensor(1), ids), first)
+        assert not torch.equal(gumbel(torch.tensor(1), other, ids), first)
+    assert not torch.equal(gumbel(torch.tensor(-1), torch.tensor(1), ids), first)
+
+
 @pytest.mark.parametrize("block", [8, 100, 4096])
 def test_the_same_numbers_whatever_the_blocks(block, monkeypatch):
     expected = gumbel(SEEDS, POSITIONS, slice(3, V))

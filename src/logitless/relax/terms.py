@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..vocab.head import LMHead
 from ..vocab.problem import compute_dtype
-from .rows import exact, rows_dot
+from .rows import rows_dot
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,10 @@ class Terms:
         return self._finish(z, None if self.bias is None else self.bias[ids])
 
     def logits(self) -> Tensor:
-        """z at all rows of the tables, (N, V)."""
-        with exact(self.xs[0].device):
-            z = self.xs[0] @ self.tables[0].T
-            for x, table in zip(self.xs[1:], self.tables[1:], strict=True):
-                z = z + x @ table.T
+        """z at all rows of the tables, (N, V), of tensors of one dtype."""
+        z = self.xs[0] @ self.tables[0].T
+        for x, table in zip(self.xs[1:], self.tables[1:], strict=True):
+            z = z + x @ table.T
         return self._finish(z, self.bias)
 
     def _finish(self, z: Tensor, bias: Tensor | None) -> Tensor:
