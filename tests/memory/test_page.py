@@ -55,7 +55,9 @@ def test_names_are_text_and_never_markup():
 
 def test_a_page_of_a_profile_alone():
     text = page(profile=PROFILE)
-    assert "<title>a &lt; b</title>" in page(profile=PROFILE, title="a < b")
+    step = {"model": "a <b", "context_length": 4096, "batch_size": 2}
+    titled = page(profile={**PROFILE, "step": step, "parameters": 1234})
+    assert "<title>a &lt;b (1,234 parameters) · 2 × 4,096 tokens" in titled
     assert "<title>A training step</title>" in text
     assert "dense_parts" not in text
     assert set(formulas(None)) == {"format_bytes"}

@@ -22,17 +22,15 @@ SCRIPTS = ("dom.js", "plan.js", "timeline.js", "main.js")
 FORMULAS = (at_length, both, category, format_bytes, headline, lives, notes)
 
 
-def write_page(
-    path: Path, plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB", title: str = ""
-) -> None:
-    """Writes the page of a plan, of a profile (its JSON), or of both; `title` stands above a profile alone."""
-    path.write_text(page(plan, profile, units, title), encoding="utf-8")
+def write_page(path: Path, plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB") -> None:
+    """Writes the page of a plan, of a profile (its JSON), or of both."""
+    path.write_text(page(plan, profile, units), encoding="utf-8")
 
 
-def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB", title: str = "") -> str:
+def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB") -> str:
     """The HTML. The plan's script is translated from the planner's own functions; nothing is fetched."""
     parts = {
-        "title": html.escape(headline(plan.setting, units) if plan is not None else title or "A training step"),
+        "title": html.escape(_title(plan, profile or {}, units)),
         "style": _asset("page.css"),
         "planner": translate(formulas(None if plan is None else plan.setting)),
         "profile": _json(profile),
@@ -41,6 +39,17 @@ def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units:
         "footer": f"Made by logitless {version('logitless')}. All sizes are those of one GPU.",
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
+
+
+def _title(plan: Plan | None, profile: dict[str, Any], units: str) -> str:
+    if plan is not None:
+        return headline(plan.setting, units)
+    if "step" not in profile:
+        return "A training step"
+    from .profile import Step
+    from .tables import headline as said
+
+    return said(Step(**profile["step"]), profile["parameters"])
 
 
 def formulas(setting: Setting | None) -> dict[str, Any]:

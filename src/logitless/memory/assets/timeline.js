@@ -25,7 +25,7 @@ const startProfile = (main) => {
         return [last?.bytes, found.length ? Math.max(...found.map((s) => s.peak_bytes)) : undefined]
           .map((count) => el("td", { class: "number" }, count === undefined ? "–" : bytes(count)));
       })))))));
-  runs.forEach(([name, run], i) => main.append(peakCard(name, run, i, title(name), bytes)));
+  main.append(el("div", { class: "pair" }, ...runs.map(([name, run], i) => peakCard(run, i, title(name), bytes))));
   const remedies = profile.remedies ?? [], lint = [...new Set(runs.flatMap(([, run]) => run.lint.map(findingText)))];
   if (remedies.length) main.append(card("remedies", "Remedies, each traced", scroll("Remedies", table(
     [["remedy"], ["peak", "number"], ["saved", "number"]], remedies.map((remedy) => el("tr", {},
@@ -34,7 +34,7 @@ const startProfile = (main) => {
   if (lint.length) main.append(card("lint", "Tensors on another device", el("ul", {}, ...lint.map((text) => el("li", {}, text)))));
 };
 
-const peakCard = (name, run, i, title, bytes) => card(`peak-${i}`, `At the peak${title}`,
+const peakCard = (run, i, title, bytes) => card(`peak-${i}`, `At the peak${title}`,
   el("p", {}, `${bytes(run.peak.bytes)} in ${run.peak.stage}, asked for by ${run.peak.op || "the step"} in ${run.peak.module || "the model"}.`),
   scroll(`Categories at the peak${title}`, table([["category"], ["bytes", "number"]],
     Object.entries(run.peak.categories).map(([category, count]) =>
