@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from logitless.integrations.transformers import hidden_states as hidden_states
     from logitless.integrations.transformers import install as install
     from logitless.integrations.transformers import uninstall as uninstall
+    from logitless.logits import chunked_self_certainty as chunked_self_certainty
     from logitless.logits import per_token_logps as per_token_logps
     from logitless.vocab.api import TokenStats as TokenStats
     from logitless.vocab.api import explain as explain
@@ -31,11 +32,12 @@ _MODULE_OF = {
     "linear_cross_entropy": "logitless.vocab.api",
     "explain": "logitless.vocab.api",
     "per_token_logps": "logitless.logits",
+    "chunked_self_certainty": "logitless.logits",
     "losses": "logitless.losses",
+    "relax": "logitless.relax",
     "install": "logitless.integrations.transformers",
     "uninstall": "logitless.integrations.transformers",
     "hidden_states": "logitless.integrations.transformers",
-    "relax": "logitless.relax",
 }
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]

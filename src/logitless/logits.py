@@ -1,8 +1,9 @@
-"""Log-probs of given ids from logits that exist already.
+"""Log-probs of given ids, and self-certainty, from logits that exist already.
 
 If the logits do not exist yet, `token_stats` gives the same numbers without ever building them.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Literal
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from .algebra.fold import Fold, merge
 from .errors import DeviceError, DtypeError, GradientError, LabelError, OptionError, ShapeError
 
 Method = Literal["auto", "dense", "loop", "chunked", "recompute"]
@@ -114,6 +116,66 @@ def _tile_forward(
     return logsigmoid(label - others)[:, 0], torch.logaddexp(label, others)[:, 0]
 
 
+def chunked_self_certainty(
+    logits: Tensor,  # (..., V) bf16, fp16, fp32 or fp64
+    chunk_size: int | None = None,
+) -> Tensor:  # (...)
+    """Self-certainty of each row, KL(uniform || softmax), from `chunk_size` vocabulary entries at a time.
+
+        certainty = logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
+
+    Returns fp32 (fp64 for fp64 logits) in nats, 0 for a uniform row, differentiable with respect to the logits.
+    Exact whatever the chunks: their log-sum-exps are merged, log Σ_k e^(lse_k). Averaging them instead, as a widely
+    copied report does, is too small by log K and by a gap that depends on the row, so it reorders rows.
+    chunk_size: by default what fits SMALL_BYTES. Memory beside the logits and their gradient: two chunks of each row,
+    and one small tile in backward. Raises ShapeError, DtypeError, OptionError, GradientError for a second derivative.
+    Self-certainty: Kang et al., arXiv 2502.18581; as a reward: Zhao et al., arXiv 2505.19590.
+    """
+    _check_floating(logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ShapeError(f"logits must be (..., V) with at least one entry, got shape {tuple(logits.shape)}")
+    if chunk_size is None:
+        rows = logits.numel() // logits.shape[-1]
+        chunk_size = max(1, SMALL_BYTES // (2 * _stat_dtype(logits).itemsize * max(1, rows)))
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise OptionError(f"chunk_size is a positive number of vocabulary entries, got {chunk_size!r}")
+    if logits.ndim == 1:
+        return _SelfCertainty.apply(logits[None], chunk_size)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _SelfCertainty.apply(logits, chunk_size)  # pyright: ignore[reportReturnType]
+
+
+class _SelfCertainty(torch.autograd.Function):
+    """Keeps the logits, which exist anyway, and the log-sum-exps: the slope softmax - 1/V is formed in backward."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, chunk_size: int) -> Tensor:
+        dtype = _stat_dtype(logits)
+        fold, total = None, torch.zeros(logits.shape[:-1], dtype=dtype, device=logits.device)
+        for chunk in logits.split(chunk_size, -1):
+            work = chunk.to(dtype, copy=True)
+            total += work.sum(-1)
+            top = work.amax(-1).clamp_min(torch.finfo(dtype).min)  # a chunk of -inf alone has weight 0, not nan
+            part = Fold(top, work.sub_(top[..., None]).exp_().sum(-1) - 1)
+            fold = part if fold is None else merge(fold, part, torch)
+        lse = fold.m + fold.rest.log1p()  # pyright: ignore[reportOptionalMemberAccess]
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, lse)
+        return lse - total / logits.shape[-1] - math.log(logits.shape[-1])
+
+    @staticmethod
+    def backward(ctx, grad_certainty: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "chunked_self_certainty has no second derivative: write the dense formula with autograd"
+            )
+        logits, lse = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for at in _tiles(logits):
+            slope = torch.sub(logits[at], lse[at][:, None]).exp_().sub_(1 / logits.shape[-1])
+            grad[at] = slope.mul_(grad_certainty[at][:, None])
+        return grad, None
+
+
 def _tiles(logits: Tensor) -> Iterator[tuple]:
     """Indices of (n, V) pieces that cover (..., V) logits, as views whatever the strides."""
     limit = TILE_BYTES.get(logits.device.type, TILE_BYTES_ELSEWHERE)
@@ -132,8 +194,7 @@ def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> 
         raise OptionError(f"method must be auto, dense, loop, chunked or recompute, got {method!r}")
     if chunk_size is not None and (method != "chunked" or chunk_size < 1):
         raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size}")
-    if not logits.is_floating_point():
-        raise DtypeError(f"logits must be floating point, got {logits.dtype}")
+    _check_floating(logits)
     if ids.dtype != torch.int64:
         raise DtypeError(f"input_ids must be int64, got {ids.dtype}: convert with `.long()`")
     if logits.ndim == 0 or ids.shape != logits.shape[:-1]:
@@ -150,3 +211,8 @@ def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> 
                 f"input_ids must be in [0, {logits.shape[-1]}), got {low if low < 0 else high}: "
                 "replace padding such as -100 by any id, and mask its result"
             )
+
+
+def _check_floating(logits: Tensor) -> None:
+    if not logits.is_floating_point():
+        raise DtypeError(f"logits must be floating point, got {logits.dtype}")
