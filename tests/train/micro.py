@@ -50,3 +50,12 @@ def micro_corpus(place: Path, documents: int = 60) -> Path:
         words = f"file {i}: " + " ".join("abcdefgh"[(i * k) % 8] * 3 for k in range(1, 5 + i % 11))
         (place / f"{i:03d}.txt").write_text(words + "\n")
     return place
+
+
+def line_corpus(place: Path, documents: int = 60, lines: int = 24) -> Path:
+    """A folder of text files of many short lines, as prompts are cut from; each line names its document."""
+    place.mkdir(parents=True)
+    for i in range(documents):
+        text = "".join(f"d{i:02d} x{k % 7} = {k}\n" for k in range(lines))
+        (place / f"{i:03d}.txt").write_text(text)
+    return place

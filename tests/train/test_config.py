@@ -70,7 +70,7 @@ def test_files(tmp_path, name, text):
     expected = TrainConfig(
         max_steps=7, learning_rate=1e-4, memory_budget="64MiB", lora_rank=4, data="x.txt", loss="dense"
     )
-    assert read_file(path) == expected
+    assert read_file(path, TrainConfig()) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_files_that_hold_something_else(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(OptionError, match=message) as caught:
-        read_file(path)
+        read_file(path, TrainConfig())
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(OptionError, match="No such file"):
-        read_file(tmp_path / "none.yaml")
+        read_file(tmp_path / "none.yaml", TrainConfig())
 
 
 def test_a_record_of_the_options_gives_them_back():
     config = TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3, json=Path("x"))
-    again = from_dict(config.to_dict(), "here")
+    again = from_dict(config.to_dict(), "here", TrainConfig())
     assert again == TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3)

@@ -139,7 +139,7 @@ class TestShortRuns:
     def test_a_finished_run_goes_on_with_more_steps(self, micro, tmp_path):
         place = tmp_path / "more"
         run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
-        again = replace(stored(place), resume=place)
+        again = replace(stored(place, TrainConfig()), resume=place)
         with pytest.raises(OptionError, match="finished at step 4; raise --max-steps"):
             run(again, QUIET)
         with pytest.raises(OptionError, match="--seed cannot change from 0 to 1"):
@@ -260,7 +260,7 @@ def test_the_default_run_loads_in_transformers(tmp_path):
 
 
 def resume(place: Path) -> dict:
-    return run(replace(stored(place), resume=place), QUIET)
+    return run(replace(stored(place, TrainConfig()), resume=place), QUIET)
 
 
 def at_step(monkeypatch, step: int, act) -> None:

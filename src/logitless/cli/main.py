@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "what a run needs on each GPU, phase by phase, and a setting that fits",
     "profile": "where the memory of a training step goes, traced without a GPU, and what would help",
     "train": "train a causal language model on text, without its logits",
+    "align": "align a model by its own certainty, by rewards or by preferences (TRL)",
     "verify": "check the streamed loss against the dense one, and show where each is used",
 }
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """The options as given; raises OptionError for what cannot be read, ConfigError for files."""
     given = _cli(arguments, TrainConfig())
-    base = TrainConfig() if given.resume is None else stored(given.resume)
+    base = TrainConfig() if given.resume is None else stored(given.resume, TrainConfig())
     if given.config is not None:
         base = read_file(given.config, base)
     return _cli(arguments, base).check()

@@ -23,10 +23,11 @@ from .packing import PackedRows, collate
 class Records(TrainerCallback):
     """One line of metrics.jsonl per optimiser step; lines past the checkpoint that a run resumes from are dropped."""
 
-    def __init__(self, path: Path, tokens_per_step: int, resumed_at: int) -> None:
-        self.path, self.tokens_per_step = path, tokens_per_step
+    def __init__(self, path: Path, tokens_per_step: int, resumed_at: int, every_metric: bool = False) -> None:
+        self.path, self.tokens_per_step, self.every_metric = path, tokens_per_step, every_metric
         self.before = [r for r in read_lines(path) if r["step"] <= resumed_at and "final" not in r]
         self.seconds = self.before[-1].get("seconds", 0.0) if self.before else 0.0
+        self.tokens = max((r.get("tokens", 0) for r in self.before), default=0)
         self.latest: dict[str, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -48,16 +49,20 @@ class Records(TrainerCallback):
             return
         took = time.perf_counter() - self.started
         self.seconds += took
+        tokens = int(logs.get("num_tokens", state.global_step * self.tokens_per_step))  # TRL counts its own
+        new, self.tokens = tokens - self.tokens, tokens
         self.latest = {
             "step": state.global_step,
             "loss": logs["loss"],
             "grad_norm": logs.get("grad_norm"),
             "learning_rate": logs.get("learning_rate"),
-            "tokens": state.global_step * self.tokens_per_step,
-            "tokens_per_second": round(self.tokens_per_step / took, 1),
+            "tokens": tokens,
+            "tokens_per_second": round(new / took, 1),
             "peak_memory_bytes": peak_bytes(args.device),
             "seconds": round(self.seconds, 3),
         }
+        if self.every_metric:
+            self.latest = {**{k: v for k, v in logs.items() if isinstance(v, int | float)}, **self.latest}
         if state.is_world_process_zero:
             append_line(self.path, self.latest)
         if not math.isfinite(logs["loss"]):

@@ -10,18 +10,65 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..errors import OptionError
 from ..memory.units import parse_bytes
 
 # What a resumed run may change; the rest decides what the weights and the data order mean.
-RESUMABLE = {"max_steps", "loss", "memory_budget", "device", "gradient_checkpointing"}
+RESUMABLE = {"max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "report_to"}
 INVOCATION = {"output_dir", "resume", "json", "config"}
+Options = TypeVar("Options", bound="RunOptions")
+
+
+class RunOptions:
+    """What the options of every run share: a base of frozen dataclasses, whose fields these are."""
+
+    model: str
+    context_length: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    max_steps: int
+    learning_rate: float | None
+    lora_rank: int
+    memory_budget: str
+    seed: int
+    dtype: str
+    device: str
+    output_dir: Path | None
+    resume: Path | None
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        return parse_bytes(self.memory_budget, "--memory-budget")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""
+        return {name: getattr(self, name) for name in fields_of(self) if name not in INVOCATION}
+
+    def check_shared(self, *at_least_one: str) -> None:
+        """OptionError for the first of the shared values without a meaning, and of the counts that are named."""
+        for name in (*at_least_one, "batch_size", "gradient_accumulation_steps", "max_steps"):
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        require(self.lora_rank >= 0, "lora_rank", "0 or more", self.lora_rank)
+        require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
+        rate = self.learning_rate
+        require(rate is None or (math.isfinite(rate) and rate > 0), "learning_rate", "positive", rate)
+        require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
+        require(self.model != "", "model", "a name or a path", self.model)
+        self.memory_budget_bytes  # noqa: B018 - raises OptionError
+        if self.resume is not None and self.output_dir not in (None, self.resume):
+            raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
+
+
+def fields_of(options: Any) -> dict[str, str]:
+    """The fields of an options dataclass with their types, as text."""
+    return {f.name: str(f.type) for f in fields(options)}
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(RunOptions):
     """Options of `logitless train`; the command line mirrors them.
 
     Sizes count tokens unless they say otherwise. Raises OptionError from `check`.
@@ -64,53 +111,31 @@ class TrainConfig:
     config: Path | None = None
     """Read options from this YAML or TOML file; the command line overrides them."""
 
-    @property
-    def memory_budget_bytes(self) -> int:
-        return parse_bytes(self.memory_budget, "--memory-budget")
-
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        for name in ("context_length", "batch_size", "gradient_accumulation_steps", "max_steps"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(
-            self.context_length >= 2,
-            "context_length",
-            "at least 2 (a token and its successor)",
-            self.context_length,
-        )
-        _require(self.lora_rank >= 0, "lora_rank", "0 or more", self.lora_rank)
-        _require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
-        rate = self.learning_rate
-        _require(rate is None or (math.isfinite(rate) and rate > 0), "learning_rate", "positive", rate)
-        _require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
-        _require(self.model != "", "model", "a name or a path", self.model)
-        self.memory_budget_bytes  # noqa: B018 - raises OptionError
-        if self.resume is not None and self.output_dir not in (None, self.resume):
-            raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
+        self.check_shared("context_length")
+        expected = "at least 2 (a token and its successor)"
+        require(self.context_length >= 2, "context_length", expected, self.context_length)
         return self
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in INVOCATION}
 
-
-def _require(holds: bool, name: str, expected: str, got: Any) -> None:
+def require(holds: bool, name: str, expected: str, got: Any) -> None:
     if not holds:
         raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")
 
 
-def from_dict(values: Any, where: str, base: TrainConfig | None = None) -> TrainConfig:
-    """`base` (default: the defaults) with the fields of a mapping; OptionError names an unknown or mistyped one."""
+def from_dict(values: Any, where: str, base: Options) -> Options:
+    """`base` with the fields of a mapping; OptionError names an unknown or mistyped one."""
     if not isinstance(values, dict):
         raise OptionError(f"{where}: expected a table of options, got {type(values).__name__}")
-    known = {f.name: f for f in fields(TrainConfig) if f.name != "config"}
+    known = {name: kind for name, kind in fields_of(base).items() if name != "config"}
     new: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise OptionError(f"{where}: unknown option {key!r}; options are {', '.join(known)}")
-        new[name] = _coerce(value, str(known[name].type), f"{where}: {key}")
-    return dataclasses.replace(base or TrainConfig(), **new)
+        new[name] = _coerce(value, known[name], f"{where}: {key}")
+    return dataclasses.replace(base, **new)  # pyright: ignore[reportArgumentType]
 
 
 def _coerce(value: Any, kind: str, where: str) -> Any:
@@ -137,7 +162,7 @@ def _choices(literal: str) -> list[str]:
     return [part.strip(" \"'") for part in literal[len("Literal[") : -1].split(",")]
 
 
-def read_file(path: Path, base: TrainConfig | None = None) -> TrainConfig:
+def read_file(path: Path, base: Options) -> Options:
     """The options of a YAML, TOML or JSON file over `base`; OptionError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")

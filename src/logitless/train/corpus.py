@@ -85,11 +85,16 @@ def _text_or_none(path: Path) -> str | None:
 
 
 def _jsonl(path: Path) -> Iterator[str]:
+    return (_text_field(record, where) for where, record in json_records(path))
+
+
+def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of each line of a .jsonl file. Raises DataError."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _text_field(_json_record(line, f"{path}:{number}"), f"{path}:{number}")
+                    yield f"{path}:{number}", _json_record(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(f"--data {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -102,7 +107,7 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise DataError(f"--data {where}: not JSON ({error.msg}); expected one object per line") from None
     if not isinstance(record, dict):
-        raise DataError(f"--data {where}: expected an object with a text field, got {type(record).__name__}")
+        raise DataError(f"--data {where}: expected an object with fields, got {type(record).__name__}")
     return record
 
 
@@ -133,7 +138,7 @@ def _parquet(path: Path) -> Iterator[str]:
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from _strings(batch.column(0).to_pylist(), column, path)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"--data {path}: not a readable parquet file ({_first_line(error)})") from None
+        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
 
 
 def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
@@ -146,18 +151,23 @@ def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
 
 
 def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None]:
+    train, held_out = splits(path)
+    return _rows(train, path), None if held_out is None else _rows(held_out, path)
+
+
+def splits(path: Path) -> tuple[Any, Any]:
+    """(train, held out or None): the datasets of a directory that `save_to_disk` wrote. Raises DataError."""
     from datasets import Dataset, DatasetDict, load_from_disk
 
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
-        raise DataError(f"--data {path}: not a readable datasets directory ({_first_line(error)})") from None
+        raise DataError(f"--data {path}: not a readable datasets directory ({first_line(error)})") from None
     if isinstance(loaded, Dataset):
-        return _rows(loaded, path), None
+        return loaded, None
     if not isinstance(loaded, DatasetDict) or "train" not in loaded:
         raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
-    held_out = next((loaded[name] for name in ("validation", "test") if name in loaded), None)
-    return _rows(loaded["train"], path), None if held_out is None else _rows(held_out, path)
+    return loaded["train"], next((loaded[name] for name in ("validation", "test") if name in loaded), None)
 
 
 def _rows(dataset: Any, path: Path) -> Iterator[str]:
@@ -166,6 +176,6 @@ def _rows(dataset: Any, path: Path) -> Iterator[str]:
     return chain.from_iterable(_strings(batch[column], column, path) for batch in batches)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, OptionError
 from ..models.instances import checkpoint_layers, config_of, with_adapters
 from ..models.presets import PRESETS, preset
-from .config import TrainConfig
+from .config import RunOptions
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
@@ -84,7 +84,7 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     return tokenizer
 
 
-def build(config: TrainConfig, source: ModelSource) -> Any:
+def build(config: RunOptions, source: ModelSource) -> Any:
     """The transformers model to train, on the CPU, with adapters where asked; the same weights for the same seed."""
     import torch
     from transformers import AutoModelForCausalLM, set_seed

@@ -47,7 +47,7 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
     axes.set(xlabel="optimiser step", ylabel="nats per token", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
-    _finish(figure, axes, path)
+    finish(figure, [axes], path)
 
 
 def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size: int) -> bool:
@@ -73,11 +73,13 @@ def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size
     axes.set_ylim(0, 1.3 * highest)  # room for the legend
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="upper left")
-    _finish(figure, axes, path)
+    finish(figure, [axes], path)
     return True
 
 
-def _finish(figure: Figure, axes: Any, path: Path) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
+def finish(figure: Figure, panels: list[Any], path: Path) -> None:
+    """Light axes, and the figure as a PNG, whole or not at all."""
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
     write_whole(path, lambda temporary: figure.savefig(temporary, format="png"))

@@ -47,14 +47,18 @@ class ProgressBar(TrainerCallback):
         latest = self.records.latest
         if "loss" not in (logs or {}) or not state.is_world_process_zero:
             return
-        line = (
-            f"loss {latest['loss']:.3f} · {latest['tokens_per_second']:,.0f} tokens/s · "
-            f"peak {format_bytes(latest['peak_memory_bytes'])}"
-        )
+        line = self.line(latest)
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step, line=line)
         elif state.global_step % self.every == 0 or state.global_step in (1, state.max_steps):
             say(self.console, f"step {state.global_step:>5}/{state.max_steps} · {line}")
+
+    def line(self, latest: dict[str, Any]) -> str:
+        """What a step comes to."""
+        return (
+            f"loss {latest['loss']:.3f} · {latest['tokens_per_second']:,.0f} tokens/s · "
+            f"peak {format_bytes(latest['peak_memory_bytes'])}"
+        )
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, LogitlessError, OptionError
 from .checkpoints import discard_unfinished, last_checkpoint
-from .config import RESUMABLE, TrainConfig, from_dict
+from .config import RESUMABLE, Options, RunOptions, from_dict
 from .files import write_json
 
 RUN_FILE, SUMMARY_FILE, TOKENS_FILE = "run.json", "summary.json", "tokens.npz"
@@ -26,20 +26,20 @@ class OutOfSpace(LogitlessError, OSError):
     """The disk is full; whole checkpoints are kept."""
 
 
-def stored(run: Path) -> TrainConfig:
-    """The options that the run in this directory was started with; ConfigError when there is no run."""
+def stored(run: Path, default: Options) -> Options:
+    """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
     try:
         values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
-        return from_dict(values["config"], str(run / RUN_FILE))
+        return from_dict(values["config"], str(run / RUN_FILE), default)
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
 
 
-def claim(config: TrainConfig) -> Path:
-    """The directory to write into. Raises OptionError for one that holds another run or cannot be written."""
+def claim(config: RunOptions, name: str) -> Path:
+    """The directory to write into, runs/NAME unless given. OptionError for another run's and one it cannot write."""
     if config.resume is not None:
         return _continue(config, config.resume)
-    place = config.output_dir or _free(Path("runs") / Path(config.model).stem)
+    place = config.output_dir or _free(Path("runs") / name)
     if (place / RUN_FILE).exists():
         raise OptionError(f"{place} holds a run already: --resume {place} continues it, or choose another --output-dir")
     try:
@@ -49,13 +49,13 @@ def claim(config: TrainConfig) -> Path:
     return place
 
 
-def record(config: TrainConfig, place: Path) -> None:
+def record(config: RunOptions, place: Path) -> None:
     """Writes run.json: from now on, the run can be resumed."""
     write_json(place / RUN_FILE, {"schema": 1, "config": config.to_dict()})
 
 
-def _continue(config: TrainConfig, run: Path) -> Path:
-    before = stored(run)
+def _continue(config: RunOptions, run: Path) -> Path:
+    before = stored(run, type(config)())
     for name, value in config.to_dict().items():
         if name not in RESUMABLE and value != before.to_dict()[name]:
             option = f"--{name.replace('_', '-')}"
@@ -76,25 +76,25 @@ def _free(wanted: Path) -> Path:
 
 
 @contextmanager
-def explained(place: Path) -> Iterator[None]:
+def explained(place: Path, command: str) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(_how_to_go_on(place)) from None
+        raise Interrupted(_how_to_go_on(place, command)) from None
     except Exception as error:
         if not _disk_full(error, place):
             raise
         discard_unfinished(place)
-        raise OutOfSpace(f"no space left at {place}: free some, then {_how_to_go_on(place)}") from error
+        raise OutOfSpace(f"no space left at {place}: free some, then {_how_to_go_on(place, command)}") from error
 
 
-def _how_to_go_on(place: Path) -> str:
+def _how_to_go_on(place: Path, command: str) -> str:
     if not (place / RUN_FILE).exists():
         return "interrupted before the first step; start again"
     found = last_checkpoint(place)
     whence = f"step {found[1]}" if found else "the start"
-    return f"logitless train --resume {place} goes on from {whence}"
+    return f"logitless {command} --resume {place} goes on from {whence}"
 
 
 def _disk_full(error: Exception, place: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from datasets import disable_progress_bars
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
@@ -21,7 +22,7 @@ from ..errors import DeviceError
 from ..integrations.transformers import choose, install
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
-from .config import TrainConfig
+from .config import RunOptions, TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
@@ -59,16 +60,15 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
     On the other ranks of a distributed launch the summary is empty.
     """
     console = console or Console(stderr=True)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet()
     if config.check().device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     state = PartialState(cpu=config.device == "cpu")
     source = resolve(config.model)
     tokenizer = load_tokenizer(source)
-    place: list[Any] = [claim(config) if state.is_main_process else None]
+    place: list[Any] = [claim(config, Path(config.model).stem) if state.is_main_process else None]
     broadcast_object_list(place)
-    with explained(place[0]):
+    with explained(place[0], "train"):
         parts = _set_up(config, place[0], source, tokenizer, console)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = build(config, source)
@@ -76,6 +76,13 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
         install(model, loss=config.loss, memory_budget=config.memory_budget_bytes)
         weights = train_steps(parts, model)
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
+
+
+def quiet() -> None:
+    """Leaves the console to the run: no warnings and progress bars of the libraries beneath it."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
 
 
 def _set_up(config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
@@ -102,15 +109,16 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
     config, place = parts.config, parts.place
     found = last_checkpoint(place)
-    arguments = _arguments(config, place, parts.source.default_rate(config.lora_rank))
-    tokens = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
+    rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
+    given = arguments(config, place, rate)
+    tokens = config.batch_size * config.gradient_accumulation_steps * given.world_size * config.context_length
     records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
     held_out = HeldOut(parts.held_out, config.batch_size, records.path)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
-    alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
+    alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
     trainer = Trainer(
         model=model,
-        args=arguments,
+        args=given,
         train_dataset=parts.train,
         data_collator=collate,
         processing_class=parts.tokenizer.saved,
@@ -120,7 +128,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
-            held_out.conclude(arguments, found[1], trainer.model)
+            held_out.conclude(given, found[1], trainer.model)
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     if stop.asked and trainer.state.global_step < config.max_steps:
@@ -128,30 +136,32 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
-def _arguments(config: TrainConfig, place: Path, default_rate: float) -> TrainingArguments:
-    arguments = TrainingArguments(
-        output_dir=str(place),
-        max_steps=config.max_steps,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        learning_rate=config.learning_rate or default_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(1, round(WARM_UP * config.max_steps)),
-        max_grad_norm=1.0,
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # a loss that is not a number must show
-        save_steps=min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
-        save_total_limit=2,
-        seed=config.seed,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        use_cpu=config.device == "cpu",
-        dataloader_pin_memory=config.device != "cpu" and torch.cuda.is_available(),
-    )
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
-    return arguments
+def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
+    """What a trainer is told in every run; `more`: what `kind` adds to it or has in its place."""
+    shared: dict[str, Any] = {
+        "output_dir": str(place),
+        "max_steps": config.max_steps,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "learning_rate": rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": max(1, round(WARM_UP * config.max_steps)),
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # a loss that is not a number must show
+        "save_steps": min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
+        "save_total_limit": 2,
+        "seed": config.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "use_cpu": config.device == "cpu",
+        "dataloader_pin_memory": config.device != "cpu" and torch.cuda.is_available(),
+    }
+    given = kind(**{**shared, **more})
+    if given.n_gpu > 1:
+        given._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
+    return given
 
 
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +172,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
     tokens = config.batch_size * config.context_length
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
-    _save_model(parts, model, weights)
+    save_model(place, parts.tokenizer, config.lora_rank, model, weights)
     records = read_lines(place / METRICS_FILE)
     plot_loss(place / "loss.png", records, vocab)
     plot_memory(place / "memory.png", step_memory, tokens, vocab)
@@ -191,16 +201,17 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     return summary
 
 
-def _save_model(parts: Run, model: Any, weights: dict[str, Any] | None) -> None:
+def save_model(
+    place: Path, tokenizer: TextTokenizer, lora_rank: int, model: Any, weights: dict[str, Any] | None
+) -> None:
     """model/: what `AutoModelForCausalLM.from_pretrained` loads, adapters merged in; adapter/: those alone."""
-    place, tokenizer = parts.place, parts.tokenizer.saved
     model.config.use_cache = True  # Trainer turns it off for training; whoever generates wants it
 
     def save(path: Path) -> None:
         model.save_pretrained(path, state_dict=weights)
-        tokenizer.save_pretrained(path)
+        tokenizer.saved.save_pretrained(path)
 
-    if not parts.config.lora_rank:
+    if not lora_rank:
         return write_whole(place / "model", save)
     write_whole(place / "adapter", save)
     model, weights = model.merge_and_unload(), None

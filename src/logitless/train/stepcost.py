@@ -42,7 +42,7 @@ def _last_line(text: str) -> str:
 def main() -> None:
     """Reads an order from standard input and prints one JSON line per method."""
     order = json.loads(sys.stdin.read())
-    config = from_dict(order["config"], "order")
+    config = from_dict(order["config"], "order", TrainConfig())
     for method, result in measure_here(config, Path(order["tokens"])):
         print(json.dumps({"method": method, **result}), flush=True)
 

@@ -1,0 +1,54 @@
+"""`logitless align`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..train.align_config import AlignConfig
+from ..train.config import read_file
+from ..train.rundir import stored
+from . import options
+
+DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
+
+Without options: the model of `logitless train` (trained first if need be), on prompts from the same text."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads the options (command line over --config over a resumed run's own), aligns, shows the summary."""
+    config = parse(arguments)
+    import json
+
+    from rich.console import Console  # below, so that --help needs no torch
+
+    from ..train.align import run
+    from ..train.align_report import show
+    from ..train.files import read_lines, write_json
+    from ..train.sft import METRICS_FILE
+
+    summary = run(config, Console(stderr=True))
+    if summary:  # the first rank of a distributed launch
+        to_stdout = config.json is not None and str(config.json) == "-"
+        records = read_lines(Path(summary["output_dir"]) / METRICS_FILE)
+        show(summary, records, Console(stderr=to_stdout))
+        if to_stdout:
+            print(json.dumps(summary, indent=2))
+        elif config.json is not None:
+            write_json(config.json, summary)
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> AlignConfig:
+    """The options as given; raises OptionError for what cannot be read, ConfigError for files."""
+    given = _cli(arguments, AlignConfig())
+    base = AlignConfig() if given.resume is None else stored(given.resume, AlignConfig())
+    if given.config is not None:
+        base = read_file(given.config, base)
+    return _cli(arguments, base).check()
+
+
+def _cli(arguments: Sequence[str], default: AlignConfig) -> AlignConfig:
+    return options.parse(
+        AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments, default=default
+    )

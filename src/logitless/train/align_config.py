@@ -1,0 +1,147 @@
+"""`AlignConfig`: every option of an alignment run, as one frozen dataclass (no torch import)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import OptionError
+from .config import RunOptions, require
+
+DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method does, and the options that it has its own defaults for."""
+
+    what: str
+    beta: float  # weight of the KL to the reference
+    repetition_guard: float = 0.0
+    rewards: str = ""  # without --rewards
+    rollouts: bool = True  # samples completions; otherwise it learns from pairs
+
+
+METHODS: dict[str, Method] = {
+    "intuitor": Method("GRPO on the policy's own self-certainty", beta=0.04, repetition_guard=1.0),
+    "grpo": Method("group-relative policy optimisation", beta=0.04, rewards="python_lines"),
+    "rloo": Method("REINFORCE with a leave-one-out baseline", beta=0.05, rewards="python_lines"),
+    "dpo": Method("direct preference optimisation", beta=0.1, rollouts=False),
+}
+DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 1e-4, 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class AlignConfig(RunOptions):
+    """Options of `logitless align`; the command line mirrors them.
+
+    Lengths count tokens. Raises OptionError from `check`.
+    """
+
+    method: Literal["intuitor", "grpo", "rloo", "dpo"] = "intuitor"
+    """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs."""
+    model: str = DEFAULT_MODEL
+    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    data: str | None = None
+    """Prompts (pairs, for dpo) in a jsonl, parquet or `datasets` directory, or text to cut them from. Default: this
+    Python's own library."""
+    prompt_length: int = 64
+    """Of prompts that are cut from text, at most."""
+    completion_length: int = 32
+    """Of a sampled completion, at most."""
+    batch_size: int = 16
+    """Completions (for dpo: pairs) per forward pass and device."""
+    generations_per_prompt: int = 4
+    """Completions of one prompt, whose rewards are compared with each other."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    max_steps: int = 40
+    """Optimiser steps."""
+    learning_rate: float | None = None
+    """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""
+    beta: float | None = None
+    """Weight of the KL to the model that the run starts from. Default: 0.04, rloo 0.05, dpo 0.1."""
+    temperature: float = 1.0
+    """Of sampling, of the log-probs, and of self-certainty."""
+    rewards: str | None = None
+    """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
+    Default: python_lines for grpo and rloo."""
+    self_certainty_weight: float = 1.0
+    """Of intuitor's own reward beside the others."""
+    repetition_guard: float | None = None
+    """Weight of the reward against repeated n-grams. Default: 1 for intuitor, else 0."""
+    lora_rank: int = 0
+    """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    seed: int = 0
+    """Of the choice of prompts, the sampling and everything random."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights. auto: the checkpoint's own."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
+    """Where metrics go beside metrics.jsonl."""
+    output_dir: Path | None = None
+    """Where everything is written. Default: the first free runs/METHOD, runs/METHOD-2, ..."""
+    resume: Path | None = None
+    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
+    json: Path | None = None
+    """Write the summary as JSON to this file (- for standard output)."""
+    config: Path | None = None
+    """Read options from this YAML or TOML file; the command line overrides them."""
+
+    @property
+    def kind(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def context_length(self) -> int:
+        return self.prompt_length + self.completion_length
+
+    @property
+    def kl_weight(self) -> float:
+        return self.kind.beta if self.beta is None else self.beta
+
+    @property
+    def guard_weight(self) -> float:
+        return self.kind.repetition_guard if self.repetition_guard is None else self.repetition_guard
+
+    @property
+    def rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.lora_rank:
+            return LORA_RATE
+        return DEFAULT_MODEL_RATE if self.model == DEFAULT_MODEL else FULL_RATE
+
+    def check(self) -> AlignConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        self.check_shared("prompt_length", "completion_length")
+        for name in ("beta", "repetition_guard", "self_certainty_weight"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < math.inf, name, "0 or more", value)
+        require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
+        if self.kind.rollouts:
+            self._check_groups()
+        elif self.rewards or self.repetition_guard:
+            raise OptionError("--method dpo learns from pairs: leave out --rewards and --repetition-guard")
+        if self.method != "intuitor" and self.self_certainty_weight != 1:
+            raise OptionError(f"--self-certainty-weight is intuitor's, got it with --method {self.method}")
+        if self.method == "intuitor" and not self.self_certainty_weight and not self.rewards:
+            raise OptionError("--self-certainty-weight 0 leaves intuitor without a reward: give --rewards")
+        return self
+
+    def _check_groups(self) -> None:
+        size = self.generations_per_prompt
+        require(size >= 2, "generations_per_prompt", "at least 2, to compare", size)
+        sampled = self.batch_size * self.gradient_accumulation_steps
+        if sampled % size:
+            raise OptionError(
+                f"--batch-size times --gradient-accumulation-steps is {sampled}: expected a multiple of "
+                f"--generations-per-prompt {size}"
+            )

@@ -1,0 +1,75 @@
+"""`logitless align` from its command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from logitless.cli.align import parse
+from logitless.cli.main import main
+from logitless.errors import OptionError
+from logitless.train.align_config import AlignConfig
+from tests.train.micro import line_corpus, micro_model
+
+
+def test_every_option_of_the_dataclass_is_one_of_the_command_line():
+    given = (
+        "--method rloo --model m --data d --prompt-length 9 --completion-length 8 --batch-size 6 "
+        "--generations-per-prompt 3 --gradient-accumulation-steps 2 --gradient-checkpointing --max-steps 7 "
+        "--learning-rate 1e-3 --beta 0.2 --temperature 0.5 --rewards a:b --self-certainty-weight 1 "
+        "--repetition-guard 0.5 --lora-rank 4 --memory-budget 1GiB --seed 5 --dtype bfloat16 --device cpu "
+        "--report-to wandb --output-dir o --json j"
+    )
+    assert parse(given.split()) == AlignConfig(
+        "rloo", "m", "d", 9, 8, 6, 3, 2, True, 7, 1e-3, 0.2, 0.5, "a:b", 1.0, 0.5, 4, "1GiB", 5, "bfloat16", "cpu",
+        "wandb", Path("o"), None, Path("j"),
+    )  # fmt: skip
+
+
+def test_the_command_line_overrides_a_file(tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text('method = "dpo"\nbeta = 0.3\nbatch_size = 3\n')
+    config = parse(["--config", str(path), "--beta", "0.2"])
+    assert (config.method, config.beta, config.batch_size) == ("dpo", 0.2, 3)
+
+
+def test_bad_options_are_one_line(capsys):
+    assert main(["align", "--method", "ppo"]) == 2
+    assert main(["align", "--batch-size", "3"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "expected a multiple of --generations-per-prompt 4" in lines[1]
+    with pytest.raises(OptionError, match="batch-siz"):
+        parse(["--batch-siz", "3"])
+
+
+def test_help_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom logitless.cli.main import main\n"
+        "try:\n    main(['align', '--help'])\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_a_run_and_its_summary(micro, tmp_path, capsys):
+    model, place = tmp_path / "model", tmp_path / "run"
+    micro_model().save_pretrained(model)
+    for path in micro.model.parent.glob("tok*.json"):
+        (model / path.name).write_bytes(path.read_bytes())
+    given = ["--model", model, "--data", line_corpus(tmp_path / "data"), "--prompt-length", 24, "--device", "cpu"]
+    given += ["--completion-length", 12, "--batch-size", 4, "--max-steps", 2, "--output-dir", place, "--json", "-"]
+    assert main(["align", *map(str, given)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads((place / "summary.json").read_text())
+    for shown in (
+        "self-certainty",
+        "KL",
+        "repetition",
+        "held-out rows: reward",
+        "rewards: self_certainty × 1",
+        "align.png",
+    ):
+        assert shown in err
