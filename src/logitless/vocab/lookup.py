@@ -21,12 +21,16 @@ LEAVES_OUT = frozenset({"mpt", "minicpm3", "gemma3", "aya_vision", "cohere2_visi
 APPLIES_TEXT = frozenset(
     {
         "cohere_compass", "diffusion_gemma", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision",
-        "granite_docling", "hyperclovax_vision_v2", "inkling", "inkling2", "mistral_large4", "muse_glimmer",
+        "granite_docling", "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer",
         "muse_spark", "paligemma",
     }
 )  # fmt: skip
 # ... and some do what no head here does.
-REFUSED = {"chameleon": "masks the logits of image tokens"}
+REFUSED = {
+    "chameleon": "masks the logits of image tokens",
+    "gemma4_assistant": "has logits for some of its vocabulary only",
+    "gemma4_unified_assistant": "has logits for some of its vocabulary only",
+}
 
 
 def head_of(module: nn.Module) -> LMHead:
@@ -71,8 +75,8 @@ def _transforms(model: Any) -> tuple[float, float | None, int | None]:
     scale, softcap, rows = _scale(text), _softcap(text), getattr(text, TRIMS, None)
     if text is not config and kind not in APPLIES_TEXT and (scale, softcap, rows) != (1.0, None, None):
         raise ConfigError(
-            f"LMHead.of: {name} holds a text model with scale {scale} and softcap {softcap}, and whether it applies "
-            "them is not known; pass LMHead(weight, bias, scale, softcap)"
+            f"LMHead.of: {name} holds a text model with scale {scale}, softcap {softcap} and {rows or 'all'} rows, and "
+            "whether it applies them is not known; pass LMHead(weight, bias, scale, softcap, vocab_size)"
         )
     return scale, softcap, rows
 
