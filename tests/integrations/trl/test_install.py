@@ -83,6 +83,25 @@ def test_refused_options_change_nothing(trainer, options, error, says):
     assert state_of(trainer) == before
 
 
+@pytest.mark.parametrize(
+    ("make", "options", "only_logprob", "equal_weights"),
+    [
+        (runs.sft, {}, True, True),
+        (runs.sft, {"loss_type": "dft"}, True, False),
+        (runs.dpo, {}, True, False),
+        (runs.grpo, {}, True, False),
+        (runs.grpo, {"entropy_coef": 0.1}, False, False),
+    ],
+)
+def test_each_trainer_gets_the_lowest_price_that_its_loss_allows(place, make, options, only_logprob, equal_weights):
+    trainer = make(place, **options)
+    install(trainer, memory_budget=1 << 20)
+    wanted = [change.fused.wanted for change in vars(trainer)["_logitless"].changes if change.fused]
+    assert (wanted[0].only_logprob, wanted[0].equal_weights) == (only_logprob, equal_weights)
+    assert all(x.memory_budget == 1 << 20 for x in wanted)
+    assert [x.statistics for x in wanted[1:]] == [("logprob",)] * len(wanted[1:])
+
+
 def test_another_trainer(place, tmp_path):
     from transformers import TrainingArguments
 
