@@ -1,5 +1,7 @@
 """Top-k Gumbel-softmax against whole rows in float64: weights, tokens, soft embeddings and every gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from tests.vocab.comparing import Operands, operands
 
 V, H, E = 47, 6, 5
 TRANSFORMS = [{}, {"scale": 0.6}, {"softcap": 4.0}, {"scale": 1.5, "softcap": 5.0, "vocab_size": V - 6}]
+TRANSFORMS += [{"ranks": (3,)}, {"ranks": (2, 4), "scale": 0.7, "softcap": 6.0, "bias": False}]
 K = [1, 2, 9, V - 6]
 
 
@@ -217,3 +220,20 @@ def test_empty_batches_keep_the_graph(k):
     assert soft.embedded[0].shape == (0, E)
     soft.embedded[0].sum().backward()
     assert bool((ops.weight.grad == 0).all())
+
+
+@pytest.mark.parametrize("k", [V, 0])
+def test_adapters_drop_once(k):
+    """One dropout mask for the logits and their gradient; the choice of the best does not drop."""
+    ops = operands((3,), H, V, ranks=(2,), bias=False)
+    (adapter,), p = ops.adapters, 0.4
+    head = replace(ops.head, adapters=(replace(adapter, dropout=p),))
+    table, noise = torch.randn(V, E, dtype=torch.float64), some_noise((3,))
+    torch.manual_seed(3)
+    out = relax.gumbel_topk(ops.hidden, head, 1.0, k=k, noise=noise, embeddings=(table,)).embedded[0]
+    torch.manual_seed(3)
+    keep = torch.empty(3, H, dtype=torch.bool).bernoulli_(1 - p).double() / (1 - p)
+    z = ops.hidden @ ops.weight.T + adapter.scaling * (ops.hidden * keep) @ adapter.a.T @ adapter.b.T
+    expected = (z + noise.gumbel(slice(0, V))).softmax(-1) @ table
+    leaves = list(ops.leaves.values())
+    assert_gradients([out], leaves, [expected], leaves, 1e-10)

@@ -11,7 +11,7 @@ from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.vocab import noise
 from logitless.vocab.noise import Noise, gumbel, philox
 from tests.support import trace_allocations
-from tests.vocab.test_errors import refused
+from tests.vocab.refusing import refused
 
 SEEDS, POSITIONS = torch.tensor([3, -1, 2**62, 0]), torch.tensor([0, 5, 7, 2**40])
 V = 1000

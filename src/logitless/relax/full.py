@@ -14,7 +14,8 @@ from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
 from ..errors import NotFiniteError
 from ..vocab.head import LMHead
 from ..vocab.noise import Noise
-from .rows import exact, first_order
+from ..vocab.problem import full_precision
+from .rows import first_order
 from .terms import Terms
 from .tokens import SoftTokens
 
@@ -88,7 +89,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, seeds: Tensor, positions: Tensor, *tensors: Tensor) -> Any:
         noise = Noise(seeds, positions)
         terms, tables = call.split(tensors)
-        with exact(seeds.device):
+        with full_precision(seeds.device.type):
             token, best, total, soft = _fold(call, terms, noise, tables)
         check_logits(best + total.log())
         ctx.call = call
@@ -103,7 +104,7 @@ class _Whole(torch.autograd.Function):
         seeds, positions, token, best, total, *rest = ctx.saved_tensors
         soft, tensors = rest[: len(ups)], rest[len(ups) :]
         back = _Backward(ctx.call, Noise(seeds, positions), token, best, total, tensors, ctx.needs_input_grad[3:])
-        with exact(seeds.device):
+        with full_precision(seeds.device.type):
             return None, None, None, *back.run(soft, [g.to(best.dtype) for g in ups])
 
 

@@ -44,7 +44,8 @@ def gumbel_topk(
     wanted as `embeddings`, read `.embedded`. hard: the forward weights are one-hot, the gradient is the soft weights'.
     noise: the sequences' own seeds and the positions, so that no slice, rank or batch order changes a token; without
     it, seeds are drawn from `generator` (under activation checkpointing give `noise`: recomputation draws anew).
-    Differentiable with respect to hidden and head (and weights to tables); which ids are the best has no gradient.
+    Differentiable with respect to hidden, head and its adapters (and weights to tables); adapters' dropout changes the
+    logits, not which entries are the k best; which ids are the best has no gradient.
     Price: one GEMM of 2·N·H·V flop, without gradient, for the ids; 2·N·k·H for the logits, and again for each of
     dhidden and dweight. k=0: 2·N·H·V and 2·N·E·V per table; about as much twice over in backward.
     Raises what `token_stats` raises, and OptionError, NotFiniteError. Memory: slices within the budget, O(N·k); dweight
@@ -63,8 +64,9 @@ def _soft_best(
     hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, memory_budget: int | None
 ) -> SoftTokens:
     """Soft tokens over the k best entries, arguments checked."""
+    steady = replace(head, adapters=tuple(replace(x, dropout=0.0) for x in head.adapters))
     with torch.no_grad():
-        stats = token_stats(hidden, head, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
+        stats = token_stats(hidden, steady, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
         check_logits(stats.logsumexp)
         outside = -torch.expm1((stats.top_k_logits.logsumexp(-1) - stats.logsumexp).clamp(max=0))
     ids = stats.top_k_ids

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import GradientError
+from ..vocab.problem import full_precision
 
 BLOCK = 1 << 19  # elements of gathered rows at a time
 
@@ -73,15 +73,9 @@ def first_order() -> None:
         )
 
 
-def exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off: what has been converted to fp32 stays fp32."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
-
-
 def _dot(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     out = x.new_zeros(ids.shape)
-    with exact(x.device):
+    with full_precision(x.device.type):
         for n, k in _blocks(ids, table):
             rows = _rows(table, ids[n, k], x.dtype)
             out[n, k] = torch.bmm(x[n, None], rows.mT)[:, 0]  # on a CPU three times as fast as rows · x
@@ -92,7 +86,7 @@ def _sum(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     if table.dtype == weights.dtype:
         return F.embedding_bag(ids, table.detach(), per_sample_weights=weights, mode="sum")
     out = weights.new_zeros(ids.shape[0], table.shape[1])
-    with exact(weights.device):
+    with full_precision(weights.device.type):
         for n, k in _blocks(ids, table):
             out[n] += torch.bmm(weights[n, None, k], _rows(table, ids[n, k], weights.dtype))[:, 0]
     return out

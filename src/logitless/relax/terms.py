@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ..vocab.head import LMHead
-from ..vocab.problem import compute_dtype
+from ..vocab.lowrank import up_of, with_low_rank
+from ..vocab.problem import Inputs, compute_dtype
 from .rows import rows_dot
 
 
 @dataclass(frozen=True)
 class Terms:
-    """z = softcap(scale·(Σ xᵢ·tableᵢᵀ + bias)): hidden with the weight, then a term for each low-rank adapter.
+    """z = softcap(scale·(Σ xᵢ·tableᵢᵀ + bias)): hidden with the weight, then low with up where there are adapters.
 
-    What an adapter does to hidden is done before, so that autograd takes it from there.
+    low is formed before, by autograd, which so owns the gradients of the adapters' a and the dropout masks.
     """
 
     tensors: tuple[Tensor, ...]  # n of (N, Hᵢ) fp32 or fp64, n of (V, Hᵢ), and (V,) where there is a bias
@@ -28,9 +29,12 @@ class Terms:
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead) -> Terms:
         """The head on hidden (N, H)."""
-        xs, tables = [hidden.to(compute_dtype(hidden))], [head.weight]
+        low, up = with_low_rank(Inputs(hidden, head.weight), head, None).low, up_of(head)
         bias = [] if head.bias is None else [head.bias]
-        return cls((*xs, *tables, *bias), len(xs), head.scale, head.softcap)
+        x = hidden.to(compute_dtype(hidden))
+        if low is None or up is None:
+            return cls((x, head.weight, *bias), 1, head.scale, head.softcap)
+        return cls((x, low, head.weight, up, *bias), 2, head.scale, head.softcap)
 
     def holding(self, tensors: Sequence[Tensor]) -> Terms:
         """The same head with other tensors."""
