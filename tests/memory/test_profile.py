@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,25 +211,50 @@ def test_prediction_against_a_gpu(loss, checkpointing):
 
 LONG = """
 import json, resource, sys, time
-from logitless.memory.profile import Step, both
-start = time.perf_counter()
-found = both(Step("4b", context_length=131072, gradient_checkpointing=True, optimizer="none"))
-used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({
-    "seconds": time.perf_counter() - start, "bytes": used,
-    **{name: {s.name: [s.nbytes, s.peak] for s in r.stages} for name, r in found.items()},
-}))
+from dataclasses import replace
+from logitless.memory.profile import Step, both, traced
+step = Step("4b", context_length=131072, gradient_checkpointing=True)
+start, runs = time.process_time(), both(step)
+seconds, used = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+runs["bare"] = traced(replace(step, optimizer="none"))
+runs["kept"] = traced(replace(step, gradient_checkpointing=False))
+runs["bare and kept"] = traced(replace(step, gradient_checkpointing=False, optimizer="none"))
+found = {name: {s.name: [s.nbytes, s.peak] for s in run.stages} for name, run in runs.items()}
+print(json.dumps({"seconds": seconds, "bytes": used, "runs": found}))
 """
+ENDS, PEAKS = 0, 1
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = [  # page, text, its run, stage and column
+    ("where-reports-go-wrong.md", "8.81 GiB", "bare", "after first layer", ENDS),
+    ("where-reports-go-wrong.md", "16.56 GiB", "bare", "after first layer", PEAKS),
+    ("where-reports-go-wrong.md", "29.59 GiB", "bare and kept", "after first layer", ENDS),
+    ("where-reports-go-wrong.md", "34.90 GiB", "bare", "loss", PEAKS),
+    ("where-reports-go-wrong.md", "32.56 GiB", "bare", "after full forward", ENDS),
+    ("where-reports-go-wrong.md", "56.99 GiB", "bare", "backward", PEAKS),
+    ("where-reports-go-wrong.md", "71.98 GiB", "chunked", "backward", PEAKS),
+    ("where-reports-go-wrong.md", "270.10 GiB", "dense", "backward", PEAKS),
+    ("how-to/profile.md", "779.07 GiB", "kept", "backward", PEAKS),
+]
 
 
 @pytest.mark.slow
 def test_a_4b_model_at_131072_tokens():
-    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=280, check=False)
+    """Within its limits of time and memory, and what the pages say of it."""
+    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["bytes"] <= 2 * GIB
-    assert found["seconds"] <= 60  # two traces; 30 s each on an idle machine is the promise
-    assert found["chunked"]["after embedding"][0] - found["chunked"]["parameters"][0] >= 640 * 2**20
+    assert found["seconds"] <= 30  # of processor time, both losses together
+    runs = found["runs"]
+    assert runs["chunked"]["after embedding"][ENDS] - runs["chunked"]["optimizer state"][ENDS] >= 640 * 2**20
+    assert f"{runs['bare']['after embedding'][ENDS] / 1e9:.2f} GB" == "8.72 GB"
+    for page, text, which, stage, column in FIGURES:
+        assert text == f"{runs[which][stage][column] / GIB:.2f} GiB"
+        assert text in (DOCS / page).read_text(encoding="utf-8")
+    rows = (DOCS / "how-to/profile.md").read_text(encoding="utf-8").replace("*", "")
+    for stage in runs["dense"]:
+        cells = (f"{n / GIB:.2f}" for which in ("dense", "chunked") for n in runs[which][stage])
+        assert f"| {stage} | {' | '.join(cells)} |" in rows
 
 
 def test_the_trace_runs_real_code_of_the_streamed_loss(model_file):
