@@ -23,7 +23,8 @@ EXPERTS = from_config(
     },
     "experts <b>",
 )  # fmt: skip
-MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS]
+ADAPTED = replace(EXPERTS, name="adapted", shared_mlp=0, adapted_experts=True)
+MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS, ADAPTED]
 LENGTHS = (1, 777, 131_072, 1 << 40)  # the last takes bytes past 2^53
 KNOBS: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in CHOICES.items() if name not in ("algorithm", "sharding")},

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from logitless.memory.fit import LADDER, fit
-from logitless.memory.flags import flags, logitless_train, trl
+from logitless.memory.flags import ALIGN, flags, logitless_align, logitless_train, trl
 from logitless.memory.plan import plan
 from logitless.memory.setting import GIB, Setting
 from logitless.models.catalog import shape_of
@@ -100,10 +100,14 @@ def test_what_is_asked_for_stays():
 def test_command_lines():
     single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
     assert logitless_train(single) == (
-        "logitless train --model gemma-2-2b --context-length 2048 --batch-size 4 --gradient-accumulation-steps 16 "
-        "--gradient-checkpointing --lora-rank 16 --loss chunked --memory-budget 256MiB --dtype bfloat16"
+        "logitless train --model gemma-2-2b --context-length 2048 --loss chunked --batch-size 4 "
+        "--gradient-accumulation-steps 16 --gradient-checkpointing --lora-rank 16 --memory-budget 256MiB "
+        "--dtype bfloat16"
     )
-    assert set(flags(INTUITOR)) == {"TRL", "accelerate"}
+    assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
+    assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
+    for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):
+        assert "logitless align" not in flags(replace(INTUITOR, **change)), change
     assert "trl grpo" in trl(INTUITOR)
     assert "--num_generations 8 --max_completion_length 4096 --beta 0.04" in trl(INTUITOR)
     assert "--dtype float32 --attn_implementation sdpa" in trl(INTUITOR)
@@ -128,6 +132,20 @@ def test_logitless_train_knows_its_flags():
     line = logitless_train(replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True))
     config = parse(line.split()[2:])
     assert (config.context_length, config.lora_rank, config.memory_budget_bytes) == (2048, 16, 256 << 20)
+
+
+@pytest.mark.parametrize("algorithm", ["intuitor", "dpo", "grpo", "reinforce"])
+def test_logitless_align_knows_its_flags(algorithm):
+    from logitless.cli.align import parse
+
+    wish = replace(INTUITOR, algorithm=algorithm, micro_batch=8, lora_rank=16)
+    line = logitless_align(wish)
+    assert line.startswith("torchrun --nproc-per-node 8 -m logitless.cli align ")
+    config = parse(line.split()[6:])
+    assert (config.method, config.prompt_length, config.completion_length) == (ALIGN[algorithm], 2048, 4096)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (8, wish.accumulation)
+    if algorithm != "dpo":
+        assert (config.generations_per_prompt, config.kl_weight) == (8, 0.0 if algorithm == "reinforce" else 0.04)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "reinforce"])

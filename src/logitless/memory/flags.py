@@ -5,6 +5,7 @@ from __future__ import annotations
 from .setting import Setting
 
 TRL = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "intuitor": "grpo", "reinforce": "rloo"}
+ALIGN = {"dpo": "dpo", "grpo": "grpo", "intuitor": "intuitor", "reinforce": "rloo"}
 OPTIM = {
     "adamw-fp32": "adamw_torch_fused",
     "adamw-bf16": "adamw_torch_fused",
@@ -37,20 +38,42 @@ def launcher(setting: Setting) -> str:
 
 
 def logitless_train(setting: Setting) -> str | None:
-    """`logitless train`'s command line, for what it runs: supervised training without sharding."""
-    if setting.algorithm != "sft" or setting.sharding != "ddp" or setting.gpus > 1:
+    """`logitless train`'s command line: supervised training, all GPUs with the whole model."""
+    if setting.algorithm != "sft":
         return None
-    parts = [
-        f"logitless train --model {setting.model.name}",
-        f"--context-length {setting.length}",
-        f"--batch-size {setting.micro_rows}",
-        f"--gradient-accumulation-steps {setting.accumulation}",
-        "--gradient-checkpointing" if setting.gradient_checkpointing else "",
-        f"--lora-rank {setting.lora_rank}" if setting.lora_rank else "",
-        f"--loss chunked --memory-budget {setting.memory_budget >> 20}MiB",
-        "--dtype bfloat16",
-    ]
-    return " ".join(filter(None, parts))
+    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked"])
+
+
+def logitless_align(setting: Setting) -> str | None:
+    """`logitless align`'s command line, where its groups of responses fill whole batches."""
+    method, each = ALIGN.get(setting.algorithm), setting.responses_per_prompt
+    if method is None:
+        return None
+    parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
+    parts.append(f"--completion-length {setting.response_length}")
+    if method != "dpo":
+        if each < 2 or setting.micro_rows * setting.accumulation % each:
+            return None
+        parts += [f"--generations-per-prompt {each}", f"--beta {BETA if setting.keeps('reference') else 0.0}"]
+    return _own("align", setting, parts)
+
+
+def _own(command: str, setting: Setting, parts: list[str]) -> str | None:
+    """A command of logitless with the options that they share; None for sharding, which they leave to others."""
+    if setting.sharding != "ddp" or setting.tensor_parallel * setting.context_parallel > 1:
+        return None
+    start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
+    return " ".join(
+        [
+            f"{start} {command} --model {setting.model.name}",
+            *parts,
+            f"--batch-size {setting.micro_rows}",
+            f"--gradient-accumulation-steps {setting.accumulation}",
+            *["--gradient-checkpointing"] * setting.gradient_checkpointing,
+            *[f"--lora-rank {setting.lora_rank}"] * bool(setting.lora_rank),
+            f"--memory-budget {setting.memory_budget >> 20}MiB --dtype bfloat16",
+        ]
+    )
 
 
 def trl(setting: Setting) -> str | None:
@@ -105,5 +128,10 @@ def _yes(on: bool) -> str:
 
 def flags(setting: Setting) -> dict[str, str]:
     """The command lines by tool, those that exist."""
-    lines = {"logitless train": logitless_train(setting), "TRL": trl(setting), "accelerate": launcher(setting)}
+    lines = {
+        "logitless train": logitless_train(setting),
+        "logitless align": logitless_align(setting),
+        "TRL": trl(setting),
+        "accelerate": launcher(setting),
+    }
     return {tool: line for tool, line in lines.items() if line is not None}
