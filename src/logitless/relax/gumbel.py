@@ -47,7 +47,7 @@ def gumbel_topk(
     Differentiable with respect to hidden, head and its adapters (and weights to tables); adapters' dropout changes the
     logits, not which entries are the k best; which ids are the best has no gradient.
     Price: one GEMM of 2·N·H·V flop, without gradient, for the ids; 2·N·k·H for the logits, and again for each of
-    dhidden and dweight. k=0: 2·N·H·V and 2·N·E·V per table; about as much twice over in backward.
+    dhidden and dweight. k=0: 2·N·(H + ΣE)·V; backward that again, and 2·N·H·V for each of the two.
     Raises what `token_stats` raises, and OptionError, NotFiniteError. Memory: slices within the budget, O(N·k); dweight
     as the weight. Gumbel-softmax: Jang et al., arXiv 1611.01144; straight-through: Bengio et al., arXiv 1308.3432;
     for alignment: GRADE, arXiv 2601.11574.
