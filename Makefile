@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-all test-browser lint docs wheel-test bench clean
+.PHONY: demo test test-all test-deepspeed test-browser lint docs wheel-test bench clean
 
 demo: .venv/train.stamp
 	$(BIN)/logitless train
@@ -21,6 +21,14 @@ test-all: .venv/dev.stamp
 # The report's page in headless Chromium; part of test-all too, and skipped with its reason where there is none.
 test-browser: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/memory/test_page_browser.py
+
+# DeepSpeed in an environment of its own, beside the same dependencies: nothing else here needs it.
+test-deepspeed: .venv/dev.stamp
+	$(BIN)/python -m venv --without-pip build/deepspeed
+	$(BIN)/python -c "$(SITE)" > "$$(build/deepspeed/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m pip --python build/deepspeed install --quiet --disable-pip-version-check \
+		--constraint constraints.txt deepspeed
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/test_deepspeed.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
