@@ -230,3 +230,33 @@ def test_a_profile(browser, tmp_path):
     assert browser.complaints == []
     assert "30.00 GiB in loss" in browser.evaluate("document.body.innerText")
     assert browser.evaluate("document.getElementById('phases')") is None
+
+
+CONTRAST = """(() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const found = parts(getComputedStyle(e).backgroundColor);
+      if (found[3] !== 0) return found;
+    }
+    return parts(getComputedStyle(document.body).backgroundColor);
+  };
+  const words = [...document.querySelectorAll("body *")].filter((e) => e.offsetParent !== null || e.closest("svg"))
+    .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && e.localName !== "title");
+  return words.map((e) => {
+    const ink = light(parts(getComputedStyle(e)[e.closest("svg") ? "fill" : "color"])), paper = light(ground(e));
+    return [e.textContent.slice(0, 40), (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05)];
+  });
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(browser, path, scheme):
+    """Contrast of at least 4.5 to 1, as WCAG 2 asks of text."""
+    browser.open(path, scheme=scheme)
+    found = browser.evaluate(CONTRAST)
+    assert len(found) > 50
+    assert [(text, round(ratio, 2)) for text, ratio in found if ratio < 4.5] == []
