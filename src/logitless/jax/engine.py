@@ -75,18 +75,17 @@ def formed(spec: Spec, recipe: Recipe, x: Operands, scale: Array) -> tuple[Array
 def cotangents(x: Operands, dh: Array, dw: Array, db: Array | None, factor: Array) -> Operands:
     """The gradients times `factor` as the operands' own; labels, temperature and the reference have none."""
 
-    def finished(gradient: Array, primal: Array) -> Array:
-        return settle(gradient.astype(factor.dtype) * factor, primal)
+    def finished(gradient: Array, primal: Array) -> Array:  # each alone: one that nobody asks for is not computed
+        return _once(settle(gradient.astype(factor.dtype) * factor, primal))
 
     bias = None if db is None or x.bias is None else finished(db, x.bias)
-    dh, dw, bias = _once((finished(dh, x.tokens.hidden), finished(dw, x.weight), bias))
-    return Operands(Tokens(dh), dw, bias)
+    return Operands(Tokens(finished(dh, x.tokens.hidden)), finished(dw, x.weight), bias)
 
 
 @jax.custom_jvp
-def _once(gradients: Any) -> Any:
-    """`gradients`, which cannot be differentiated again: that would keep the logits of all slices."""
-    return gradients
+def _once(gradient: Array) -> Array:
+    """`gradient`, which cannot be differentiated again: that would keep the logits of all slices."""
+    return gradient
 
 
 @_once.defjvp
