@@ -216,6 +216,9 @@ const drawBars = (picture, plans, hues, bytes) => {
     const side = x(usable) > 0.7 * width ? "end" : x(usable) < 0.3 * width ? "start" : "middle";
     parts.push(mark(usable, "limit"));
     words.push(shape("text", { class: "limit", x: x(usable), y: height + 16, "text-anchor": side }, limit));
+  } else {
+    const at = { class: "muted", x: width - right, y: height + 16, "text-anchor": "end" };
+    words.push(shape("text", at, `${limit}, beyond the right edge`));
   }
   const said = plans.map((plan) => `${plan.way}: peak ${bytes(plan.peak)} in ${plan.peak_phase}`).join("; ");
   picture.replaceChildren(
