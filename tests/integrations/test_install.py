@@ -12,7 +12,7 @@ from torch import nn
 
 import logitless
 from logitless.errors import ConfigError, DtypeError, LabelError, LogitlessError, OptionError, ShapeError
-from logitless.integrations.lm_head import causal_lm, forward_with, output_head, text_model, through_head
+from logitless.integrations.lm_head import causal_lm, forward_with, output_head, through_head
 from logitless.integrations.transformers import choose
 from tests.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
 
@@ -287,7 +287,7 @@ def test_compute_inside_the_heads_call():
     model, batch = tiny(), batch_for("")
     calls = []
     model.lm_head.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
-    hidden = text_model(model)(batch["input_ids"]).last_hidden_state
+    hidden = model.base_model(batch["input_ids"]).last_hidden_state
     want = logitless.token_stats(hidden, logitless.LMHead.of(model), batch["labels"]).logprob
     found = through_head(
         model, lambda head, h, labels: logitless.token_stats(h, head, labels).logprob, hidden, batch["labels"]

@@ -11,20 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..vocab.adapters import unwrapped
 from ..vocab.head import LMHead
 
 T = TypeVar("T")
 
-# Where DDP and DeepSpeed, torch.compile, FSDP1 and activation checkpointing keep the module they wrap.
-WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module beneath DDP, DeepSpeed, torch.compile, FSDP1 and activation checkpointing."""
-    while (inner := next((module._modules[name] for name in WRAPPED if name in module._modules), None)) is not None:
-        module = inner
-    return module
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -32,8 +24,6 @@ def causal_lm(model: nn.Module) -> Any:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a transformers model, got {type(model).__name__}")
     inner: Any = unwrapped(model)
-    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
-        inner = unwrapped(inner.get_base_model())
     if not hasattr(inner, "get_output_embeddings"):
         raise ConfigError(
             f"expected a transformers model, got {type(inner).__name__} without get_output_embeddings(); "
@@ -49,18 +39,6 @@ def output_head(model: nn.Module) -> nn.Module:
     if head is None:
         raise ConfigError(f"{type(inner).__name__} has no output head; load the ...ForCausalLM class")
     return head
-
-
-def text_model(model: nn.Module) -> nn.Module:
-    """The body whose output has `last_hidden_state`: all of the model but its head. Raises ConfigError.
-
-    Wrapped models run through their wrapper (`hidden_states`); this is for code inside the model's own forward.
-    """
-    inner = causal_lm(model)
-    body = inner.base_model
-    if body is inner:
-        raise ConfigError(f"{type(inner).__name__} has no body apart from its head; use logitless.hidden_states")
-    return body
 
 
 def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
@@ -96,7 +74,7 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
 
     Dense equivalent:
 
-        end(causal_lm(model), text_model(model)(**batch).last_hidden_state)
+        end(causal_lm(model), causal_lm(model).base_model(**batch).last_hidden_state)
 
     It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
     are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.

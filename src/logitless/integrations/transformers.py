@@ -271,7 +271,7 @@ def _loss(
 
 def _check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
     """ConfigError where the model does to its logits what its LMHead does not."""
-    z = head.scale * probe
+    z = head.scale * probe[..., : head.rows]
     z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
     if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
         raise ConfigError(

@@ -18,11 +18,13 @@ WRAPPERS = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",  # torch.compile's
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
 
 
 def unwrapped(module: Any) -> nn.Module:
-    """The module under DDP, torch.compile and a PeftModel."""
+    """The module under DDP, DeepSpeed, FSDP1, torch.compile, activation checkpointing and a PeftModel."""
     while True:
         kind = type(module).__name__
         if kind in WRAPPERS:
