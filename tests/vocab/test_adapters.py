@@ -198,6 +198,41 @@ def test_under_other_wrappers():
     assert ll.LMHead.of(prefix).weight is prefix.base_model.lm_head.weight
 
 
+def test_sharded_modules_are_known_beneath_their_mixin():
+    """fully_shard and replicate change a module's class in place."""
+
+    class FSDPModule:
+        pass
+
+    def shard(module):
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+    model = adapted().eval()
+    layer = model.base_model.model.lm_head
+    for module in (layer.base_layer, layer.lora_A["default"], layer, model.base_model.model):
+        shard(module)
+    check(model)
+    assert len(ll.LMHead.of(layer).adapters) == 1
+
+
+@pytest.mark.compiled
+def test_compiled_with_its_lookup():
+    """A compiled function may look the head up itself."""
+    layer = adapted(target_modules=["lm_head"]).base_model.model.lm_head.eval()
+    x, labels = torch.randn(6, H, dtype=torch.float64, requires_grad=True), torch.randint(V, (6,))
+
+    def loss(x):
+        return ll.linear_cross_entropy(x, ll.LMHead.of(layer), labels)
+
+    torch._dynamo.reset()
+    got, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(x), loss(x)
+    leaves = [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    assert_same(got, expected)
+    for g, w in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert_same(g, w)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_precision_is_nearer_to_the_truth_than_the_layers_own(dtype):
     """PEFT keeps a bf16 model's factors in fp32; its sum is rounded to bf16, ours is not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -138,12 +139,12 @@ class Problem:
     def compute(self) -> torch.dtype:
         return compute_dtype(self.inputs.hidden)
 
-    @property
+    @cached_property
     def head(self) -> LMHead:
         i, s = self.inputs, self.spec
         return LMHead(i.weight.detach(), i.bias, s.scale, s.softcap or None, s.vocab_size or None)
 
-    @property
+    @cached_property
     def reference(self) -> LMHead | None:
         i, s = self.inputs, self.spec
         if i.ref_weight is None:
