@@ -18,6 +18,7 @@ from transformers import PrinterCallback
 
 from ..errors import ConfigError, DeviceError
 from ..integrations.trl import install
+from ..memory.resident import reset_peak
 from .align_callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .align_config import DEFAULT_MODEL, AlignConfig
 from .align_data import ROWS_FILE, Row, load, rows_of, save
@@ -28,7 +29,6 @@ from .callbacks import GentleStop, Records
 from .checkpoints import last_checkpoint
 from .config import TrainConfig
 from .files import read_lines, write_json
-from .memory import reset_peak
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .progress import say
 from .rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..memory.resident import peak_bytes
 from ..memory.units import format_bytes
 from .files import append_line, read_lines
-from .memory import peak_bytes
 from .progress import ProgressBar
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import OptionError
+from ..memory.resident import peak_bytes
 from .files import append_line, read_lines, write_lines
-from .memory import peak_bytes
 from .packing import PackedRows, collate
 
 

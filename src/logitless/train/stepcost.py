@@ -72,7 +72,7 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
 def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
     import torch
 
-    from .memory import Watch, free_bytes, thin
+    from ..memory.resident import Watch, free_bytes, thin
 
     free = free_bytes(device)
     if needed > free:
