@@ -54,11 +54,12 @@ def install(
     Price in GEMMs: SFT 3, the others 4, all of them 2 with a frozen head and 1 without gradients; distillation 4;
     GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head.
     """
+    kind = kind_of(trainer)
     before: Installed | None = vars(trainer).get(STATE)
     if before is not None:
         before.undo()
     try:
-        installed = _planned(trainer, statistics, top_k, exact_kl, memory_budget)
+        installed = _planned(trainer, kind, statistics, top_k, exact_kl, memory_budget)
     except Exception:
         if before is not None:
             before.apply()
@@ -135,10 +136,9 @@ class Installed:
 
 
 def _planned(
-    trainer: Any, statistics: tuple[str, ...], top_k: int, exact_kl: bool, memory_budget: int | None
+    trainer: Any, kind: str, statistics: tuple[str, ...], top_k: int, exact_kl: bool, memory_budget: int | None
 ) -> Installed:
     """The changes to make; nothing is changed yet."""
-    kind = kind_of(trainer)
     require(kind, exact_kl=exact_kl)
     if (exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
         raise ConfigError(f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "

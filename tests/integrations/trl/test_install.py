@@ -109,6 +109,9 @@ def test_another_trainer(place, tmp_path):
     other = Trainer(AutoModelForCausalLM.from_pretrained(place), args)
     with pytest.raises(ConfigError, match=r"SFTTrainer.*got Trainer"):
         install(other)
+    for wrong in (other.model, None):
+        with pytest.raises(ConfigError, match=f"got {type(wrong).__name__}"):
+            install(wrong)
 
 
 def test_a_model_without_an_output_head(trainer):

@@ -95,6 +95,19 @@ def test_the_same_training_of_a_soft_prompt(untied):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its input
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # and does so itself
+def test_the_same_training_compiled(place):
+    """dynamo follows the model and breaks its graph at the pass."""
+    compiled = run(partial(runs.sft, place, torch_compile=True, torch_compile_backend="eager"), ours=True)
+    for part in (compiled.gradients, compiled.parameters):
+        for key in list(part):
+            part[key.removeprefix("_orig_mod.")] = part.pop(key)
+    assert_same(compiled, run(partial(runs.sft, place), ours=False))
+
+
+@pytest.mark.slow
 def test_policy_and_reference_round_alike(place):
     """Under bf16 autocast a policy that is its reference has no log-ratio, so that DPO's loss is log 2."""
     trainer = runs.dpo(place, bf16=True, max_steps=1, per_device_train_batch_size=6)
