@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -80,7 +81,8 @@ def wrapped(how: str, batch: dict[str, Tensor], items: int) -> dict[str, Any]:
         logitless.install(model)
     else:
         logitless.install(model)
-        model = nn.parallel.DistributedDataParallel(model) if how == "ddp" else shard(model, how)
+        wrap = {"ddp": nn.parallel.DistributedDataParallel, "accelerate": Accelerator(cpu=True).prepare}
+        model = wrap[how](model) if how in wrap else shard(model, how)
     found = step(model, batch, items)
     return {"loss": [found, loss], "errors": errors(model, exact)}
 
@@ -133,7 +135,7 @@ def main(place: str) -> None:
     items = int((batch["labels"][:, 1:] != -100).sum())
     results = {
         how: wrapped(how, copy.deepcopy(batch), items)
-        for how in ("ddp", "root", "norm and head", "head", "install after")
+        for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after")
     }
     results["statistics"] = statistics(batch)
     results["mixed precision"] = mixed_precision(batch, items)

@@ -16,7 +16,7 @@ def results(tmp_path_factory):
     return json.loads(place.read_text())
 
 
-@pytest.mark.parametrize("how", ["ddp", "root", "norm and head", "head", "install after"])
+@pytest.mark.parametrize("how", ["ddp", "accelerate", "root", "norm and head", "head", "install after"])
 def test_gradients_are_those_of_one_process(results, how):
     found, loss = results[how]["loss"]
     assert found == pytest.approx(loss, rel=ROUNDING)

@@ -43,22 +43,39 @@ class Tiny:
         return randomised(model)
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
 @dataclass(frozen=True)
-class TinyVision:
+class Gemma3Vision:
     """Gemma 3 with its vision tower: an image of four tokens."""
 
     def build(self, vocab: int = 97, **changes: Any) -> Any:
         torch.manual_seed(0)
-        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = t.Gemma3Config(
             text_config={"vocab_size": vocab, **WIDTH, "query_pre_attn_scalar": 8, **changes},
-            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            vision_config={**VISION, "num_hidden_layers": 1},
             mm_tokens_per_image=4,
             image_token_index=IMAGE,
             boi_token_index=6,
             eoi_token_index=7,
         )
         return randomised(t.Gemma3ForConditionalGeneration(config))
+
+
+@dataclass(frozen=True)
+class Llava:
+    """A CLIP tower before a Llama: an image of four tokens."""
+
+    def build(self, vocab: int = 97, **changes: Any) -> Any:
+        torch.manual_seed(0)
+        config = t.LlavaConfig(
+            text_config=t.LlamaConfig(vocab_size=vocab, **{**WIDTH, **changes}),
+            vision_config=t.CLIPVisionConfig(**VISION, num_hidden_layers=2),
+            image_token_index=IMAGE,
+            image_seq_length=4,
+        )
+        return randomised(t.LlavaForConditionalGeneration(config))
 
 
 def randomised(model: nn.Module) -> nn.Module:
@@ -72,7 +89,7 @@ def randomised(model: nn.Module) -> nn.Module:
 
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3, "eos_token_id": 2}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-TINY: dict[str, Tiny | TinyVision] = {
+TINY: dict[str, Tiny | Gemma3Vision | Llava] = {
     "qwen2": Tiny(t.Qwen2ForCausalLM, t.Qwen2Config, {}),
     "qwen3-tied": Tiny(t.Qwen3ForCausalLM, t.Qwen3Config, {"tie_word_embeddings": True}),
     "llama": Tiny(t.LlamaForCausalLM, t.LlamaConfig, {}),
@@ -93,7 +110,8 @@ TINY: dict[str, Tiny | TinyVision] = {
         t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 8}
     ),
     "mixtral": Tiny(t.MixtralForCausalLM, t.MixtralConfig, {**EXPERTS, "num_local_experts": 4}),
-    "gemma3-vision": TinyVision(),
+    "gemma3-vision": Gemma3Vision(),
+    "llava-vision": Llava(),
 }
 
 
@@ -106,10 +124,11 @@ def batch_for(name: str, vocab: int = 97, rows: int = 2, length: int = 12) -> di
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, :2] = -100
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if name == "gemma3-vision":
+    if "vision" in name:
         ids[:, 1:5] = IMAGE
         labels[:, 1:5] = -100
-        batch["token_type_ids"] = (ids == IMAGE).long()
+        if "gemma" in name:
+            batch["token_type_ids"] = (ids == IMAGE).long()
         batch["pixel_values"] = torch.randn(rows, 3, 28, 28, generator=generator)
     return batch
 
