@@ -61,7 +61,7 @@ def test_an_intuitor_run_writes_everything(finished, start):
     place, summary = finished
     assert json.loads((place / "summary.json").read_text()) == summary
     assert summary["schema"] == 1
-    assert summary["rewards"] == {"self_certainty": 1.0, "repetition_guard": 1.0}
+    assert summary["rewards"] == {"self_certainty": 1.0, "repetition_guard": 5.0}
     assert summary["beta"] == 0.04
     assert [record["step"] for record in steps(place)] == list(range(1, 9))
     assert (place / "align.png").read_bytes().startswith(b"\x89PNG")

@@ -22,7 +22,7 @@ class TestOptions:
     def test_defaults_of_each_method(self):
         given = {name: AlignConfig(method=name).check() for name in METHODS}
         assert [c.kl_weight for c in given.values()] == [0.04, 0.04, 0.05, 0.1]
-        assert [c.guard_weight for c in given.values()] == [1.0, 0.0, 0.0, 0.0]
+        assert [c.guard_weight for c in given.values()] == [5.0, 0.0, 0.0, 0.0]
         assert given["grpo"].rate == 1e-4
         assert replace(given["grpo"], model="other/model").rate == 1e-6
         assert replace(given["grpo"], lora_rank=2).rate == 1e-5
@@ -93,7 +93,7 @@ class TestRewards:
         def named(**options):
             return {f.__name__: weight for f, weight in rewards_of(AlignConfig(**options))}
 
-        assert named() == {"self_certainty": 1.0, "repetition_guard": 1.0}
+        assert named() == {"self_certainty": 1.0, "repetition_guard": 5.0}
         assert named(method="grpo") == {"self_certainty": 0.0, "python_lines": 1.0}
         given = named(rewards="my_rewards:short=0.25, python_lines", repetition_guard=0.0, self_certainty_weight=2.0)
         assert given == {"self_certainty": 2.0, "short": 0.25, "python_lines": 1.0}

@@ -24,7 +24,7 @@ from .align_config import DEFAULT_MODEL, AlignConfig
 from .align_data import ROWS_FILE, Row, load, rows_of, save
 from .align_pairs import MOST_PAIRS, with_rejected
 from .align_report import SCHEMA, numbers, plot
-from .align_trainers import Alignment, check_installed, dense_bytes, trainer_of
+from .align_trainers import Alignment, check_available, dense_bytes, trainer_of
 from .callbacks import GentleStop, Records
 from .checkpoints import last_checkpoint
 from .config import TrainConfig
@@ -46,7 +46,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     """
     console = console or Console(stderr=True)
     quiet()
-    check_installed(config.check())
+    check_available(config.check())
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     state = PartialState(cpu=config.device == "cpu")

@@ -25,7 +25,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "intuitor": Method("GRPO on the policy's own self-certainty", beta=0.04, repetition_guard=1.0),
+    "intuitor": Method("GRPO on the policy's own self-certainty", beta=0.04, repetition_guard=5.0),
     "grpo": Method("group-relative policy optimisation", beta=0.04, rewards="python_lines"),
     "rloo": Method("REINFORCE with a leave-one-out baseline", beta=0.05, rewards="python_lines"),
     "dpo": Method("direct preference optimisation", beta=0.1, rollouts=False),
@@ -73,7 +73,7 @@ class AlignConfig(RunOptions):
     self_certainty_weight: float = 1.0
     """Of intuitor's own reward beside the others."""
     repetition_guard: float | None = None
-    """Weight of the reward against repeated n-grams. Default: 1 for intuitor, else 0."""
+    """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
     lora_rank: int = 0
     """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
     memory_budget: str = "256MiB"

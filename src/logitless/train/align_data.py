@@ -14,7 +14,7 @@ from .packing import HELD_OUT_EVERY
 from .tokenizer import TextTokenizer
 
 ROWS_FILE = "rows.jsonl"
-HELD_OUT_ROWS = 16  # sampled from before and after training
+HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
 MOST_ROWS = 4096  # cut from text; a longer run sees them again
 PER_DOCUMENT = 4  # where there are enough documents, so that rows come from many of them
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having

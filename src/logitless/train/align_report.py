@@ -144,10 +144,9 @@ def plot(path: Path, method: str, records: list[dict[str, Any]]) -> None:
                 *zip(*seen, strict=True), "D", color=DENSE, markersize=5, label="held out", clip_on=False, zorder=3
             )
             for i, (step, value) in enumerate(seen):
-                last = i > 0
                 axes.annotate(
-                    form.format(value), (step, value), (-6 if last else 6, 5), textcoords="offset points",
-                    ha="right" if last else "left", color=DENSE, fontsize=8,
+                    form.format(value), (step, value), (8, -3) if i else (6, 5), textcoords="offset points", ha="left",
+                    color=DENSE, fontsize=8,
                 )  # fmt: skip
         axes.set_ylabel(f"{title}\n{UNITS[name]}" if name in UNITS else title)
         axes.margins(y=0.18)

@@ -23,7 +23,6 @@ from .tokenizer import TextTokenizer
 
 # The name of the option changed within transformers 5.
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
-NORMALISED_APART = "normalize_then_sum"  # rewards of different units: each within its group, then their weighted sum
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     config = parts.config
     kind, trainer_kind = (RLOOConfig, RLOOTrainer) if config.method == "rloo" else (GRPOConfig, GRPOTrainer)
     functions, weights = zip(*rewards_of(config), strict=True)
-    own: dict[str, Any] = {"multi_objective_aggregation": NORMALISED_APART} if _mixed(config, weights) else {}
     given = arguments(
         config, parts.place, config.rate, kind,
-        num_generations=config.generations_per_prompt, max_completion_length=config.completion_length,
-        temperature=config.temperature, reward_weights=list(weights), **shared, **own,
+        num_generations=config.generations_per_prompt, num_generations_eval=1,
+        max_completion_length=config.completion_length,
+        temperature=config.temperature, reward_weights=list(weights), **shared,
     )  # fmt: skip
     trainer = trainer_kind(
         model=model, reward_funcs=list(functions), args=given, processing_class=parts.tokenizer.saved, **data
@@ -75,19 +74,13 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     return trainer
 
 
-def _mixed(config: AlignConfig, weights: tuple[float, ...]) -> bool:
-    return config.method == "intuitor" and sum(map(bool, weights)) > 1
-
-
 def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[str, Any]) -> Any:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
     tokenizer = copy.deepcopy(parts.tokenizer.saved)
     tokenizer.split_special_tokens = False  # TRL ends each answer with the end of text, written as text
-    given = arguments(
-        parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared
-    )  # fmt: skip
+    given = arguments(parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared)
     return DPOTrainer(model=model, args=given, processing_class=tokenizer, **data)
 
 
@@ -99,12 +92,14 @@ def _dataset(parts: Alignment, rows: list[Row]) -> Any:
     return Dataset.from_list([{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows])
 
 
-def check_installed(config: AlignConfig) -> None:
-    """OptionError where TRL or the library that --report-to names is not there."""
+def check_available(config: AlignConfig) -> None:
+    """OptionError where TRL, the library that --report-to names, or one of --rewards is not there."""
     if find_spec("trl") is None:
         raise OptionError("logitless align needs trl: pip install 'logitless[train,rl]'")
     if config.report_to != "none" and config.report_to not in sys.modules and find_spec(config.report_to) is None:
         raise OptionError(f"--report-to {config.report_to} needs it installed: pip install {config.report_to}")
+    if config.kind.rollouts:
+        rewards_of(config)
 
 
 def dense_bytes(config: AlignConfig, vocab_size: int, longest: int) -> int:
