@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from logitless import losses as losses
+    from logitless import memory as memory
     from logitless import relax as relax
     from logitless.integrations.transformers import hidden_states as hidden_states
     from logitless.integrations.transformers import install as install
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "chunked_self_certainty": "logitless.logits",
     "losses": "logitless.losses",
     "relax": "logitless.relax",
+    "memory": "logitless.memory",
     "install": "logitless.integrations.transformers",
     "uninstall": "logitless.integrations.transformers",
     "hidden_states": "logitless.integrations.transformers",

@@ -107,6 +107,13 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_model_that_will_not_trace_is_one_line(model, capfd):
+    assert main(["profile", "--model", model, "--context-length", str(2**48)]) == 2
+    error = capfd.readouterr().err  # of the process: what torch logs as well
+    assert error.startswith(f"logitless: model {model}: cannot be traced: ")
+    assert error.count("\n") == 1
+
+
 def test_a_missing_key_is_named(model, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in SMALL.items() if k != "hidden_size"}))
     assert main(["profile", "--model", model]) == 2
