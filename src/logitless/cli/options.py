@@ -21,10 +21,10 @@ def parse(
 ) -> Config:
     """`tyro.cli` with its report of an error as one line; raises OptionError, and SystemExit(0) after --help."""
     report = io.StringIO()
-    given = {} if default is None else {"default": default}
+    default = kind() if default is None else default
     try:
         with redirect_stderr(report):
-            return tyro.cli(kind, prog=prog, description=description, args=list(arguments), **given)
+            return tyro.cli(kind, prog=prog, description=description, args=list(arguments), default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
