@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import ConfigError, OptionError
 from logitless.memory import trace
-from logitless.memory.stages import CATEGORIES, thinned
+from logitless.memory.stages import CATEGORIES, POINTS
 from logitless.memory.tracker import BLOCK, Tracker, tensors_of
 from tests.support import peak_new_bytes
 
@@ -189,6 +189,7 @@ def test_results_as_text_picture_and_json(tmp_path):
     assert found["schema"] == 1
     assert [s["name"] for s in found["stages"]] == STAGES
     assert found["peak"]["bytes"] == t.peak.nbytes == max(nbytes for _, nbytes in found["timeline"])
+    assert len(found["timeline"]) <= POINTS
     assert sum(found["peak"]["categories"].values()) == found["peak"]["bytes"]
     assert set(found["peak"]["tensors"][0]) == {"bytes", "shape", "dtype", "op", "module", "category"}
 
@@ -231,9 +232,3 @@ def test_tensors_are_found_in_any_nesting():
     a, b, c = torch.zeros(3).unbind()
     found = tensors_of(({"x": [a, (b, None)]}, 3, c, "text"))
     assert {id(x) for x in found} == {id(a), id(b), id(c)}
-
-
-def test_a_thinned_curve_keeps_its_highest_points():
-    curve = [0, 5, 1, 9, 2, 2, 7]
-    assert thinned(curve, 3) == [(1, 5), (3, 9), (6, 7)]
-    assert thinned(curve, 100) == list(enumerate(curve))

@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +82,7 @@ def _reader(device: torch.device) -> Callable[[], int]:
     return lambda: process.memory_info().rss
 
 
-def thin(curve: list[tuple[float, int]], points: int = 200) -> list[tuple[float, int]]:
+def thin(curve: Sequence[tuple[float, int]], points: int = 200) -> list[tuple[float, int]]:
     """At most about `points` of a curve, each the highest of its stretch."""
     stretch = max(1, -(-len(curve) // points))
     return [max(curve[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(curve), stretch)]

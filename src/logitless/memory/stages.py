@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from .lint import Finding
+from .resident import thin
 from .tracker import Allocation
 
 LARGEST = 10
@@ -97,7 +98,7 @@ class Recording:
                 "categories": self.categories(peak.event),
                 "tensors": [tensor_json(a) for a in self.alive(peak.event)[:LARGEST]],
             },
-            "timeline": [list(point) for point in thinned(self.curve, POINTS)],
+            "timeline": [list(point) for point in thin(list(enumerate(self.curve)), POINTS)],
             "lint": [finding.as_json() for finding in self.findings],
         }
 
@@ -112,10 +113,3 @@ def tensor_json(a: Allocation) -> dict[str, Any]:
         "module": a.module,
         "category": a.category,
     }
-
-
-def thinned(curve: list[int], points: int) -> list[tuple[int, int]]:
-    """At most about `points` of (event, bytes), each the highest of its stretch."""
-    stretch = max(1, -(-len(curve) // points))
-    parts = (range(i, min(i + stretch, len(curve))) for i in range(0, len(curve), stretch))
-    return [max(((i, curve[i]) for i in part), key=lambda point: point[1]) for part in parts]
