@@ -7,9 +7,22 @@ kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
 """
 
 from ..vocab.noise import Noise, gumbel
-from .gumbel import gumbel_topk
+from .generate import Reader, Rollout, Sampling, generate
 from .kl import online_kl
 from .schedule import anneal
 from .tokens import SoftTokens, soft_embedding
+from .topk import gumbel_topk
 
-__all__ = ["Noise", "SoftTokens", "anneal", "gumbel", "gumbel_topk", "online_kl", "soft_embedding"]
+__all__ = [
+    "Noise",
+    "Reader",
+    "Rollout",
+    "Sampling",
+    "SoftTokens",
+    "anneal",
+    "generate",
+    "gumbel",
+    "gumbel_topk",
+    "online_kl",
+    "soft_embedding",
+]

@@ -69,12 +69,29 @@ def _soft_best(
         stats = token_stats(hidden, steady, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
         check_logits(stats.logsumexp)
         outside = -torch.expm1((stats.top_k_logits.logsumexp(-1) - stats.logsumexp).clamp(max=0))
-    ids = stats.top_k_ids
-    flat = ids.reshape(math.prod(ids.shape[:-1]), k)
+    return soft_at(hidden, head, tau, stats.top_k_ids, noise, hard=hard, outside=outside)
+
+
+def soft_at(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    tau: float,
+    ids: Tensor,  # (..., k)
+    noise: Noise,
+    *,
+    hard: bool,
+    outside: Tensor,  # (...)
+    token: Tensor | None = None,  # (...)
+) -> SoftTokens:
+    """Soft tokens over entries that were chosen before; `token`, where given, is the noisy best of them."""
+    flat = ids.reshape(math.prod(ids.shape[:-1]), ids.shape[-1])
     z = Terms.of(hidden.reshape(flat.shape[0], head.hidden_size), head).at(flat).view(ids.shape)
     noisy = z + noise.gumbel(ids)
     weights = (noisy / tau).softmax(-1)
-    best = noisy.detach().argmax(-1, keepdim=True)
+    if token is None:
+        best = noisy.detach().argmax(-1, keepdim=True)
+    else:
+        best = (ids == token[..., None]).int().argmax(-1, keepdim=True)
     if hard:  # soft - soft is exactly 0: the forward weights are exactly one-hot
         weights = torch.zeros_like(weights).scatter(-1, best, 1.0) + (weights - weights.detach())
     return SoftTokens(ids, weights, ids.gather(-1, best).squeeze(-1), outside, head.rows, head.weight.shape[0])

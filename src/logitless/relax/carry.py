@@ -1,0 +1,40 @@
+"""The gradient through T steps from one graph of all positions, by sweeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Carried:
+    """A graph that reads `rows`, leaves, and produces from them the rows that should have been read, `produced`.
+
+    The two are equal; what is missing is the gradient from each row that is read to where it was produced. With J the
+    Jacobian of `produced` with respect to `rows`, strictly lower triangular in the steps, the gradient of a loss with
+    respect to the rows is Σ_i (Jᵀ)ⁱ·g, g its gradient in the graph: T - 1 terms at most, each a backward sweep.
+    """
+
+    rows: Tensor  # (B, T - 1, H)
+    produced: Tensor  # (B, T - 1, H)
+    tolerance: float
+    most: int
+    sweeps: int = 0
+    left: float = 1.0  # the last term's norm relative to the sum's
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradient of a loss into every parameter's `.grad`."""
+        total = torch.zeros_like(self.rows)
+        outputs: Tensor = loss
+        cotangent: Tensor | None = None
+        self.sweeps, self.left = 0, 1.0
+        while self.sweeps < min(self.most, self.rows.shape[1]) and self.left > self.tolerance:
+            (cotangent,) = torch.autograd.grad(outputs, self.rows, cotangent, retain_graph=True)
+            outputs = self.produced
+            total += cotangent
+            self.sweeps += 1
+            self.left = float(cotangent.norm() / total.norm().clamp(min=torch.finfo(total.dtype).tiny))
+        torch.autograd.backward([loss, self.produced], [torch.ones_like(loss), total])
+        self.rows.grad = None

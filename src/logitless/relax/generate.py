@@ -1,0 +1,236 @@
+"""Differentiable generation: T soft tokens, each read by the policy before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import OptionError, ShapeError
+from ..vocab.head import LMHead
+from ..vocab.noise import Noise
+from .carry import Carried
+from .kl import online_kl
+from .tokens import SoftTokens, soft_embedding
+from .topk import gumbel_topk, soft_at
+
+CARRIES = ("cached", "recompute", "sweeps", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A causal language model that reads embeddings, as three parts.
+
+    body(embeds (B, n, H), mask (B, m + n), past (m, X) or None) -> (hidden (B, n, H'), piece (n, X)): the states that
+    the head is called with, after m positions whose keys and values are `past`, and these n positions' own keys and
+    values, flat. A wrapped causal LM gives one. table: (V, H) as `body` reads its rows; head: called for every use.
+    """
+
+    body: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    table: Tensor
+    head: Callable[[], LMHead]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to generate: `steps` soft tokens at temperature `tau` over the `k` best entries, one-hot where `hard`.
+
+    carry: how the gradient goes through the steps.
+      cached     one new position per step, keys and values kept in the graph. Exact.
+      recompute  the whole prefix anew at every step, as a widely copied implementation does. Exact.
+      sweeps     sampled without gradient, then one pass over all positions, and backward sweeps over it until what
+                 they add is below `tolerance` of the gradient, `most_sweeps` at most. Exact after `steps` - 1 sweeps.
+      none       without gradient.
+    checkpoint: keep what each step reads, and compute its activations anew in backward (cached and recompute).
+    """
+
+    steps: int
+    tau: float = 1.0
+    k: int = 256
+    hard: bool = True
+    carry: str = "cached"
+    checkpoint: bool = True
+    end: int | None = None  # the id after which a sequence is finished
+    tolerance: float = 1e-6
+    most_sweeps: int | None = None
+    memory_budget: int | None = None  # bytes of slices of the logits
+
+    def __post_init__(self) -> None:
+        if self.carry not in CARRIES:
+            raise OptionError(f"carry: expected one of {', '.join(CARRIES)}, got {self.carry!r}")
+        if self.steps < 1:
+            raise OptionError(f"steps: expected at least 1, got {self.steps}")
+        if self.k == 0:
+            raise OptionError("k: expected at least 1 to generate with (k=0, the whole vocabulary, keeps no weights)")
+        if self.most_sweeps is not None and self.most_sweeps < 0:
+            raise OptionError(f"most_sweeps: expected 0 or more, got {self.most_sweeps}")
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What was generated: `soft` (B, T), `hidden` (B, T, H') that each was drawn from, `alive` (B, T) up to the end id.
+
+    kl: (B, T) fp32, KL(policy‖reference) of each step, 0 past the end, and without a reference.
+    Call `backward(loss)`, which for `sweeps` runs them; the number of sweeps is then `carried.sweeps`.
+    """
+
+    soft: SoftTokens
+    hidden: Tensor
+    alive: Tensor
+    kl: Tensor
+    carried: Carried | None = field(default=None, repr=False)
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradient of a scalar of this rollout's tensors, into every parameter's `.grad`."""
+        if self.carried is None:
+            loss.backward()
+        else:
+            self.carried.backward(loss)
+
+
+def generate(
+    policy: Reader,
+    prompts: Tensor,  # (B, P)
+    mask: Tensor,  # (B, P)
+    seeds: Tensor,  # (B,)
+    sampling: Sampling,
+    *,
+    reference: Reader | None = None,
+) -> Rollout:
+    """T soft tokens, differentiable with respect to the policy through every step, and the KL to a reference.
+
+    Dense equivalent, of cost T² and memory T·V:
+
+        embeds = table[prompts]
+        for t in range(steps):
+            z = F.linear(body(embeds)[:, -1], head.weight)
+            weights = F.gumbel_softmax(z, tau, hard)
+            embeds = torch.cat([embeds, weights @ table], 1)
+
+    prompts: int64, padded on the left; mask: 1 for tokens; seeds: each sequence's own noise, whose positions count from
+    0 at the first new token: recomputation and batch order change nothing. The reference reads the same soft tokens
+    (through its own table) without gradient, so an unchanged policy has a KL of 0 at every step.
+    Raises ShapeError, OptionError, and what `gumbel_topk` and `online_kl` raise. Memory that grows with T, for each
+    sequence: k ids and weights, three rows of H, one position's keys and values; its activations with checkpoint=False.
+    """
+    if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1]:
+        got = ", ".join(str(tuple(x.shape)) for x in (prompts, mask, seeds))
+        raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
+    first = policy.table[prompts]
+    carried = None
+    if sampling.carry in ("none", "sweeps"):
+        with torch.no_grad():
+            soft, hidden = _steps(policy, first, mask, seeds, sampling)
+        if sampling.carry == "sweeps":
+            soft, hidden, carried = _replay(policy, first, mask, seeds, sampling, soft)
+    else:
+        soft, hidden = _steps(policy, first, mask, seeds, sampling)
+    alive = alive_until(soft.token, sampling.end)
+    kl = torch.zeros(alive.shape, device=hidden.device)
+    if reference is not None:
+        at_once = sampling.carry == "sweeps"
+        seen = read(reference, prompts, mask, soft, at_once)
+        kl = online_kl(
+            hidden, policy.head(), (seen, reference.head()), alive=alive, memory_budget=sampling.memory_budget
+        )
+    return Rollout(soft, hidden, alive, kl, carried)
+
+
+def alive_until(token: Tensor, end: int | None) -> Tensor:
+    """(B, T) bool: no earlier token of the sequence was the end id; the first end id itself is alive."""
+    if end is None:
+        return torch.ones_like(token, dtype=torch.bool)
+    ended = (token == end).long()
+    return ended.cumsum(-1) - ended == 0
+
+
+def _steps(
+    policy: Reader, embeds: Tensor, mask: Tensor, seeds: Tensor, sampling: Sampling
+) -> tuple[SoftTokens, Tensor]:
+    """One soft token after the other: (soft (B, T), hidden (B, T, H'))."""
+    softs: list[SoftTokens] = []
+    states: list[Tensor] = []
+    pieces: list[Tensor] = []
+    whole = _extended(mask, sampling.steps)
+    for t in range(sampling.steps):
+        hidden, piece = _read_on(policy, embeds, whole[:, : mask.shape[1] + t], pieces, sampling.checkpoint)
+        states.append(hidden[:, -1])
+        noise = Noise(seeds, torch.full_like(seeds, t))
+        soft = gumbel_topk(
+            states[-1], policy.head(), sampling.tau,
+            k=sampling.k, hard=sampling.hard, noise=noise, memory_budget=sampling.memory_budget,
+        )  # fmt: skip
+        softs.append(soft)
+        row = soft_embedding(soft, policy.table)[:, None]
+        if sampling.carry == "recompute":
+            embeds = torch.cat([embeds, row], 1)
+        else:
+            embeds = row
+            pieces.append(piece)
+    return SoftTokens.stack(softs), torch.stack(states, 1)
+
+
+def _read_on(
+    model: Reader, embeds: Tensor, mask: Tensor, pieces: list[Tensor], keep_little: bool
+) -> tuple[Tensor, Tensor]:
+    """The body on new positions. The keys and values so far are joined within, so that a checkpoint keeps the pieces
+    themselves (T in all), not what each step joined (T²)."""
+
+    def body(embeds: Tensor, *pieces: Tensor) -> tuple[Tensor, Tensor]:
+        return model.body(embeds, mask, torch.cat(pieces) if pieces else None)
+
+    if keep_little and torch.is_grad_enabled():
+        return checkpoint(body, embeds, *pieces, use_reentrant=False)  # type: ignore[return-value]
+    return body(embeds, *pieces)
+
+
+def _replay(
+    policy: Reader, first: Tensor, mask: Tensor, seeds: Tensor, sampling: Sampling, drawn: SoftTokens
+) -> tuple[SoftTokens, Tensor, Carried]:
+    """All positions in one pass over the soft tokens that were drawn, as leaves of the graph."""
+    with torch.no_grad():
+        rows = soft_embedding(drawn, policy.table)[:, :-1]
+    rows.requires_grad_()
+    hidden = parallel(policy, torch.cat([first, rows], 1), mask, sampling.steps)
+    noise = Noise(seeds[:, None], torch.arange(sampling.steps, device=seeds.device))
+    noise = noise.expand(tuple(drawn.token.shape))
+    soft = soft_at(
+        hidden, policy.head(), sampling.tau, drawn.ids, noise,
+        hard=sampling.hard, outside=drawn.outside, token=drawn.token,
+    )  # fmt: skip
+    produced = soft_embedding(soft, policy.table)[:, :-1]
+    most = sampling.steps if sampling.most_sweeps is None else sampling.most_sweeps
+    return soft, hidden, Carried(rows, produced, sampling.tolerance, most)
+
+
+def parallel(model: Reader, embeds: Tensor, mask: Tensor, steps: int) -> Tensor:
+    """The states (B, T, H') that the last `steps` tokens are drawn from, in one pass over (B, P + T - 1, H)."""
+    return model.body(embeds, _extended(mask, steps), None)[0][:, -steps:]
+
+
+def _extended(mask: Tensor, steps: int) -> Tensor:
+    """The mask (B, P + T - 1) of all that is read to draw T tokens."""
+    return torch.cat([mask, mask.new_ones(mask.shape[0], steps - 1)], 1)
+
+
+@torch.no_grad()
+def read(model: Reader, prompts: Tensor, mask: Tensor, soft: SoftTokens, at_once: bool) -> Tensor:
+    """What a model's states (B, T, H') are where these soft tokens were drawn; in one pass, or as they were, in steps.
+
+    The two differ by rounding, which a KL to a policy that was read in the other way would show.
+    """
+    first = model.table[prompts]
+    rows = soft_embedding(soft, model.table)[:, :-1]
+    if at_once:
+        return parallel(model, torch.cat([first, rows], 1), mask, soft.token.shape[1])
+    hidden, past = model.body(first, mask, None)
+    states = [hidden[:, -1]]
+    whole = _extended(mask, soft.token.shape[1])
+    for t in range(rows.shape[1]):
+        hidden, piece = model.body(rows[:, t : t + 1], whole[:, : mask.shape[1] + t + 1], past)
+        past = torch.cat([past, piece])
+        states.append(hidden[:, -1])
+    return torch.stack(states, 1)

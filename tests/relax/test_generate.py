@@ -1,0 +1,206 @@
+"""Differentiable generation: every way to carry the gradient against a dense Gumbel-softmax over whole prefixes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitless import LMHead, relax
+from logitless.errors import OptionError, ShapeError
+from logitless.relax import Reader, Sampling, generate
+from logitless.relax.generate import alive_until
+from tests.support import trace_allocations
+
+B, P, T, V, H = 2, 3, 5, 23, 8
+TAU = 0.8
+
+
+class Tiny(nn.Module):
+    """Two attention layers over embeddings, which hand out their keys and values flat."""
+
+    def __init__(self, layers: int = 2, vocab: int = V, width: int = H, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def some(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5)
+
+        self.mixing = nn.ParameterList([some(4, width, width) for _ in range(layers)])
+        self.table, self.head = some(vocab, width), some(vocab, width)
+
+    def body(self, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, n, width = embeds.shape
+        layers = len(self.mixing)
+        before = [None] * layers if past is None else list(past.view(-1, layers, 2, rows, width).unbind(1))
+        positions = torch.arange(mask.shape[1])
+        causal = positions[None, :] <= positions[-n:, None]
+        keep = causal & mask.bool()[:, None, :]
+        pieces, h = [], embeds
+        for weights, old in zip(self.mixing, before, strict=True):
+            q, k, v, out = weights
+            new = torch.stack([h @ k, h @ v]).permute(2, 0, 1, 3)  # (n, 2, B, H)
+            keys, values = (new if old is None else torch.cat([old, new])).permute(1, 2, 0, 3)
+            scores = (h @ q) @ keys.transpose(1, 2) / width**0.5
+            attention = scores.masked_fill(~keep, -1e9).softmax(-1)
+            h = torch.tanh(h + attention @ values @ out)
+            pieces.append(new)
+        return h, torch.stack(pieces, 1).reshape(n, -1)
+
+    def reader(self) -> Reader:
+        return Reader(self.body, self.table, lambda: LMHead(4 * self.head))
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts, the first padded on the left; seeds."""
+    prompts = torch.randint(V, (B, P), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompts)
+    mask[0, 0] = 0
+    return prompts, mask, torch.tensor([5, 6])
+
+
+def dense(model: Tiny, reference: Tiny, hard: bool, cotangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, tokens, KL) from weights over the whole vocabulary and T passes over whole prefixes."""
+    prompts, mask, seeds = batch()
+    embeds, seen, loss, tokens, kls = model.table[prompts], reference.table[prompts], 0.0, [], []
+    for t in range(T):
+        z, z_ref = 4 * model.body(embeds, mask, None)[0][:, -1] @ model.head.T, None
+        with torch.no_grad():
+            z_ref = 4 * reference.body(seen, mask, None)[0][:, -1] @ reference.head.T
+        noise = relax.gumbel(seeds, torch.full_like(seeds, t), slice(0, V)).double()
+        weights = ((z + noise) / TAU).softmax(-1)
+        if hard:
+            weights = nn.functional.one_hot((z + noise).argmax(-1), V) + weights - weights.detach()
+        tokens.append((z + noise).argmax(-1))
+        logp = z.log_softmax(-1)
+        kls.append((logp.exp() * (logp - z_ref.log_softmax(-1))).sum(-1))
+        loss = loss + (weights * cotangent[:, t]).sum() + 0.3 * kls[-1].sum()
+        embeds = torch.cat([embeds, (weights @ model.table)[:, None]], 1)
+        seen = torch.cat([seen, (weights.detach() @ reference.table)[:, None]], 1)
+        mask = torch.cat([mask, mask.new_ones(B, 1)], 1)
+    return loss, torch.stack(tokens, 1), torch.stack(kls, 1)
+
+
+def gradients(model: Tiny) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ours(model: Tiny, reference: Tiny, cotangent: Tensor, **options) -> relax.Rollout:
+    prompts, mask, seeds = batch()
+    sampling = Sampling(T, TAU, **{"k": V, **options})
+    rollout = generate(model.reader(), prompts, mask, seeds, sampling, reference=reference.reader())
+    loss = (rollout.soft.weights * cotangent.gather(-1, rollout.soft.ids)).sum() + 0.3 * rollout.kl.sum()
+    model.zero_grad()
+    rollout.backward(loss)
+    return rollout
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    return max(float((found[name] - x).norm() / x.norm()) for name, x in exact.items())
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("carry", ["cached", "recompute", "sweeps"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_every_way_equals_the_dense_one(carry, hard, keep):
+    model, reference = Tiny(), Tiny(seed=7)
+    cotangent = torch.randn(B, T, V, dtype=torch.float64)
+    loss, tokens, kl = dense(model, reference, hard, cotangent)
+    loss.backward()
+    exact = gradients(model)
+    rollout = ours(model, reference, cotangent, hard=hard, carry=carry, checkpoint=keep, tolerance=0.0)
+    assert rollout.soft.token.equal(tokens)
+    torch.testing.assert_close(rollout.kl.double(), kl.detach(), rtol=1e-9, atol=1e-10)
+    assert distance(gradients(model), exact) < 1e-9
+    if carry == "sweeps":
+        assert rollout.carried.sweeps == T - 1
+
+
+def test_sweeps_come_nearer_one_by_one():
+    model, reference = Tiny(), Tiny(seed=7)
+    cotangent = torch.randn(B, T, V, dtype=torch.float64)
+    ours(model, reference, cotangent, k=9)
+    exact = gradients(model)
+    errors = []
+    for most in range(T):
+        ours(model, reference, cotangent, k=9, carry="sweeps", most_sweeps=most)
+        errors.append(distance(gradients(model), exact))
+    assert errors[0] > 0.01
+    assert errors[-1] < 1e-9 < errors[-2] < errors[0]
+    rollout = ours(model, reference, cotangent, k=9, carry="sweeps", tolerance=0.5)
+    assert rollout.carried.sweeps < T - 1
+    assert rollout.carried.left <= 0.5
+
+
+@pytest.mark.parametrize("carry", ["cached", "sweeps", "none"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_an_unchanged_policy_has_no_kl(carry, hard):
+    model = Tiny()
+    prompts, mask, seeds = batch()
+    sampling = Sampling(T, TAU, k=9, hard=hard, carry=carry)
+    rollout = generate(model.reader(), prompts, mask, seeds, sampling, reference=Tiny().reader())
+    assert rollout.kl.shape == (B, T)
+    assert not rollout.kl.detach().any()
+    assert rollout.soft.weights.requires_grad == (carry != "none")
+
+
+def test_a_sequence_ends_after_its_end():
+    token = torch.tensor([[4, 2, 5, 2], [2, 2, 2, 2], [1, 1, 1, 1]])
+    assert alive_until(token, 2).tolist() == [[True, True, False, False], [True] + [False] * 3, [True] * 4]
+    model, reference = Tiny(), Tiny(seed=7)
+    prompts, mask, seeds = batch()
+    tokens = generate(model.reader(), prompts, mask, seeds, Sampling(T, k=9, carry="none")).soft.token
+    sampling = Sampling(T, k=9, carry="none", end=int(tokens[0, 1]))
+    rollout = generate(model.reader(), prompts, mask, seeds, sampling, reference=reference.reader())
+    assert not rollout.alive[0, 2:].any()
+    assert not rollout.kl[0, 2:].any()
+    assert bool((rollout.kl[0, :2] > 0).all())
+
+
+def test_padding_and_company_change_nothing():
+    model = Tiny()
+    prompts, mask, seeds = batch()
+    both = generate(model.reader(), prompts, mask, seeds, Sampling(T, k=9, carry="none"))
+    alone = generate(model.reader(), prompts[:1, 1:], mask[:1, 1:], seeds[:1], Sampling(T, k=9, carry="none"))
+    assert both.soft.token[0].equal(alone.soft.token[0])
+
+
+def kept_bytes(steps: int, vocab: int, **options) -> tuple[int, int]:
+    """(bytes alive when generation returns, largest storage); the head and table frozen, as with adapters."""
+    model = Tiny(vocab=vocab)
+    head = (4 * model.head).detach()
+    reader = Reader(model.body, model.table.detach(), lambda: LMHead(head))
+    prompts, mask, seeds = batch()
+    sampling = Sampling(steps, TAU, k=4, memory_budget=2**18, **options)
+    found = trace_allocations(lambda: generate(reader, prompts, mask, seeds, sampling, reference=reader))
+    return found.kept, found.largest
+
+
+@pytest.mark.parametrize("carry", ["cached", "sweeps"])
+def test_what_is_kept_grows_with_steps_and_not_with_the_vocabulary(carry):
+    (small, _), (large, largest) = kept_bytes(8, 50, carry=carry), kept_bytes(8, 5000, carry=carry)
+    assert large < 1.2 * small
+    assert largest < 8 * 5000 * 8  # half of (B, T, V) in fp32
+
+
+def test_what_is_kept_is_linear_in_steps():
+    (short, _), (long, _) = kept_bytes(8, 50, carry="cached"), kept_bytes(32, 50, carry="cached")
+    assert long < 4.1 * short  # no key, value or mask is kept once per step that reads it
+
+
+def test_bad_input_is_refused():
+    model = Tiny()
+    prompts, mask, seeds = batch()
+    with pytest.raises(ShapeError, match="expected prompts"):
+        generate(model.reader(), prompts, mask[:, :-1], seeds, Sampling(T))
+    for wrong, words in (
+        ({"steps": 0}, "steps: expected"),
+        ({"steps": 2, "k": 0}, "k: expected"),
+        ({"steps": 2, "carry": "magic"}, "carry: expected one of"),
+        ({"steps": 2, "most_sweeps": -1}, "most_sweeps: expected"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            Sampling(**wrong)
+    with pytest.raises(OptionError, match="k: expected a whole number"):
+        generate(model.reader(), prompts, mask, seeds, Sampling(T, k=V + 1))
+    with pytest.raises(OptionError, match="tau: expected"):
+        generate(model.reader(), prompts, mask, seeds, Sampling(T, tau=0.0, k=4))
