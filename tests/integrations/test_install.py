@@ -165,8 +165,12 @@ def test_saved_and_loaded(tmp_path):
 def test_an_error_inside_leaves_the_model_whole():
     model, batch = installed(), batch_for("")
     before, modules = model.__dict__.keys(), dict(model._modules)
+    with pytest.raises(IndexError):
+        model(**{**batch, "input_ids": batch["input_ids"] + 1000})  # before the head is reached
     with pytest.raises(LabelError):
         model(**{**batch, "labels": batch["labels"] + 1000})
+    with pytest.raises(DtypeError, match="labels: expected integer ids in a tensor, got list"):
+        model(**{**batch, "labels": batch["labels"].tolist()})
     with pytest.raises(ShapeError, match="labels"):
         model(**{**batch, "labels": batch["labels"][:, 1:]})
     model.lm_head = nn.Linear(15, 97, bias=False)
@@ -333,9 +337,10 @@ def test_autocast():
 
 @pytest.mark.slow
 @pytest.mark.compiled
-def test_compiled():
-    own, batch = tiny(), batch_for("")
-    ours = installed(memory_budget=2**12)
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma2-softcap", "phi-bias"])
+def test_compiled(name):
+    own, ours, batch = TINY[name].build(), TINY[name].build(), batch_for("")
+    logitless.install(ours, memory_budget=2**12)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     exact = gradients(own, lambda: own(**batch).loss)
     found = gradients(ours, lambda: compiled(**batch).loss)
