@@ -54,7 +54,8 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
     hidden: (..., H), what the head is called with; tensors: labels and the like, moved to the head's device and
     hidden from the hooks, which might round them. Returns compute's result: tensors, or tuples, lists, dicts or
     dataclasses of tensors, which is what the hooks look into. Call it where the model would call its head, once,
-    within the forward of the wrapped model (`forward_with`): a second call frees what FSDP2 grouped with the head. Raises ConfigError, and what `compute` raises.
+    within the forward of the wrapped model (`forward_with`): a second call frees what FSDP2 grouped with the head.
+    Raises ConfigError, and what `compute` raises.
     """
     inner = causal_lm(model)
     head = output_head(inner)
