@@ -6,20 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..errors import ConfigError, LogitlessError, OptionError
-from ..integrations.lm_head import forward_with, through_head
+from ..integrations.transformers import install
 from ..models.catalog import shape_of
 from ..models.instances import checkpoint_layers, configuration, with_adapters
-from ..vocab.api import linear_cross_entropy
 from .stages import Recording
 from .tracing import trace
 from .units import LARGEST
 
-IGNORED = -100
 LATER = ("nsa", "tiled-mlp", "offload")  # asked for by name, these are not built yet
 ATTENTION = ("auto", "sdpa", "eager")
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]] = {
@@ -50,7 +47,7 @@ class Step:
             value = getattr(self, name)
             if not least <= value <= LARGEST:
                 raise OptionError(f"--{name.replace('_', '-')} must be {least} to 2^63-1, got {value}")
-        choices = {"loss": tuple(LOSSES), "attention": ATTENTION, "optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}
+        choices = {"loss": LOSSES, "attention": ATTENTION, "optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}
         for name, known in choices.items():
             value = getattr(self, name)
             if value in LATER:
@@ -60,24 +57,7 @@ class Step:
         return self
 
 
-def chunked(model: nn.Module, ids: Tensor, labels: Tensor, budget: int) -> Tensor:
-    """The streamed loss behind the model's body."""
-
-    def loss(lm: nn.Module, hidden: Tensor) -> Tensor:
-        targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        return through_head(
-            lm, lambda head, h, y: linear_cross_entropy(h, head, y, memory_budget=budget), hidden, targets
-        )
-
-    return forward_with(model, {"input_ids": ids}, loss)
-
-
-def dense(model: nn.Module, ids: Tensor, labels: Tensor, budget: int) -> Tensor:
-    """transformers' own loss."""
-    return model(input_ids=ids, labels=labels, use_cache=False).loss
-
-
-LOSSES = {"dense": dense, "chunked": chunked}
+LOSSES = ("dense", "chunked")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -122,8 +102,9 @@ def run(step: Step, model: nn.Module, device: torch.device) -> None:
     optimizer = OPTIMIZERS[step.optimizer]([p for p in model.parameters() if p.requires_grad])
     if optimizer is not None:
         had_a_step(optimizer)
-    loss = LOSSES[step.loss](model, ids, ids.clone(), step.memory_budget)
-    loss.backward()
+    if step.loss == "chunked":
+        install(model, memory_budget=step.memory_budget)
+    model(input_ids=ids, labels=ids.clone(), use_cache=False).loss.backward()
     if optimizer is not None:
         optimizer.step()
 
