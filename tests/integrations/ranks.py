@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import logitless
 from logitless.integrations.lm_head import forward_with, through_head
@@ -49,7 +49,10 @@ def whole(x: Tensor) -> Tensor:
 
 def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
     """Of each parameter's gradient, the largest difference over the largest entry."""
-    grads = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+    grads = {
+        name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): whole(p.grad)
+        for name, p in model.named_parameters()
+    }
     return {name: float((grads[name] - g).abs().max() / g.abs().max()) for name, g in exact.items()}
 
 
@@ -112,6 +115,19 @@ def statistics(batch: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
+def first_fsdp(batch: dict[str, Tensor], items: int) -> dict[str, Any]:
+    """FullyShardedDataParallel, with the head a unit of its own."""
+    loss, exact = expected(batch, items)
+    model = build()
+    logitless.install(model)
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+    model = FullyShardedDataParallel(model, **options)
+    found = step(model, batch, items)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return {"loss": [found, loss], "errors": errors(model, exact)}
+
+
 def mixed_precision(batch: dict[str, Tensor], items: int) -> dict[str, Any]:
     """bfloat16 operands, float32 loss: the head's inputs and nothing else are rounded."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -137,6 +153,7 @@ def main(place: str) -> None:
         how: wrapped(how, copy.deepcopy(batch), items)
         for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after")
     }
+    results["first fsdp"] = first_fsdp(batch, items)
     results["statistics"] = statistics(batch)
     results["mixed precision"] = mixed_precision(batch, items)
     if dist.get_rank() == 0:
