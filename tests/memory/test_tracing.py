@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import logitless as ll
 from logitless.errors import ConfigError, OptionError
 from logitless.memory import trace
 from logitless.memory.stages import CATEGORIES, POINTS
@@ -149,6 +150,36 @@ def test_several_steps_repeat_their_stages():
     names = [s.name for s in t.recording.stages]
     assert names == [STAGES[0], *STAGES[1:6], *STAGES[1:6]]
     assert t.recording.stages[-1].nbytes >= t.recording.stages[0].nbytes
+
+
+def test_accumulated_gradients_end_their_stages():
+    model = Model()
+    with trace(model) as t:
+        for _ in range(2):
+            one_step(model, t.device, optimizer=False)
+    assert [s.name for s in t.recording.stages] == [STAGES[0], *STAGES[1:6], *STAGES[1:6]]
+
+
+def test_a_gradient_inside_the_loss_is_no_stage():
+    model = meta()
+    with trace(model) as t:
+        x = model(torch.zeros(TOKENS, dtype=torch.long, device=t.device))
+        (inner,) = torch.autograd.grad(x.square().sum(), x, retain_graph=True)
+        (x * inner.detach()).sum().backward()
+    assert [s.name for s in t.recording.stages] == STAGES[:6]
+
+
+def test_the_streamed_token_loss_on_a_meta_model():
+    model = meta()
+    with torch.device("meta"):
+        model.head = nn.Linear(WIDTH, 4096, bias=False)
+    with trace(model, batch=(2, TOKENS // 2)) as t:
+        ids = torch.zeros(2, TOKENS // 2, dtype=torch.long, device=t.device)
+        head = ll.LMHead(model.head.weight)
+        loss = ll.token_loss(lambda stats: -stats.logprob.exp(), model(ids), head, ids, want=("logprob",))
+        loss.backward()
+    assert [s.name for s in t.recording.stages] == STAGES[:6]
+    assert not any(a.shape == (TOKENS, 4096) for a in t.recording.allocations)
 
 
 def test_without_backward():

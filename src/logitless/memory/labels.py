@@ -27,7 +27,7 @@ class Labels:
         self.root = "model"
         self.told = told
         self.backward = False  # whether what runs now is a backward pass
-        self.accumulated = False  # whether a gradient was added to one that was there
+        self.accumulated = False  # whether a parameter's gradient has arrived
         self._stack: list[str] = []
         self._numbers: list[int] = [0]
         self._names: list[str] = [""]
@@ -81,7 +81,7 @@ class Labels:
     def _of(self, node: Any) -> str:
         variable = getattr(node, "variable", None)
         if variable is not None:
-            self.accumulated = True
+            self.accumulated |= id(variable) in self._params
             return self._params.get(id(variable), "")
         found = self._names[bisect_right(self._numbers, node._sequence_nr()) - 1]
         return found or self.root
