@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import logitless as ll
 from logitless.vocab.reference import dense_logits
@@ -191,9 +192,13 @@ def test_tied_embeddings(options):
 
 def test_under_other_wrappers():
     model = adapted().eval()
-    for wrapped in (nn.DataParallel(model), torch.compile(model), peft.PeftModel.get_base_model(model)):
+    wrappers = (nn.DataParallel, torch.compile, checkpoint_wrapper, peft.PeftModel.get_base_model)
+    for wrapped in (wrap(model) for wrap in wrappers):
         assert ll.LMHead.of(wrapped).adapters[0].a is ll.LMHead.of(model).adapters[0].a
     assert ll.LMHead.of(torch.compile(nn.Linear(H, V))).rows == V
+    inner = model.base_model.model
+    inner.lm_head = torch.compile(inner.lm_head)
+    assert len(ll.LMHead.of(model).adapters) == 1
     prefix = peft.get_peft_model(tiny("llama"), peft.PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
     assert ll.LMHead.of(prefix).weight is prefix.base_model.lm_head.weight
 
