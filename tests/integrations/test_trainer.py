@@ -129,3 +129,15 @@ def test_beneath_accelerates_autocast(fresh_accelerate):
     assert unwrapped(**batch).logits is None
     logitless.uninstall(unwrapped)
     assert unwrapped(**batch).logits is not None
+
+
+def test_smoothing_survives_changes_of_options(tmp_path):
+    made = trainer(tmp_path, TINY["qwen3-tied"].build(), label_smoothing_factor=0.2)
+    expected = made.evaluate()["eval_loss"]
+    for again in (made, made.model, made):
+        logitless.install(again, memory_budget=2**12)
+        assert made.label_smoother is None
+        assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    logitless.install(made, loss="dense")
+    assert made.label_smoother is not None
+    assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)

@@ -55,7 +55,7 @@ def install(
     *,
     loss: Method | Literal["auto"] = "chunked",
     memory_budget: int | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float | None = None,
 ) -> None:
     """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
 
@@ -70,7 +70,8 @@ def install(
     Where no token counts the loss is 0 with a live graph; a NaN in the hidden states is a NaN in the loss.
     model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
     transformers Trainer, whose label smoothing is then streamed too. loss: "chunked", "dense", or "auto": dense where
-    the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. Installing again changes options.
+    the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
+    Installing again changes these options.
     Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
     ForCausalLMLoss) and OptionError; then the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
@@ -79,9 +80,11 @@ def install(
     trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
     inner = causal_lm(model)
     _check(inner)
-    if trainer is not None and loss != "dense":
-        label_smoothing = _take_smoothing(trainer, label_smoothing)
     state: Installed | None = inner.__dict__.get(STATE)
+    if label_smoothing is None:  # what it was
+        label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
+    if trainer is not None:
+        label_smoothing = _take_smoothing(trainer, loss, label_smoothing)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
         return
@@ -101,7 +104,10 @@ def uninstall(model: Any) -> None:
     state: Installed | None = inner.__dict__.get(STATE)
     if state is None:
         return
-    state.on = False  # enough where somebody wrapped the installed forward, as accelerate's autocast does
+    state.on, state.smoothing = (
+        False,
+        0.0,
+    )  # enough where somebody wrapped the installed forward, as accelerate's autocast does
     if getattr(inner.__dict__.get("forward"), STATE, False):
         del inner.forward
         if state.previous is not None:
@@ -124,20 +130,22 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return forward_with(model, dict(batch), lambda _, hidden: hidden)
 
 
-def _check_options(loss: str, memory_budget: float | None, smoothing: float) -> None:
+def _check_options(loss: str, memory_budget: float | None, smoothing: float | None) -> None:
     if loss not in ("auto", "dense", "chunked"):
         raise OptionError(f"loss: expected 'auto', 'dense' or 'chunked', got {loss!r}")
     if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
-    if not isinstance(smoothing, Real) or not 0 <= smoothing <= 1:
+    if smoothing is not None and not (isinstance(smoothing, Real) and 0 <= smoothing <= 1):
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {smoothing!r}")
     if loss == "dense" and smoothing:
         raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='chunked'")
 
 
-def _take_smoothing(trainer: Any, smoothing: float) -> float:
+def _take_smoothing(trainer: Any, loss: str, smoothing: float) -> float:
     """Takes over the Trainer's label smoother, which asks the model for logits rather than for a loss."""
-    if trainer.label_smoother is not None:
+    if loss == "dense":
+        trainer.label_smoother = trainer.__dict__.pop(STATE, trainer.label_smoother)
+    elif trainer.label_smoother is not None:
         trainer.__dict__[STATE], trainer.label_smoother = trainer.label_smoother, None
     return trainer.__dict__[STATE].epsilon if STATE in trainer.__dict__ else smoothing
 
