@@ -211,3 +211,21 @@ def test_two_ranks(start, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("held-out rows:") == 1
     assert [record["step"] for record in steps(tmp_path / "two")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_the_default_run(tmp_path, monkeypatch):
+    """Two steps of `logitless align` without a model or data: Tekken, the standard library, the tiny model trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")})
+
+    def shortly(config, console):
+        return sft.run(replace(config, max_steps=2, context_length=64, batch_size=2), console)
+
+    monkeypatch.setattr("logitless.train.align.train_text", shortly)
+    summary = run(AlignConfig(max_steps=2, completion_length=8, batch_size=8), QUIET)
+    assert (summary["model"], summary["data"], summary["vocab_size"]) == ("runs/tiny/model", "stdlib", 131_072)
+    assert summary["output_dir"] == "runs/intuitor"
+    assert summary["first"]["self_certainty/mean"] > 0
+    held = [row for row in read_lines(Path("runs/intuitor/rows.jsonl")) if row["split"] == "held"]
+    assert len(held) == 32

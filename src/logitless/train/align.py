@@ -121,7 +121,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     held_out = HeldOutRows(trainer.evaluate, records.path)
     bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
-    dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size)
+    itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
+    dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
     trainer.callback_handler.callbacks.insert(0, MemoryMetrics(dense, config.context_length))
     for callback in (records, *([stop] if alone else []), held_out, bar):
         trainer.add_callback(callback)

@@ -59,7 +59,7 @@ class AlignConfig(RunOptions):
     """Forward passes per optimiser step."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
-    max_steps: int = 40
+    max_steps: int = 32
     """Optimiser steps."""
     learning_rate: float | None = None
     """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""

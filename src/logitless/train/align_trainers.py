@@ -102,11 +102,11 @@ def check_available(config: AlignConfig) -> None:
         rewards_of(config)
 
 
-def dense_bytes(config: AlignConfig, vocab_size: int, longest: int) -> int:
-    """What dense logits of one forward pass with gradient would need, with their log-softmax: TRL's before 1.0.
+def dense_bytes(config: AlignConfig, vocab_size: int, itemsize: int, longest: int) -> int:
+    """What dense logits of one forward pass with gradient would need, with their log-softmax.
 
     The completions' logits for rollouts; every token's of chosen and rejected for pairs. longest: tokens of a
     completion, or of a pair's longer sequence.
     """
     sequences = config.batch_size * (1 if config.kind.rollouts else 2)
-    return dense_loss_bytes(sequences * longest, vocab_size, 4)
+    return dense_loss_bytes(sequences * longest, vocab_size, itemsize)
