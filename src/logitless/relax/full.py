@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
-from ..errors import NotFiniteError
+from ..vocab.checks import check_logits
 from ..vocab.head import LMHead
 from ..vocab.noise import Noise
 from ..vocab.problem import full_precision
@@ -76,12 +76,6 @@ def soft_whole(
     embedded = tuple(x.view(*lead, x.shape[1]) for x in soft)
     outside = torch.zeros(lead, dtype=dtype, device=hidden.device)
     return SoftTokens(none.long(), none, token.view(lead), outside, head.rows, head.weight.shape[0], embedded)
-
-
-def check_logits(logsumexp: Tensor) -> None:
-    """Raise NotFiniteError where a token's logits are NaN, +inf, or all -inf."""
-    if not logsumexp.isfinite().all():
-        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
 
 
 class _Whole(torch.autograd.Function):

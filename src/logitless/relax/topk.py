@@ -9,11 +9,12 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, NotFiniteError, OptionError
+from ..errors import NotFiniteError, OptionError
 from ..vocab.api import explain, token_stats
+from ..vocab.checks import check_logits
 from ..vocab.head import LMHead
 from ..vocab.noise import Noise
-from .full import check_logits, soft_whole
+from .full import soft_whole
 from .terms import Terms
 from .tokens import SoftTokens, check_table, soft_embedding
 
@@ -53,7 +54,7 @@ def gumbel_topk(
     for alignment: GRADE, arXiv 2601.11574.
     """
     _check(hidden, head, tau, k, embeddings, memory_budget)
-    noise = _noise(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+    noise = Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
     if k == 0:
         return soft_whole(hidden, head, float(tau), noise, embeddings, hard, memory_budget)
     tokens = _soft_best(hidden, head, float(tau), k, hard, noise, memory_budget)
@@ -118,18 +119,3 @@ def _check(
             f"hidden: expected finite numbers, got NaN or infinity in {wrong} of {finite.numel()} tokens; "
             "the model has diverged"
         )
-
-
-def _noise(
-    lead: tuple[int, ...], device: torch.device, noise: Noise | None, generator: torch.Generator | None
-) -> Noise:
-    if noise is None:
-        return Noise.draw(lead, device, generator)
-    if generator is not None:
-        raise OptionError("noise: expected noise or a generator, got both; pass one of them")
-    if not isinstance(noise, Noise):
-        raise OptionError(f"noise: expected Noise(seeds, positions), got {type(noise).__name__}")
-    noise = noise.expand(lead)
-    if any(x.device != device for x in noise):
-        raise DeviceError(f"noise is on {noise.seeds.device}, hidden on {device}; move one of them")
-    return noise

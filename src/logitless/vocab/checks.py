@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..algebra.options import check_numbers, check_want
-from ..errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
 from .lowrank import up_of
@@ -98,6 +98,12 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, 
         if x.device != hidden.device:
             raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
+
+
+def check_logits(logsumexp: Tensor) -> None:
+    """Raise NotFiniteError where a token's logits are NaN, +inf, or all -inf."""
+    if not logsumexp.isfinite().all():
+        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
 
 
 def _constant(x: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -39,6 +39,22 @@ class Noise(NamedTuple):
         where = device if generator is None else generator.device
         seeds = torch.randint(2**63 - 1, lead, generator=generator, device=where).to(device)
         return cls(seeds, torch.zeros_like(seeds))
+
+    @classmethod
+    def of(
+        cls, lead: tuple[int, ...], device: torch.device, noise: Noise | None, generator: torch.Generator | None
+    ) -> Noise:
+        """A call's noise for each of its tokens: as given, or drawn."""
+        if noise is None:
+            return cls.draw(lead, device, generator)
+        if generator is not None:
+            raise OptionError("noise: expected noise or a generator, got both; pass one of them")
+        if not isinstance(noise, Noise):
+            raise OptionError(f"noise: expected Noise(seeds, positions), got {type(noise).__name__}")
+        noise = noise.expand(lead)
+        if any(x.device != device for x in noise):
+            raise DeviceError(f"noise is on {noise.seeds.device}, hidden on {device}; move one of them")
+        return noise
 
     def expand(self, lead: tuple[int, ...]) -> Noise:
         """The noise with a seed and a position for each of the tokens, or an error that says what is wrong."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...algebra.fold import EMPTY, MASK, Fold, Totals, finish
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
+from .best import keep_best
 from .chunk import Chunk, Folded, Grads, Tile
 from .tiles import Operands, add_product
 
@@ -59,7 +60,7 @@ class _Running:
         if self.zsum is not None:
             self.zsum += tile.z.sum(1)
         if self.best is not None:
-            _keep_best(*self.best, tile)
+            keep_best(*self.best, tile.z, tile.v.start)
         chunk.mask(tile)
         self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
         w, grow = self._add_policy(tile, keep)
@@ -178,17 +179,6 @@ def _sharpen(rest: Tensor, w: Tensor, newest: Tensor) -> None:
     if rows.numel():
         part = w[rows]
         rest[rows] = part.masked_fill_(part == 1, 0.0).sum(1)
-
-
-def _keep_best(values: Tensor, ids: Tensor, tile: Tile) -> None:
-    """Merge a slice's best entries in; only the rows whose slice beats their k-th are sorted."""
-    k = values.shape[1]
-    rows = (tile.z.amax(1) > values[:, -1]).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return
-    new, where = tile.z[rows].topk(min(k, tile.z.shape[1]), dim=1)
-    values[rows], order = torch.cat([values[rows], new], 1).topk(k, dim=1)
-    ids[rows] = torch.cat([ids[rows], where + tile.v.start], 1).gather(1, order)
 
 
 def second_look(chunk: Chunk, totals: Totals) -> None:

@@ -1,0 +1,31 @@
+"""The k best entries slice by slice: the same as a stable sort of the whole row, however it is cut."""
+
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.vocab.backends.best import keep_best
+
+
+@pytest.mark.parametrize("k", [1, 3, 16, 40])
+@pytest.mark.parametrize("width", [1, 5, 16, 40])
+def test_equal_entries_come_by_lowest_id(k, width):
+    z = torch.randint(4, (9, 40)).double()  # ten of each
+    z[0] = 1.0
+    values, ids = torch.full((9, k), -math.inf, dtype=torch.float64), torch.full((9, k), -1)
+    for start in range(0, 40, width):
+        keep_best(values, ids, z[:, start : start + width].clone(), start)
+    expected = z.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :k])
+    assert torch.equal(ids, expected.indices[:, :k])
+
+
+def test_entries_without_probability_are_still_entries():
+    bias = torch.full((50,), -math.inf)
+    bias[[7, 30]] = 0.0
+    head = ll.LMHead(torch.randn(50, 4), bias)
+    stats = ll.token_stats(torch.randn(6, 4), head, want=("logsumexp",), top_k=5, memory_budget=400)
+    assert (stats.top_k_ids[:, :2].sort(1).values == torch.tensor([7, 30])).all()
+    assert all(len(set(row)) == 5 and min(row) >= 0 for row in stats.top_k_ids.tolist())
