@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from logitless.integrations.transformers import uninstall as uninstall
     from logitless.logits import chunked_self_certainty as chunked_self_certainty
     from logitless.logits import per_token_logps as per_token_logps
+    from logitless.sample.tokens import sample_tokens as sample_tokens
     from logitless.vocab.api import TokenStats as TokenStats
     from logitless.vocab.api import explain as explain
     from logitless.vocab.api import linear_cross_entropy as linear_cross_entropy
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "token_loss": "logitless.vocab.api",
     "linear_cross_entropy": "logitless.vocab.api",
     "explain": "logitless.vocab.api",
+    "sample_tokens": "logitless.sample.tokens",
     "per_token_logps": "logitless.logits",
     "chunked_self_certainty": "logitless.logits",
     "losses": "logitless.losses",

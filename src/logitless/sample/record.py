@@ -1,0 +1,157 @@
+"""`SampleRecord`: what is kept of each token's distribution in the place of its logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from . import export
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRecord:
+    """Tokens, and enough of the distributions that they come from: 40 + 8·k bytes a token.
+
+    Floating fields are fp32 (fp64 where the hidden states are), integers int32; (...) is (B, T) or any shape. "raw"
+    is the head's own distribution, temperature 1 and every entry. Tokens that were never written are -1.
+    token, token_logit, rank: (...) the token, its raw logit, and 1 + how many logits are higher.
+    topk_logits, topk_ids: (..., k) the best raw logits, equal ones by id.
+    logsumexp, mean_logit, entropy: (...) of the raw logits, over all entries.
+    temperature, logsumexp_at_temperature, log_kept_mass, n_kept: (...) of the distribution that was drawn from:
+    logsumexp(z / temperature), the log of the share that top-k, top-p and min-p kept, and how many entries that are;
+    greedy tokens have temperature 0, and 0 for both logarithms.
+    """
+
+    token: Tensor
+    token_logit: Tensor
+    rank: Tensor
+    topk_logits: Tensor
+    topk_ids: Tensor
+    logsumexp: Tensor
+    mean_logit: Tensor
+    entropy: Tensor
+    temperature: Tensor
+    logsumexp_at_temperature: Tensor
+    log_kept_mass: Tensor
+    n_kept: Tensor
+    vocab_size: int
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        *,
+        keep: int,
+        vocab_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> SampleRecord:
+        """A record of `shape` for `write` to fill. Raises OptionError."""
+        if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= vocab_size:
+            raise OptionError(f"keep: expected a whole number in 0..{vocab_size} (the vocabulary), got {keep!r}")
+        whole = torch.zeros(shape, dtype=torch.int32, device=device)
+        real = torch.zeros(shape, dtype=dtype, device=device)
+        made: dict[str, Any] = {name: real.clone() for name in names()}
+        made |= {"token": whole - 1, "rank": whole.clone(), "n_kept": whole.clone(), "vocab_size": vocab_size}
+        made["topk_logits"] = real.new_zeros(*shape, keep)
+        made["topk_ids"] = whole.new_full((*shape, keep), -1)
+        return cls(**made)
+
+    def write(self, index: Any, part: SampleRecord) -> None:
+        """Put `part` at an index of (...), as in `record.write((slice(None), t), step)`."""
+        for name in names():
+            getattr(self, name)[index] = getattr(part, name)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SampleRecord:
+        """The record with `change` applied to every tensor."""
+        return SampleRecord(**{name: change(getattr(self, name)) for name in names()}, vocab_size=self.vocab_size)
+
+    def __getitem__(self, index: Any) -> SampleRecord:
+        """Some of the tokens, as views: an index of (...)."""
+        return self.map(lambda x: x[index])
+
+    def reshape(self, *lead: int) -> SampleRecord:
+        """The same tokens in another shape (...)."""
+        trailing = self.token.dim()
+        return self.map(lambda x: x.reshape((*lead, *x.shape[trailing:])))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.token.shape)
+
+    @property
+    def keep(self) -> int:
+        """k, the number of best entries that are kept."""
+        return self.topk_ids.shape[-1]
+
+    @property
+    def logprob(self) -> Tensor:
+        """The token's raw log-prob, (...)."""
+        return self.token_logit - self.logsumexp
+
+    @property
+    def behaviour_logprob(self) -> Tensor:
+        """The token's log-prob in the distribution that was drawn from, (...): an importance ratio's denominator."""
+        greedy = self.temperature == 0
+        x = self.token_logit / torch.where(greedy, 1.0, self.temperature)
+        return torch.where(greedy, 0.0, x - self.logsumexp_at_temperature - self.log_kept_mass)
+
+    @property
+    def topk_logprob(self) -> Tensor:
+        """The best entries' raw log-probs, (..., k)."""
+        return self.topk_logits - self.logsumexp[..., None]
+
+    @property
+    def self_certainty(self) -> Tensor:
+        """KL(uniform‖p) of the raw distribution, (...)."""
+        return self.logsumexp - self.mean_logit - math.log(self.vocab_size)
+
+    @property
+    def tail_mass(self) -> Tensor:
+        """The raw probability of everything that is not among the k best, (...)."""
+        if self.keep == self.vocab_size:
+            return torch.zeros_like(self.logsumexp)
+        return -torch.expm1(self.topk_logprob.logsumexp(-1).clamp(max=0))
+
+    @property
+    def perplexity(self) -> Tensor:
+        """exp of the mean -logprob over the last dimension's written tokens, (B,); 1 where there is none."""
+        written = self.token >= 0
+        total = torch.where(written, self.logprob, 0.0).sum(-1)
+        return torch.exp(-total / written.sum(-1).clamp(min=1))
+
+    def alternatives(self, *index: int) -> list[tuple[int, float]]:
+        """(id, raw log-prob) of the best entries other than the token at one index, best first."""
+        token = int(self.token[index])
+        pairs = zip(self.topk_ids[index].tolist(), self.topk_logprob[index].tolist(), strict=True)
+        return [(i, logprob) for i, logprob in pairs if i != token]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as (nested) lists of numbers."""
+        return {name: getattr(self, name).tolist() for name in names()} | {"vocab_size": self.vocab_size}
+
+    def to_arrow(self) -> pyarrow.Table:
+        """A pyarrow table, one row per written token: see `export.to_arrow`. pyarrow.parquet writes it."""
+        return export.to_arrow(self)
+
+    def top_logprobs(self, decode: Callable[[int], str]) -> list[dict[str, Any]]:
+        """One sequence as OpenAI's `logprobs.content`: see `export.top_logprobs`."""
+        return export.top_logprobs(self, decode)
+
+    def vllm_logprobs(self, decode: Callable[[int], str] | None = None) -> list[dict[int, dict[str, Any]]]:
+        """One sequence as vLLM's `logprobs`: see `export.vllm_logprobs`."""
+        return export.vllm_logprobs(self, decode)
+
+
+def names() -> list[str]:
+    """The tensors of a record."""
+    return [f.name for f in fields(SampleRecord) if f.name != "vocab_size"]

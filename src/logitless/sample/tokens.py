@@ -1,0 +1,86 @@
+"""`sample_tokens`: from hidden states to tokens, without the (N, V) logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError
+from ..vocab.checks import flatten
+from ..vocab.engine import Pass
+from ..vocab.head import LMHead
+from ..vocab.lowrank import with_low_rank
+from ..vocab.noise import Noise
+from ..vocab.problem import Problem, full_precision
+from .draw import Draw
+from .record import SampleRecord
+from .rules import Rules
+
+
+@torch.no_grad()
+def sample_tokens(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    keep: int = 10,
+    generator: torch.Generator | None = None,
+    noise: Noise | None = None,
+    memory_budget: int | None = None,
+) -> SampleRecord:
+    """One token for each hidden state, and a record of the distribution that it was drawn from.
+
+    Dense equivalent, up to which random numbers come, with transformers' warpers of the same names:
+
+        z = softcap(scale * F.linear(hidden, weight, bias))  # and the head's adapters
+        p = min_p(top_p(top_k(z / temperature))).softmax(-1)
+        token = torch.multinomial(p, 1)
+
+    temperature: 0 for the best entry (the lowest id of equal ones), or more; a number or a tensor that broadcasts to
+    (...). top_k (0 is all), top_p, min_p: exact, in that order. keep: how many of the best entries the record holds.
+    The token is the best of z / temperature + Gumbel noise, noise that depends on nothing but a sequence's own seed, a
+    position and a vocabulary id: noise: Noise(seeds, positions), so that no slice, batch order or rank changes a
+    token; without it, a seed for each token is drawn from `generator`. No gradient.
+    Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
+    has its row, still in the buffer, sorted in a second pass, with no GEMM: nothing is approximate.
+    Returns a SampleRecord of shape (...). Raises ShapeError, DtypeError, DeviceError, OptionError, NotFiniteError.
+    Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
+    """
+    rules = Rules(top_k, top_p, min_p)
+    spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
+    lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
+    heat = _temperatures(temperature, lead, hidden).reshape(n)
+    seeds, positions = (x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator))
+    budget = max(1, spec.budget // 2)  # the other half is for sorting rows
+    problem = Problem(spec, with_low_rank(inputs, head, None))
+    record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=problem.compute, device=hidden.device)
+    problem = replace(problem, spec=replace(spec, budget=budget, top_k=rules.retained(keep, head.rows)))
+    run = Pass(problem, whole=True)
+    with full_precision(hidden.device.type):
+        for rows, chunk in run.chunks():
+            folded = run.fold(chunk, keep="logits")
+            draw = Draw(chunk, folded, heat[rows].to(problem.compute), Noise(seeds[rows], positions[rows]))
+            record.write(rows, draw.record(rules, keep, budget))
+    return record.reshape(*lead)
+
+
+def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor) -> Tensor:
+    """A temperature for each token, or an error that says what is wrong."""
+    if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
+            raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
+        return torch.full(lead, float(temperature), dtype=torch.float64, device=hidden.device)
+    if not bool(((temperature >= 0) & temperature.isfinite()).all()):
+        raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
+    try:
+        return temperature.to(hidden.device).expand(lead)
+    except RuntimeError:
+        got = tuple(temperature.shape)
+        raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {got}") from None

@@ -1,0 +1,137 @@
+"""`SampleRecord`: numbers computed from it against the whole row, and how others read it."""
+
+import json
+import math
+
+import pyarrow.parquet
+import pytest
+import torch
+
+import logitless as ll
+from logitless.errors import DtypeError, OptionError, ShapeError
+from logitless.sample import Noise, SampleRecord
+
+V, H = 60, 8
+NOISE = Noise(torch.arange(6).view(2, 3), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.fixture
+def drawn():
+    hidden, head = torch.randn(2, 3, H, dtype=torch.float64), ll.LMHead(torch.randn(V, H, dtype=torch.float64))
+    return hidden @ head.weight.T, ll.sample_tokens(hidden, head, temperature=0.5, top_p=0.9, keep=4, noise=NOISE)
+
+
+def test_what_is_computed_from_it(drawn):
+    z, record = drawn
+    logp, ids = z.log_softmax(-1), record.token.long()[..., None]
+    near = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(record.logprob, logp.gather(-1, ids)[..., 0], **near)
+    torch.testing.assert_close(record.topk_logprob, logp.topk(4).values, **near)
+    torch.testing.assert_close(record.self_certainty, -logp.mean(-1) - math.log(V), **near)
+    torch.testing.assert_close(record.tail_mass, 1 - logp.topk(4).values.exp().sum(-1), **near)
+    torch.testing.assert_close(record.perplexity, torch.exp(-record.logprob.mean(-1)), **near)
+    kept = z.sort(-1, descending=True).values[0, 0, : int(record.n_kept[0, 0])] / 0.5
+    behaviour = record.token_logit[0, 0] / 0.5 - kept.logsumexp(0)
+    torch.testing.assert_close(record.behaviour_logprob[0, 0], behaviour, **near)
+    for i, x in record.alternatives(0, 1):
+        assert i != record.token[0, 1]
+        assert x == pytest.approx(float(logp[0, 1, i]))
+
+
+def test_bytes_of_a_token():
+    record = SampleRecord.empty((5, 7), keep=20, vocab_size=V)
+    tensors = [x for x in vars(record).values() if isinstance(x, torch.Tensor)]
+    assert sum(x.nbytes for x in tensors) == 35 * 200
+
+
+def test_writing_steps_into_a_preallocated_record():
+    hidden, head = torch.randn(2, 3, H), ll.LMHead(torch.randn(V, H))
+    whole = SampleRecord.empty((2, 4), keep=4, vocab_size=V)
+    for t in range(3):
+        noise = Noise(NOISE.seeds[:, t], NOISE.positions[:, t])
+        whole.write((slice(None), t), ll.sample_tokens(hidden[:, t], head, keep=4, noise=noise))
+    at_once = ll.sample_tokens(hidden, head, keep=4, noise=NOISE)
+    assert torch.equal(whole.token[:, :3], at_once.token)
+    assert (whole.token[:, 3] == -1).all()
+    torch.testing.assert_close(whole.perplexity, at_once.perplexity)
+    assert whole.to_arrow().num_rows == 6
+
+
+def test_arrow_and_parquet(drawn, tmp_path):
+    _, record = drawn
+    pyarrow.parquet.write_table(record.to_arrow(), tmp_path / "record.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "record.parquet")
+    assert table.schema.metadata[b"vocab_size"] == b"60"
+    assert table["sequence"].to_pylist() == [0, 0, 0, 1, 1, 1]
+    assert table["position"].to_pylist() == [0, 1, 2, 0, 1, 2]
+    assert table["token"].to_pylist() == record.token.flatten().tolist()
+    assert table["topk_ids"].to_pylist() == record.topk_ids.flatten(0, 1).tolist()
+    assert table["topk_logits"].to_pylist() == record.topk_logits.flatten(0, 1).tolist()
+
+
+def test_dict_is_json(drawn):
+    _, record = drawn
+    back = json.loads(json.dumps(record.to_dict()))
+    assert back["topk_ids"] == record.topk_ids.tolist()
+    assert back["vocab_size"] == V
+
+
+def test_as_openai_and_vllm_have_it(drawn):
+    _, record = drawn
+    one = record[1]
+    for t, entry in enumerate(one.top_logprobs(lambda i: f"é{i}")):
+        assert entry["token"] == f"é{int(one.token[t])}"
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert entry["logprob"] == pytest.approx(float(one.logprob[t]))
+        assert [x["token"] for x in entry["top_logprobs"]] == [f"é{i}" for i in one.topk_ids[t].tolist()]
+    for t, row in enumerate(one.vllm_logprobs(str)):
+        first, *others = row.items()
+        assert first[0] == one.token[t]
+        assert first[1]["rank"] == one.rank[t]
+        assert all(x["rank"] == one.topk_ids[t].tolist().index(i) + 1 for i, x in others)
+        assert len(row) in (4, 5)
+    with pytest.raises(ShapeError, match=r"record\[b\]"):
+        record.top_logprobs(str)
+
+
+def test_a_record_without_best_entries(drawn):
+    hidden, head = torch.randn(3, H), ll.LMHead(torch.randn(V, H))
+    record = ll.sample_tokens(hidden, head, keep=0)
+    assert record.topk_ids.shape == (3, 0)
+    torch.testing.assert_close(record.tail_mass, torch.ones(3))
+    assert "topk_ids" not in record.to_arrow().column_names
+    assert len(record.vllm_logprobs()[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragment"),
+    [
+        ({"keep": V + 1}, OptionError, "0..60"),
+        ({"keep": -1}, OptionError, "keep"),
+        ({"keep": 1.5}, OptionError, "keep"),
+        ({"top_p": 0.0}, OptionError, "0 < p ≤ 1"),
+        ({"top_p": 1.1}, OptionError, "top_p"),
+        ({"top_p": math.nan}, OptionError, "top_p"),
+        ({"min_p": -0.1}, OptionError, "min_p"),
+        ({"min_p": 1.1}, OptionError, "min_p"),
+        ({"top_k": -1}, OptionError, "top_k"),
+        ({"temperature": -1.0}, OptionError, "greedy"),
+        ({"temperature": math.inf}, OptionError, "greedy"),
+        ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, OptionError, "greedy"),
+        ({"temperature": torch.ones(4)}, ShapeError, "broadcasts"),
+        ({"noise": NOISE, "generator": torch.Generator()}, OptionError, "both"),
+        ({"noise": Noise(torch.ones(3), torch.ones(3))}, DtypeError, "integer"),
+        ({"noise": 3}, OptionError, "Noise"),
+        ({"memory_budget": 0}, OptionError, "memory_budget"),
+    ],
+)
+def test_bad_input(options, error, fragment):
+    with pytest.raises(error) as caught:
+        ll.sample_tokens(torch.randn(3, H), ll.LMHead(torch.randn(V, H)), **options)
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_not_a_head():
+    with pytest.raises(DtypeError, match="LMHead"):
+        ll.sample_tokens(torch.randn(3, H), torch.randn(V, H))

@@ -1,0 +1,157 @@
+"""`sample_tokens` against whole rows: every field, every kind of head, every rule."""
+
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.errors import NotFiniteError
+from logitless.sample import Noise
+from tests.sample.dense import compare, some_noise
+from tests.support import trace_allocations
+
+V, H, N = 211, 8, 13
+RULES = {
+    "none": {},
+    "hot": {"temperature": 1.7, "keep": 0},
+    "greedy": {"temperature": 0.0},
+    "top_k": {"top_k": 5, "temperature": 0.7},
+    "top_k beyond keep": {"top_k": 90, "keep": 3},
+    "top_k of more than there are": {"top_k": V + 9},
+    "top_p within": {"top_p": 0.3, "temperature": 0.6},
+    "top_p far": {"top_p": 0.95, "temperature": 3.0},
+    "top_p tiny": {"top_p": 1e-9},
+    "min_p within": {"min_p": 0.2},
+    "min_p far": {"min_p": 1e-4, "temperature": 2.0},
+    "min_p of one": {"min_p": 1.0},
+    "all": {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3, "keep": V},
+}
+HEADS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.4},
+    "bias": {"bias": True},
+    "padded": {"vocab_size": 150},
+    "adapter": {"adapter": True},
+}
+
+
+def problem(dtype=torch.float64, bias=False, adapter=False, **options):
+    bias = torch.randn(V, dtype=dtype) if bias else None
+    low = (ll.LowRank(torch.randn(3, H, dtype=dtype), torch.randn(V, 3, dtype=dtype), 0.5),) if adapter else ()
+    head = ll.LMHead(torch.randn(V, H, dtype=dtype), bias, adapters=low, **options)
+    return torch.randn(N, H, dtype=dtype), head
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("budget", [None, 30_000])
+def test_every_rule(rules, budget):
+    compare(*problem(), some_noise((N,)), 1e-10, memory_budget=budget, **rules)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 1.5}], ids=["all", "nucleus"])
+def test_every_head(head, rules):
+    compare(*problem(**head), some_noise((N,)), 1e-10, **rules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_operands(dtype):
+    compare(*problem(dtype), some_noise((N,)), 1e-5, top_k=9, temperature=0.8)
+
+
+def test_temperature_per_token():
+    heat = torch.tensor([0.0, 0.5, 1.0, 2.0] * 3 + [0.0], dtype=torch.float64)
+    compare(*problem(), some_noise((N,)), 1e-10, temperature=heat, top_p=0.9)
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 7}, {"top_p": 0.999}, {"temperature": 0.0}])
+def test_extreme_logits_and_ties(rules):
+    hidden, head = problem()
+    equal = ll.LMHead(head.weight[torch.arange(V) // 4])  # four of each row
+    compare(hidden, equal, some_noise((N,)), 1e-10, **rules)
+    compare(300 * hidden, head, some_noise((N,)), 1e-9, **rules)
+    compare(0 * hidden, head, some_noise((N,)), 1e-10, **rules)
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 9}, {"top_p": 0.9}])
+def test_entries_that_a_bias_forbids(rules):
+    hidden, head = problem()
+    bias = torch.full((V,), -math.inf, dtype=torch.float64)
+    bias[[3, 50, 200]] = 0.0
+    noise = some_noise((N,))
+    compare(hidden, ll.LMHead(head.weight, bias), noise, 1e-10, keep=3, **rules)
+    assert ll.sample_tokens(hidden, ll.LMHead(head.weight, bias), noise=noise).n_kept.tolist() == [3] * N
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.9}, {"top_k": 20}])
+def test_a_token_depends_on_its_own_seed_and_position_only(rules):
+    hidden, head = problem()
+    noise = some_noise((N,))
+    whole = ll.sample_tokens(hidden, head, noise=noise, **rules)
+    order = torch.randperm(N)
+    shuffled = ll.sample_tokens(
+        hidden[order], head, noise=Noise(*(x[order] for x in noise)), memory_budget=20_000, **rules
+    )
+    assert torch.equal(shuffled.token, whole.token[order])
+    one = ll.sample_tokens(hidden[4], head, noise=Noise(*(x[4] for x in noise)), **rules)
+    assert one.shape == ()
+    assert one.token == whole.token[4]
+
+
+def test_two_completions_of_one_prompt_differ():
+    hidden, head = problem()
+    same = (0.3 * hidden[:1]).expand(8, H)
+    seeds = torch.arange(8)
+    assert len(set(ll.sample_tokens(same, head, noise=Noise(seeds, torch.zeros_like(seeds))).token.tolist())) > 4
+    drawn = [ll.sample_tokens(same, head, generator=torch.Generator().manual_seed(s)).token for s in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 12}], ids=["all", "top_p", "top_k"]
+)
+def test_the_distribution(rules):
+    """Chi-square and Kolmogorov-Smirnov against the dense probabilities, at about five sigma."""
+    hidden, head = torch.randn(1, H), ll.LMHead(0.7 * torch.randn(40, H))
+    n = 20_000
+    noise = Noise(torch.arange(n), torch.zeros(n, dtype=torch.long))
+    record = ll.sample_tokens(hidden.expand(n, H), head, noise=noise, keep=40, **rules)
+    p = torch.zeros(40, dtype=torch.float64)
+    first = record[0]
+    kept = first.topk_ids[: int(first.n_kept)].long()
+    x = first.topk_logits[: int(first.n_kept)].double() / rules.get("temperature", 1.0)
+    p[kept] = x.softmax(0)
+    count = torch.bincount(record.token, minlength=40).double()
+    assert count[p == 0].sum() == 0
+    often = p * n > 5
+    chi = ((count - n * p).square() / (n * p))[often].sum()
+    freedom = int(often.sum()) - 1
+    assert chi < freedom + 5 * math.sqrt(2 * freedom)
+    assert (count.cumsum(0) / n - p.cumsum(0)).abs().max() < 2.6 / math.sqrt(n)
+    behaviour = p.log()[record.token.long()]
+    torch.testing.assert_close(record.behaviour_logprob.double(), behaviour, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_holds_a_few_rows():
+    n, v = 256, 4096
+    hidden, head = torch.randn(n, H), ll.LMHead(torch.randn(v, H))
+    budget = 1 << 20
+    for rules in ({}, {"top_p": 0.99, "temperature": 5.0}, {"top_k": 2000, "top_p": 0.9}):
+        got = trace_allocations(lambda rules=rules: ll.sample_tokens(hidden, head, memory_budget=budget, **rules))
+        assert got.peak < 3 * budget + (6 << 20)  # noise is made in blocks of 4.7 MB
+        assert got.kept < 200 * n
+
+
+def test_no_token_at_all():
+    _, head = problem()
+    assert ll.sample_tokens(torch.zeros(2, 0, H, dtype=torch.float64), head, top_p=0.5).shape == (2, 0)
+
+
+def test_a_model_that_diverged():
+    hidden, head = problem()
+    hidden[3, 2] = math.nan
+    with pytest.raises(NotFiniteError, match="diverged"):
+        ll.sample_tokens(hidden, head)
