@@ -20,8 +20,6 @@ WRAPPERS = {
     "OptimizedModule": "_orig_mod",  # torch.compile's
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
 
 
