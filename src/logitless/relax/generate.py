@@ -17,7 +17,7 @@ from .kl import online_kl
 from .tokens import SoftTokens, soft_embedding
 from .topk import gumbel_topk, soft_at
 
-CARRIES = ("cached", "recompute", "sweeps", "none")
+CARRIES = ("sweeps", "cached", "recompute", "none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +39,10 @@ class Sampling:
     """How to generate: `steps` soft tokens at temperature `tau` over the `k` best entries, one-hot where `hard`.
 
     carry: how the gradient goes through the steps.
-      cached     one new position per step, keys and values kept in the graph. Exact.
-      recompute  the whole prefix anew at every step, as a widely copied implementation does. Exact.
       sweeps     sampled without gradient, then one pass over all positions, and backward sweeps over it until what
-                 they add is below `tolerance` of the gradient, `most_sweeps` at most. Exact after `steps` - 1 sweeps.
+                 they add is below `tolerance` of the gradient. Exact after `steps` - 1 sweeps; a few less, mostly.
+      cached     one new position per step, keys and values kept in the graph. Exact, the least memory.
+      recompute  the whole prefix anew at every step, as a widely copied implementation does. Exact.
       none       without gradient.
     checkpoint: keep what each step reads, and compute its activations anew in backward (cached and recompute).
     """
@@ -51,7 +51,7 @@ class Sampling:
     tau: float = 1.0
     k: int = 256
     hard: bool = True
-    carry: str = "cached"
+    carry: str = "sweeps"
     checkpoint: bool = True
     end: int | None = None  # the id after which a sequence is finished
     tolerance: float = 1e-6
@@ -121,21 +121,16 @@ def generate(
         raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
     first = policy.table[prompts]
     carried = None
-    if sampling.carry in ("none", "sweeps"):
-        with torch.no_grad():
-            soft, hidden = _steps(policy, first, mask, seeds, sampling)
-        if sampling.carry == "sweeps":
-            soft, hidden, carried = _replay(policy, first, mask, seeds, sampling, soft)
-    else:
-        soft, hidden = _steps(policy, first, mask, seeds, sampling)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and sampling.carry in ("cached", "recompute")):
+        drawn, hidden = _steps(policy, first, mask, seeds, sampling)
+    soft = drawn
+    if sampling.carry == "sweeps":
+        soft, hidden, carried = _replay(policy, first, mask, seeds, sampling, drawn)
     alive = alive_until(soft.token, sampling.end)
     kl = torch.zeros(alive.shape, device=hidden.device)
     if reference is not None:
-        at_once = sampling.carry == "sweeps"
-        seen = read(reference, prompts, mask, soft, at_once)
-        kl = online_kl(
-            hidden, policy.head(), (seen, reference.head()), alive=alive, memory_budget=sampling.memory_budget
-        )
+        seen = read(reference, prompts, mask, drawn, sampling.carry == "sweeps"), reference.head()
+        kl = online_kl(hidden, policy.head(), seen, alive=alive, memory_budget=sampling.memory_budget)
     return Rollout(soft, hidden, alive, kl, carried)
 
 

@@ -52,9 +52,8 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
         "use_cache": True,
     }
     hidden = forward_with(model, batch, lambda _, hidden: hidden)
-    new = [
-        x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for layer in cache.layers for x in (layer.keys, layer.values)
-    ]
+    layers: Any = cache.layers
+    new = [x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for layer in layers for x in (layer.keys, layer.values)]
     return hidden, torch.cat(new, 1)
 
 

@@ -1,0 +1,108 @@
+"""`GradeConfig`: every option of alignment through soft tokens, as one frozen dataclass (no torch import)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .align_config import DEFAULT_MODEL
+from .config import RunOptions, require
+
+GRADE_METHODS = ("ste", "gumbel", "reinforce")
+DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 1e-3, 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class GradeConfig(RunOptions):
+    """Options of `logitless align --method ste`, gumbel or reinforce; the command line mirrors them.
+
+    Lengths count tokens. Raises OptionError from `check`.
+    """
+
+    method: Literal["ste", "gumbel", "reinforce"] = "ste"
+    """ste and gumbel backpropagate the reward through the generated tokens, one-hot (straight-through) or soft;
+    reinforce is the score function with a moving-average baseline, on the same rewards."""
+    model: str = DEFAULT_MODEL
+    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    reward_model: str | None = None
+    """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
+    code, trained first on files of the standard library that no prompt comes from."""
+    reward_label: int = 1
+    """The classifier's label whose probability is the reward."""
+    data: str | None = None
+    """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
+    library."""
+    prompt_length: int = 32
+    """Of a prompt, at most."""
+    completion_length: int = 64
+    """Of a generated continuation."""
+    batch_size: int = 1
+    """Prompts per forward pass."""
+    gradient_accumulation_steps: int = 16
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: bool = True
+    """With --carry cached or recompute: recompute activations in backward instead of keeping them."""
+    carry: Literal["sweeps", "cached", "recompute"] = "sweeps"
+    """How the gradient goes through the generated tokens: backward sweeps over one pass, steps with a cache, or the
+    whole prefix anew for each token. All are exact; sweeps is the fastest, cached takes the least memory."""
+    max_steps: int = 40
+    """Optimiser steps."""
+    learning_rate: float | None = None
+    """Constant. Default: 1e-3 for the default model, 1e-5 with LoRA, 1e-6 without."""
+    beta: float = 0.1
+    """Weight of the KL to the model that the run starts from, per continuation."""
+    tau_start: float = 2.0
+    """Temperature of the soft tokens at the first step ..."""
+    tau_end: float = 0.5
+    """... and at the last, linear between."""
+    top_k: int = 256
+    """Entries of the vocabulary that a soft token is made of."""
+    baseline_decay: float = 0.9
+    """Of reinforce's moving-average baseline."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    evaluation_prompts: int = 32
+    """Of the validation and of the test prompts, each."""
+    lora_rank: int = 16
+    """Train rank-r adapters (alpha 2r) on every linear layer but the head, and freeze the rest. 0: train everything."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    seed: int = 0
+    """Of the prompts' order and the noise."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights. auto: the checkpoint's own."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    output_dir: Path | None = None
+    """Where everything is written. Default: the first free runs/METHOD, runs/METHOD-2, ..."""
+    resume: Path | None = None
+    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
+    json: Path | None = None
+    """Write the summary as JSON to this file (- for standard output)."""
+    config: Path | None = None
+    """Read options from this YAML or TOML file; the command line overrides them."""
+
+    @property
+    def context_length(self) -> int:
+        return self.prompt_length + self.completion_length
+
+    @property
+    def rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.model == DEFAULT_MODEL:
+            return DEFAULT_MODEL_RATE
+        return LORA_RATE if self.lora_rank else FULL_RATE
+
+    def check(self) -> GradeConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        self.check_shared("prompt_length", "completion_length", "top_k", "evaluation_prompts")
+        for name in ("tau_start", "tau_end", "max_grad_norm"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, name, "positive", value)
+        require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
+        require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
+        require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
+        return self

@@ -1,0 +1,186 @@
+"""Runs of alignment through soft tokens, end to end: learning, resuming, refusing."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+
+from logitless.errors import ConfigError, NotFiniteError, OptionError
+from logitless.train.files import read_lines
+from logitless.train.grade import run
+from logitless.train.grade_config import GradeConfig
+from logitless.train.grade_data import SPLITS, batch_of, prose_and_code, texts_of, train_classifier
+from logitless.train.grade_models import SoftReward
+from logitless.train.grade_step import Task, backward, gradient_variance
+from logitless.train.rundir import Interrupted
+from logitless.train.tokenizer import pretrained
+from tests.train.micro import line_corpus, micro_directory, micro_model
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> SimpleNamespace:
+    """config: a run of seconds; reward: a classifier that likes some letters, of the policy's vocabulary."""
+    root: Path = tmp_path_factory.mktemp("grade")
+    model, reward = root / "model", root / "reward"
+    micro_directory(model)
+    micro_model(initializer_range=0.2).save_pretrained(model)
+    shutil.copytree(model, reward, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(3)
+    config = micro_model().config
+    config.num_labels, config.initializer_range, config.pad_token_id = 2, 0.3, 0
+    Qwen3ForSequenceClassification(config).save_pretrained(reward)
+    config = GradeConfig(
+        model=str(model),
+        reward_model=str(reward),
+        data=str(line_corpus(root / "data")),
+        prompt_length=12,
+        completion_length=5,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=3e-2,
+        beta=0.01,
+        top_k=40,
+        evaluation_prompts=8,
+        lora_rank=4,
+        device="cpu",
+        output_dir=root / "run",
+    )
+    return SimpleNamespace(config=config, reward=reward, model=model, root=root)
+
+
+def of(small, name: str, **changes) -> GradeConfig:
+    return dataclasses.replace(small.config, output_dir=small.root / name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"), [("ste", {"max_steps": 12}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})]
+)
+def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
+    config = of(small, method, method=method, **changes)
+    summary = run(config)
+    records = read_lines(config.output_dir / "metrics.jsonl")
+    assert [x["step"] for x in records] == list(range(config.max_steps + 1))
+    taken = records[1:]
+    assert taken[0]["train/kl"] == 0.0  # an unchanged policy
+    assert all(x["train/kl"] > 0 for x in taken[1:])
+    assert taken[0]["tau"] == 2.0
+    assert taken[-1]["tau"] == 0.5
+    assert all(0 < x["coverage"] <= 1 and x["grad_norm"] > 0 and x["peak_memory_bytes"] > 0 for x in taken)
+    assert summary["after"]["test/samples"] == 8
+    assert summary["after"]["test/reward_std"] > 0
+    assert summary == json.loads((config.output_dir / "summary.json").read_text())
+    assert (config.output_dir / "model" / "model.safetensors").exists()
+    if method == "ste":
+        assert summary["after"]["validation/reward_mean"] > summary["before"]["validation/reward_mean"] + 0.05
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
+    whole = run(of(small, "whole"))
+    place = small.root / "killed"
+    run(of(small, "killed", max_steps=4))
+    for path in (place / "checkpoint-3", place / "checkpoint-4", place / "model"):
+        shutil.rmtree(path)
+    (place / "summary.json").unlink()
+    again = run(dataclasses.replace(small.config, output_dir=None, resume=place))
+    for name in ("reward_mean", "reward_std", "kl"):
+        assert again["after"][f"test/{name}"] == whole["after"][f"test/{name}"]
+    assert [x["step"] for x in read_lines(place / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_what_accumulates_is_the_mean_of_the_parts(small):
+    config = of(small, "parts")
+    model = micro_model(initializer_range=0.2).eval()
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    frozen = micro_model(initializer_range=0.2).eval().requires_grad_(False)
+    task = Task(config, model, frozen, reward, 259, 2)
+    prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12], [13]], torch.arange(4)
+    backward(task, batch_of(prompts, seeds, 0, 12, model.device), 1.0, 0.0)
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for part in (slice(0, 2), slice(2, 4)):
+        backward(task, batch_of(prompts[part], seeds[part], 0, 12, model.device), 1.0, 0.0, share=0.5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, whole[name], rtol=1e-3, atol=1e-4 * float(whole[name].abs().max()))
+
+
+def test_the_variance_is_over_samples_of_one_batch(small):
+    model = micro_model(initializer_range=0.2).eval()
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    task = Task(of(small, "variance"), model, model, reward, 259, 2)
+    batch = batch_of([[5, 6, 7], [8, 9]], torch.tensor([1, 2]), 0, 12, model.device)
+    found = gradient_variance(task, batch, 1.0, 0.0, 3)
+    each = []
+    for i in range(3):
+        model.zero_grad()
+        backward(task, dataclasses.replace(batch, seeds=batch.seeds + 7919 * (i + 1)), 1.0, 0.0)
+        each.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    exact = float(torch.stack(each).var(0).sum())
+    assert found["variance"] == pytest.approx(exact, rel=1e-6)
+    assert exact > 0
+
+
+def test_prose_and_code_come_apart():
+    text = '"""About this.\n\nMore."""\nimport os\n# a comment\ndef f():\n    """Says hello."""\n    return os\n'
+    found = list(prose_and_code([text, "not python ("]))
+    assert found == [
+        ('"""About this.\nMore."""\n    """Says hello."""\n', 1),
+        ("import os\ndef f():\n    return os\n", 0),
+    ]
+
+
+def test_splits_share_no_document():
+    texts = texts_of(None)
+    groups = [*(texts.prompts[name] for name in SPLITS), texts.reward]
+    assert all(len(group) > 10 for group in groups)
+    assert sum(len(set(group)) for group in groups) == len(set().union(*groups))
+
+
+def test_the_classifier_tells_prose_from_code(small):
+    model, accuracy = train_classifier(micro_model(), texts_of(None).reward, pretrained(str(small.model)), 0, 32)
+    assert accuracy > 0.7
+    assert model.config.num_labels == 2
+
+
+def test_bad_input_is_refused(small, tmp_path):
+    for changes, words in (
+        ({"tau_end": 0.0}, "--tau-end must be positive"),
+        ({"top_k": 0}, "--top-k must be at least 1"),
+        ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
+        ({"prompt_length": 60}, "has positions up to 64"),
+        ({"beta": -1.0}, "--beta must be 0 or more"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            run(of(small, "bad", **changes))
+    with pytest.raises(OptionError, match="a prompt has 9 tokens"):
+        batch_of([[1] * 9], torch.zeros(1, dtype=torch.long), 0, 8, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--reward-model /nowhere: "):
+        run(of(small, "bad", reward_model="/nowhere"))
+    other = tmp_path / "other"
+    shutil.copytree(small.reward, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="tokenizer differs from the policy's"):
+        run(of(small, "bad", reward_model=str(other)))
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run(small, monkeypatch):
+    monkeypatch.setattr(SoftReward, "_logits", lambda self, rows, mask: rows.sum(1)[:, :2] * float("nan"))
+    with pytest.raises(NotFiniteError, match="reward model returned NaN"):
+        run(of(small, "nan"))
+
+
+def test_a_stopped_run_says_how_to_go_on(small, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("logitless.train.grade_run.backward", stop)
+    with pytest.raises(Interrupted, match="logitless align --resume"):
+        run(of(small, "stopped"))
