@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from logitless import losses as losses
     from logitless import memory as memory
     from logitless import relax as relax
+    from logitless.integrations.generation import generate as generate
     from logitless.integrations.transformers import hidden_states as hidden_states
     from logitless.integrations.transformers import install as install
     from logitless.integrations.transformers import uninstall as uninstall
@@ -34,6 +35,7 @@ _MODULE_OF = {
     "linear_cross_entropy": "logitless.vocab.api",
     "explain": "logitless.vocab.api",
     "sample_tokens": "logitless.sample.tokens",
+    "generate": "logitless.integrations.generation",
     "per_token_logps": "logitless.logits",
     "chunked_self_certainty": "logitless.logits",
     "losses": "logitless.losses",

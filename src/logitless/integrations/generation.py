@@ -1,0 +1,210 @@
+"""Generation by transformers' own machinery, with a record of each token in the place of its logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ..errors import ConfigError, DtypeError, OptionError, ShapeError
+from ..sample import Noise, SampleRecord, sample_tokens
+from ..vocab.head import LMHead
+from .lm_head import causal_lm, handed_on, replaced, through_head
+
+WARPERS = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """What was generated: `ids` as transformers returns them, prompt included, and `record` (B, T) of the T new ones.
+
+    Where a sequence had ended, ids are padding and the record's tokens -1.
+    """
+
+    ids: Tensor  # (B, P + T) int64
+    record: SampleRecord
+
+
+def generate(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    keep: int = 10,
+    seeds: Tensor | None = None,
+    memory_budget: int | None = None,
+    **options: Any,
+) -> Generated:
+    """Generate from a transformers model; keep a record of each token's distribution, never its logits.
+
+    Dense equivalent, up to which random numbers come:
+
+        model.generate(**inputs, **options)
+
+    inputs: the prompts by name, as a tokenizer returns them, padded on the left; keep: the best entries that the
+    record holds; seeds: (B,) int64, each sequence's own noise, drawn from torch's generator unless given; with
+    num_return_sequences one for each of them. options: `model.generate`'s own: max_new_tokens, do_sample, temperature,
+    top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config.
+    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders, logits processors other than
+    these four (they need dense rows). Raises ConfigError, OptionError, ShapeError, DtypeError.
+    Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
+    """
+    if not isinstance(inputs, Mapping):
+        raise DtypeError(f"inputs: expected the prompts by name in a dict, got {type(inputs).__name__}")
+    ids = inputs.get("input_ids")
+    if isinstance(ids, Tensor) and ids.numel() == 0:
+        raise ShapeError(f"inputs: expected prompts of at least one token, got input_ids of shape {tuple(ids.shape)}")
+    inner, whole = causal_lm(model), cast(Any, model)
+    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"))
+    ids = whole.generate(**inputs, **_with_stop_strings(options), custom_generate=loop)
+    if loop.record is None:
+        raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
+    return Generated(ids, loop.record)
+
+
+class Recorder:
+    """The loop that `generate` gives to transformers, for `model.generate(custom_generate=Recorder())`.
+
+    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget as `generate`; streamer: the
+    one that `model.generate` gets, which does not hand it on to a loop of one's own.
+    """
+
+    def __init__(
+        self, keep: int = 10, seeds: Tensor | None = None, memory_budget: int | None = None, streamer: Any = None
+    ) -> None:
+        self.keep, self.seeds, self.memory_budget, self.streamer = keep, seeds, memory_budget, streamer
+        self.record: SampleRecord | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,  # (B, P)
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **given: Any,
+    ) -> Tensor:
+        rules = rules_of(model, logits_processor, generation_config)
+        batch, first = input_ids.shape
+        seeds = _seeds(self.seeds, batch, input_ids.device)
+        alive = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
+        pad, outputs = generation_config._pad_token_tensor, None
+        with recorded(model) as forward:
+            while bool(alive.any()):
+                step = input_ids.shape[1] - first
+                noise = Noise(seeds, torch.full_like(seeds, step))
+                forward.options = {**rules, "keep": self.keep, "noise": noise, "memory_budget": self.memory_budget}
+                if outputs is None:
+                    outputs = model._prefill(input_ids, generation_config, given)
+                    self.record = _room(forward.drawn, batch, generation_config.max_length - first)
+                else:
+                    new = 1 if given["use_cache"] else None
+                    inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **given)
+                    outputs = model(**inputs, return_dict=True)
+                given = model._update_model_kwargs_for_generation(outputs, given)
+                self._write(forward.drawn, alive, step)
+                token = forward.drawn.token.long().to(input_ids.device)
+                token = token if pad is None else torch.where(alive, token, pad.to(token.device))
+                input_ids = torch.cat([input_ids, token[:, None]], 1)
+                if self.streamer is not None:
+                    self.streamer.put(token.cpu())
+                alive = alive & ~stopping_criteria(input_ids, None)
+        if self.streamer is not None:
+            self.streamer.end()
+        if self.record is not None:
+            self.record = self.record[:, : input_ids.shape[1] - first].map(Tensor.clone)
+        return input_ids
+
+    def _write(self, drawn: SampleRecord, alive: Tensor, step: int) -> None:
+        if self.record is not None:
+            rows = alive.nonzero().squeeze(1).to(drawn.token.device)
+            self.record.write((rows, step), drawn[rows])
+
+
+class Recorded:
+    """A model's forward that draws a token in the place of logits."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.dense = model, model.forward
+        self.options: dict[str, Any] = {}
+        self.drawn: SampleRecord
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with handed_on(self.model) as seen:
+            outputs = self.dense(*args, **kwargs)
+        self.drawn = through_head(self.model, self._draw, seen.hidden()[:, -1])
+        return outputs
+
+    def _draw(self, head: LMHead, hidden: Tensor) -> SampleRecord:
+        return sample_tokens(hidden, head, **self.options)
+
+
+@contextmanager
+def recorded(model: Any) -> Iterator[Recorded]:
+    """While it lasts, the model's forward is a `Recorded` one, within the hooks of its call."""
+    state = Recorded(model)
+
+    @functools.wraps(state.dense)  # transformers reads its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return state(*args, **kwargs)
+
+    with replaced(model, "forward", forward):
+        yield state
+
+
+def rules_of(model: Any, logits_processor: Any, config: Any) -> dict[str, Any]:
+    """The options of `sample_tokens` that transformers' prepared processors amount to. Raises OptionError."""
+    if config.num_beams != 1 or model.config.is_encoder_decoder:
+        raise OptionError("generate: expected one beam of a decoder-only model, got beams or an encoder-decoder")
+    names = [WARPERS.get(type(p)) for p in logits_processor]
+    for p, name in zip(logits_processor, names, strict=True):
+        if name is None:
+            raise OptionError(
+                f"generate: expected {', '.join(WARPERS.values())} alone, got {type(p).__name__}, which needs dense "
+                "rows of logits; use model.generate for it"
+            )
+    if names != [name for name in WARPERS.values() if name in names]:
+        raise OptionError(f"generate: expected each of {', '.join(WARPERS.values())} once, in this order, got {names}")
+    rules = {name: getattr(p, name) for p, name in zip(logits_processor, names, strict=True) if name}
+    return rules if config.do_sample else {"temperature": 0.0}
+
+
+def _room(like: SampleRecord, batch: int, steps: int) -> SampleRecord:
+    """A record for `steps` tokens of each sequence."""
+    dtype, device = like.logsumexp.dtype, like.token.device
+    return SampleRecord.empty((batch, steps), keep=like.keep, vocab_size=like.vocab_size, dtype=dtype, device=device)
+
+
+def _seeds(seeds: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    if seeds is None:
+        return Noise.draw((batch,), device).seeds
+    if not isinstance(seeds, Tensor) or tuple(seeds.shape) != (batch,):
+        got = tuple(seeds.shape) if isinstance(seeds, Tensor) else type(seeds).__name__
+        raise ShapeError(f"seeds: expected a tensor ({batch},), one for each sequence that is generated, got {got}")
+    return seeds.to(device)
+
+
+def _with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with stop strings as a criterion: transformers hands no tokenizer on to a loop of one's own."""
+    options = dict(options)
+    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+    for name in ("assistant_model", "synced_gpus", "custom_generate"):
+        if options.get(name):
+            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise OptionError("stop_strings: expected a tokenizer with them, got none; pass tokenizer=...")
+    criteria = [*(options.get("stopping_criteria") or []), transformers.StopStringCriteria(tokenizer, strings)]
+    return {**options, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
