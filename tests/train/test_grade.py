@@ -184,3 +184,31 @@ def test_a_stopped_run_says_how_to_go_on(small, monkeypatch):
     monkeypatch.setattr("logitless.train.grade_run.backward", stop)
     with pytest.raises(Interrupted, match="logitless align --resume"):
         run(of(small, "stopped"))
+
+
+def test_the_score_function_has_no_bias(small):
+    """One token of four: the estimates of all of them, weighted by their probability, are the exact gradient."""
+    config = of(small, "score", method="reinforce", completion_length=1, top_k=4, beta=0.3)
+    model = micro_model(initializer_range=0.2).eval()
+    frozen = micro_model(initializer_range=0.1).eval().requires_grad_(False)
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    task = Task(config, model, frozen, reward, 259, 2)
+    prompt = torch.tensor([[5, 6, 7]])
+    z, z_ref = model(prompt).logits[0, -1], frozen(prompt).logits[0, -1]
+    top, ids = z.topk(4)
+    p, kl = top.softmax(-1), (z.softmax(-1) * (z.log_softmax(-1) - z_ref.log_softmax(-1))).sum()
+    rewards = reward.of_ids(ids[:, None], torch.ones(4, 1, dtype=torch.bool))
+    exact = torch.autograd.grad(0.3 * kl - p @ rewards, model.model.layers[0].mlp.up_proj.weight)[0]
+    found: dict[float, torch.Tensor] = {}
+    seed = 0
+    while len(found) < 4:
+        seed += 1
+        model.zero_grad()
+        batch = batch_of([[5, 6, 7]], torch.tensor([seed]), 0, 12, model.device)
+        outcome = backward(task, batch, 1.0, baseline=0.7)
+        found[min(rewards.tolist(), key=lambda r: abs(r - outcome.rewards[0]))] = model.model.layers[
+            0
+        ].mlp.up_proj.weight.grad.clone()
+    mean = sum(share * found[r] for share, r in zip(p.tolist(), rewards.tolist(), strict=True))
+    assert len({round(r, 6) for r in found}) == 4
+    torch.testing.assert_close(mean, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
