@@ -2,6 +2,7 @@
 
 import math
 
+import peft
 import pytest
 import tokenizers
 import torch
@@ -105,6 +106,15 @@ def test_a_sequence_that_ends():
     assert torch.equal(
         out.ids, model.generate(**PROMPTS, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=0)
     )
+
+
+def test_adapters_on_the_head():
+    lora = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny("llama"), lora).eval()
+    out = generate(model, PROMPTS, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out.ids, model.generate(**PROMPTS, max_new_tokens=6, do_sample=False))
+    with model.disable_adapter():
+        assert not torch.equal(out.ids, generate(model, PROMPTS, max_new_tokens=6, do_sample=False).ids)
 
 
 def test_stop_strings():

@@ -50,6 +50,12 @@ def test_every_rule(rules, budget):
     compare(*problem(), some_noise((N,)), 1e-10, memory_budget=budget, **rules)
 
 
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001}])
+def test_a_top_k_beyond_what_is_retained(rules, monkeypatch):
+    monkeypatch.setattr("logitless.sample.rules.MOST_RETAINED", 16)
+    compare(*problem(), some_noise((N,)), 1e-10, top_k=90, temperature=1.5, keep=2, **rules)
+
+
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 1.5}], ids=["all", "nucleus"])
 def test_every_head(head, rules):
@@ -59,6 +65,16 @@ def test_every_head(head, rules):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_operands(dtype):
     compare(*problem(dtype), some_noise((N,)), 1e-5, top_k=9, temperature=0.8)
+
+
+def test_under_autocast():
+    hidden, head = problem(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        record = ll.sample_tokens(hidden, head, temperature=0.0)
+    narrow = ll.LMHead(head.weight.bfloat16())
+    torch.testing.assert_close(
+        record.logsumexp, ll.token_stats(hidden.bfloat16(), narrow, want=("logsumexp",)).logsumexp
+    )
 
 
 def test_temperature_per_token():
