@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..train.align_config import AlignConfig
-from ..train.config import read_file
-from ..train.rundir import stored
 from . import options
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
@@ -40,15 +38,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> AlignConfig:
-    """The options as given; raises OptionError for what cannot be read, ConfigError for files."""
-    given = _cli(arguments, AlignConfig())
-    base = AlignConfig() if given.resume is None else stored(given.resume, AlignConfig())
-    if given.config is not None:
-        base = read_file(given.config, base)
-    return _cli(arguments, base).check()
-
-
-def _cli(arguments: Sequence[str], default: AlignConfig) -> AlignConfig:
-    return options.parse(
-        AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments, default=default
-    )
+    """The options as given, checked."""
+    return options.layered(AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments).check()

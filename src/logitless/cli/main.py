@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("logitless"):
             raise
-        return _fail(f"{command} needs {error.name}: pip install 'logitless[train]'")
+        extras = "train,rl" if command == "align" else "train"
+        return _fail(f"{command} needs {error.name}: pip install 'logitless[{extras}]'")
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE

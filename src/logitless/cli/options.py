@@ -11,8 +11,11 @@ from typing import TypeVar
 import tyro
 
 from ..errors import OptionError
+from ..train.config import RunOptions, read_file
+from ..train.rundir import stored
 
 Config = TypeVar("Config")
+Options = TypeVar("Options", bound=RunOptions)
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
 
 
@@ -29,6 +32,22 @@ def parse(
         if not stop.code:
             raise
     raise OptionError(f"{one_line(report.getvalue())} (see {prog} --help)")
+
+
+def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequence[str]) -> Options:
+    """The options of a run: the command line over --config over what a resumed run was started with.
+
+    Raises OptionError for what cannot be read, ConfigError for a directory without a run.
+    """
+
+    def over(base: Options) -> Options:
+        return parse(kind, prog=prog, description=description, arguments=arguments, default=base)
+
+    given = over(kind())
+    base = kind() if given.resume is None else stored(given.resume, kind())
+    if given.config is not None:
+        base = read_file(given.config, base)
+    return over(base)
 
 
 def one_line(report: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..train.config import TrainConfig, read_file
-from ..train.rundir import stored
+from ..train.config import TrainConfig
 from . import options
 
 DESCRIPTION = """Train a causal language model on text, without its logits.
@@ -35,18 +34,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The options as given; raises OptionError for what cannot be read, ConfigError for files."""
-    given = _cli(arguments, TrainConfig())
-    base = TrainConfig() if given.resume is None else stored(given.resume, TrainConfig())
-    if given.config is not None:
-        base = read_file(given.config, base)
-    return _cli(arguments, base).check()
-
-
-def _cli(arguments: Sequence[str], default: TrainConfig) -> TrainConfig:
-    return options.parse(
-        TrainConfig, prog="logitless train", description=DESCRIPTION, arguments=arguments, default=default
-    )
+    """The options as given, checked."""
+    return options.layered(TrainConfig, prog="logitless train", description=DESCRIPTION, arguments=arguments).check()
 
 
 def _json(value: object) -> str:

@@ -38,6 +38,7 @@ class RunOptions:
     device: str
     output_dir: Path | None
     resume: Path | None
+    config: Path | None
 
     @property
     def memory_budget_bytes(self) -> int:
