@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from logitless.errors import ConfigError, NotFiniteError, OptionError
+from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
 from logitless.train.files import read_lines
 from logitless.train.grade import run
 from logitless.train.grade_config import GradeConfig
@@ -159,6 +159,9 @@ def test_bad_input_is_refused(small, tmp_path):
             run(of(small, "bad", **changes))
     with pytest.raises(OptionError, match="a prompt has 9 tokens"):
         batch_of([[1] * 9], torch.zeros(1, dtype=torch.long), 0, 8, torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="sees no GPU"):
+            run(of(small, "bad", device="cuda"))
     with pytest.raises(ConfigError, match="--reward-model /nowhere: "):
         run(of(small, "bad", reward_model="/nowhere"))
     other = tmp_path / "other"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..errors import ConfigError, OptionError
+from ..errors import ConfigError, DeviceError, OptionError
 from ..memory.resident import reset_peak
 from ..memory.units import format_bytes
 from .align_config import DEFAULT_MODEL
@@ -43,6 +43,8 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     console = console or Console(stderr=True)
     quiet()
     config.check()
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     if config.model == DEFAULT_MODEL and not Path(DEFAULT_MODEL, "config.json").exists():
         say(console, f"no model at {DEFAULT_MODEL} yet: training it first (logitless train), about two minutes ...")
         place = Path(DEFAULT_MODEL).parent

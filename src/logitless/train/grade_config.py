@@ -11,7 +11,7 @@ from .align_config import DEFAULT_MODEL
 from .config import RunOptions, require
 
 GRADE_METHODS = ("ste", "gumbel", "reinforce")
-DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 1e-3, 1e-6, 1e-5
+DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 3e-3, 1e-6, 1e-5
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GradeConfig(RunOptions):
     max_steps: int = 40
     """Optimiser steps."""
     learning_rate: float | None = None
-    """Constant. Default: 1e-3 for the default model, 1e-5 with LoRA, 1e-6 without."""
+    """Constant. Default: 3e-3 for the default model, 1e-5 with LoRA, 1e-6 without."""
     beta: float = 0.1
     """Weight of the KL to the model that the run starts from, per continuation."""
     tau_start: float = 2.0
