@@ -192,7 +192,7 @@ def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
         Path("runs/tiny").mkdir(parents=True)
         Path("runs/tiny/model").symlink_to(start.model)
 
-    monkeypatch.setattr("logitless.train.align.train_text", train_text)
+    monkeypatch.setattr("logitless.train.default_model.train_text", train_text)
     summary = run(replace(start, model=AlignConfig().model, max_steps=1), QUIET)
     assert [config.output_dir for config in seen] == [Path("runs/tiny")]
     assert summary["output_dir"] == "runs/intuitor"
@@ -222,7 +222,7 @@ def test_the_default_run(tmp_path, monkeypatch):
     def shortly(config, console):
         return sft.run(replace(config, max_steps=2, context_length=64, batch_size=2), console)
 
-    monkeypatch.setattr("logitless.train.align.train_text", shortly)
+    monkeypatch.setattr("logitless.train.default_model.train_text", shortly)
     summary = run(AlignConfig(max_steps=2, completion_length=8, batch_size=8), QUIET)
     assert (summary["model"], summary["data"], summary["vocab_size"]) == ("runs/tiny/model", "stdlib", 131_072)
     assert summary["output_dir"] == "runs/intuitor"

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..train.align_config import AlignConfig
-from . import options
+from . import grade, options
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
 
-Without options: the model of `logitless train` (trained first if need be), on prompts from the same text."""
+Without options: the model of `logitless train` (trained first if need be), on prompts from the same text.
+--method ste, gumbel and reinforce have options of their own: logitless align --method ste --help."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), aligns, shows the summary."""
+    if grade.asked_for(arguments):
+        return grade.main(arguments)
     config = parse(arguments)
     import json
 

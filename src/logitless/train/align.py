@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,20 +19,19 @@ from ..errors import ConfigError, DeviceError
 from ..integrations.trl import install
 from ..memory.resident import reset_peak
 from .align_callbacks import AlignProgress, HeldOutRows, MemoryMetrics
-from .align_config import DEFAULT_MODEL, AlignConfig
+from .align_config import AlignConfig
 from .align_data import ROWS_FILE, Row, load, rows_of, save
 from .align_pairs import MOST_PAIRS, with_rejected
 from .align_report import SCHEMA, numbers, plot
 from .align_trainers import Alignment, check_available, dense_bytes, trainer_of
 from .callbacks import GentleStop, Records
 from .checkpoints import last_checkpoint
-from .config import TrainConfig
+from .default_model import default_model
 from .files import read_lines, write_json
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .progress import say
-from .rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from .rundir import SUMMARY_FILE, claim, explained, record
 from .sft import METRICS_FILE, quiet, save_model
-from .sft import run as train_text
 from .tokenizer import TextTokenizer
 
 
@@ -50,7 +48,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     state = PartialState(cpu=config.device == "cpu")
-    _default_model(config, console)
+    default_model(config.model, config.device, console)
     source = resolve(config.model)
     if source.weights is None:
         raise ConfigError(f"--model {config.model} has no weights to align: train it first, with logitless train")
@@ -65,18 +63,6 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         install(trainer, memory_budget=config.memory_budget_bytes)
         weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
-
-
-def _default_model(config: AlignConfig, console: Console) -> None:
-    """Trains the default model, as `logitless train` does, where nobody has yet."""
-    place = Path(DEFAULT_MODEL).parent
-    if config.model != DEFAULT_MODEL or Path(DEFAULT_MODEL, "config.json").exists():
-        return
-    say(console, f"no model at {DEFAULT_MODEL} yet: training it first (logitless train), about two minutes ...")
-    begun = (place / RUN_FILE).exists()
-    started = replace(stored(place, TrainConfig()), resume=place) if begun else TrainConfig(output_dir=place)
-    train_text(replace(started, device=config.device), console)
-    PartialState().wait_for_everyone()
 
 
 def _set_up(

@@ -14,8 +14,7 @@ from rich.console import Console
 from ..errors import ConfigError, DeviceError, OptionError
 from ..memory.resident import reset_peak
 from ..memory.units import format_bytes
-from .align_config import DEFAULT_MODEL
-from .config import TrainConfig
+from .default_model import default_model
 from .files import read_lines, write_json, write_lines, write_whole
 from .grade_config import GradeConfig
 from .grade_data import prompts_of, saved_classifier, texts_of, train_classifier
@@ -24,9 +23,8 @@ from .grade_run import Run, evaluation, restore, steps
 from .grade_step import Task
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .progress import say
-from .rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from .rundir import SUMMARY_FILE, claim, explained, record
 from .sft import METRICS_FILE, quiet, save_model
-from .sft import run as train_text
 from .tokenizer import TextTokenizer
 
 SCHEMA = 1
@@ -45,11 +43,7 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     config.check()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    if config.model == DEFAULT_MODEL and not Path(DEFAULT_MODEL, "config.json").exists():
-        say(console, f"no model at {DEFAULT_MODEL} yet: training it first (logitless train), about two minutes ...")
-        place = Path(DEFAULT_MODEL).parent
-        begun = (place / RUN_FILE).exists()
-        train_text(stored(place, TrainConfig(resume=place)) if begun else TrainConfig(output_dir=place), console)
+    default_model(config.model, config.device, console)
     source = resolve(config.model)
     if source.weights is None:
         raise ConfigError(f"--model {config.model} has no weights to align: train it first, with logitless train")
