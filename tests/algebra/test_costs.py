@@ -65,3 +65,16 @@ def test_the_figures_that_the_project_starts_from():
     assert dense_loss_bytes(tokens, vocab, 2) / GIB == pytest.approx(37.09 * 5, abs=0.05)
     assert gemm_flop(4096, 4096, 128_256) == 2 * 4096 * 4096 * 128_256
     assert slices_of(tokens, vocab, budget=256 * MIB, device="cpu").nbytes <= 256 * MIB
+
+
+@pytest.mark.parametrize("n", [1, 8, 300])
+@pytest.mark.parametrize("budget", [1 << 16, 1 << 22, 1 << 28])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_wide_slices_keep_the_tokens_and_the_budget(n, budget, device):
+    options = {"budget": budget, "device": device, "tiles": 4, "converted": 64, "whole": True}
+    narrow, wide = slices_of(n, 50_000, **options), slices_of(n, 50_000, **options, wide=True)
+    assert wide.tokens == narrow.tokens
+    assert wide.width >= narrow.width
+    assert wide.nbytes <= max(budget, narrow.nbytes)
+    if n == 8 and budget == 1 << 28:
+        assert wide.width == 50_000

@@ -88,11 +88,13 @@ def slices_of(
     tiles: int = 3,
     converted: int = 0,
     whole: bool = False,
+    wide: bool = False,
 ) -> Slices:
     """Slice sizes that keep to `budget` bytes, down to one row and 64 entries or whole rows of one token.
 
     heads: 2 with a reference; tiles: as `tiles_of`; converted: the hidden size where a slice of W is converted to
-    another dtype; whole: a chunk's whole rows are kept.
+    another dtype; whole: a chunk's whole rows are kept; wide: in as few slices as the budget and caches leave, for few
+    tokens.
     """
     gpu = device != "cpu"
     room = max(1, budget // itemsize)
@@ -101,6 +103,11 @@ def slices_of(
         row = heads * vocab_size + tiles * width
         most = max(1, (room - converted * width) // row)
         tokens = _even(n_tokens, most if gpu else min(most, CPU_WHOLE_ROWS))
+        if wide:
+            spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
+            most = vocab_size if gpu else min(vocab_size, max(width, CPU_TILE // tokens))
+            width = min(most, width + max(0, spare))
+            row = heads * vocab_size + tiles * width
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     tile = room // tiles if gpu else min(CPU_TILE, room // tiles)
     tokens = _even(n_tokens, min(STREAM_TOKENS["gpu" if gpu else "cpu"], max(1, tile // 64)))

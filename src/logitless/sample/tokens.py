@@ -62,7 +62,7 @@ def sample_tokens(
     problem = Problem(spec, with_low_rank(inputs, head, None))
     record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=problem.compute, device=hidden.device)
     problem = replace(problem, spec=replace(spec, budget=budget, top_k=rules.retained(keep, head.rows)))
-    run = Pass(problem, whole=True)
+    run = Pass(problem, whole=True, wide=True)
     with full_precision(hidden.device.type):
         for rows, chunk in run.chunks():
             folded = run.fold(chunk, keep="logits")

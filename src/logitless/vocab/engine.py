@@ -20,7 +20,7 @@ from .gradient import one_hots, unfold
 from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, full_precision
 
 
-def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool) -> Slices:
+def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False) -> Slices:
     """The slice sizes that a call gets."""
     compute, reference = compute_dtype(inputs.hidden), inputs.ref_weight is not None
     converted = sum(
@@ -39,17 +39,18 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool) -> Slices
         tiles=tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k),
         converted=converted,
         whole=whole,
+        wide=wide,
     )
 
 
 class Pass:
     """A problem with its slices, buffers and the head's summed rows."""
 
-    def __init__(self, problem: Problem, whole: bool) -> None:
+    def __init__(self, problem: Problem, whole: bool, wide: bool = False) -> None:
         self.problem = problem
         self.backend = load(problem.spec.backend)
         i = problem.inputs
-        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole)
+        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide)
         self.scratch = Scratch(problem.compute, i.hidden.device)
         self._sums: list[Tensor] | None = None
 
