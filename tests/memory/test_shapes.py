@@ -104,9 +104,7 @@ def test_the_text_part_of_a_multimodal_configuration():
 
 
 @pytest.mark.filterwarnings("ignore:(The following|target_parameters=):RuntimeWarning")  # PEFT's own words on experts
-@pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values()))
-)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
 def test_adapters_have_exactly_pefts_parameters(variant):
     config = {k: v for k, v in {**SMALL, **variant}.items() if v is not None}
     with torch.device("meta"):
