@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..train.align_config import AlignConfig
 from . import grade, options
+from .output import deliver
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
 
@@ -19,24 +20,17 @@ def main(arguments: Sequence[str]) -> int:
     if grade.asked_for(arguments):
         return grade.main(arguments)
     config = parse(arguments)
-    import json
-
     from rich.console import Console  # below, so that --help needs no torch
 
     from ..train.align import run
     from ..train.align_report import show
-    from ..train.files import read_lines, write_json
+    from ..train.files import read_lines
     from ..train.sft import METRICS_FILE
 
     summary = run(config, Console(stderr=True))
     if summary:  # the first rank of a distributed launch
-        to_stdout = config.json is not None and str(config.json) == "-"
         records = read_lines(Path(summary["output_dir"]) / METRICS_FILE)
-        show(summary, records, Console(stderr=to_stdout))
-        if to_stdout:
-            print(json.dumps(summary, indent=2))
-        elif config.json is not None:
-            write_json(config.json, summary)
+        deliver(summary, config.json, lambda console: show(summary, records, console))
     return 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..train.files import write_json
 from ..train.grade_config import GRADE_METHODS, GradeConfig
 from ..train.rundir import RUN_FILE
 from . import options
+from .output import deliver
 
 DESCRIPTION = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel).
 
@@ -44,12 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     from ..train.grade import run, show
 
     summary = run(config, Console(stderr=True))
-    to_stdout = config.json is not None and str(config.json) == "-"
-    show(summary, Console(stderr=to_stdout))
-    if to_stdout:
-        print(json.dumps(summary, indent=2))
-    elif config.json is not None:
-        write_json(config.json, summary)
+    deliver(summary, config.json, lambda console: show(summary, console))
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..train.config import TrainConfig
 from . import options
+from .output import deliver
 
 DESCRIPTION = """Train a causal language model on text, without its logits.
 
@@ -18,27 +19,15 @@ def main(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     from rich.console import Console  # below, so that --help needs no torch
 
-    from ..train.files import write_json
     from ..train.sft import run
     from ..train.summary import show
 
     summary = run(config, Console(stderr=True))
     if summary:  # the first rank of a distributed launch
-        to_stdout = config.json is not None and str(config.json) == "-"
-        show(summary, Path(summary["output_dir"]), Console(stderr=to_stdout))
-        if to_stdout:
-            print(_json(summary))
-        elif config.json is not None:
-            write_json(config.json, summary)
+        deliver(summary, config.json, lambda console: show(summary, Path(summary["output_dir"]), console))
     return 0
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """The options as given, checked."""
     return options.layered(TrainConfig, prog="logitless train", description=DESCRIPTION, arguments=arguments).check()
-
-
-def _json(value: object) -> str:
-    import json
-
-    return json.dumps(value, indent=2)

@@ -1,0 +1,25 @@
+"""What a run says at its end: a table for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], None]) -> None:
+    """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
+    from rich.console import Console
+
+    from ..train.files import write_json
+
+    to_stdout = to is not None and str(to) == "-"
+    show(Console(stderr=to_stdout))
+    if to_stdout:
+        print(json.dumps(summary, indent=2))
+    elif to is not None:
+        write_json(to, summary)
