@@ -20,7 +20,7 @@ def default_model(model: str, device: str, console: Console) -> None:
     place = Path(DEFAULT_MODEL).parent
     if model != DEFAULT_MODEL or Path(DEFAULT_MODEL, "config.json").exists():
         return
-    say(console, f"no model at {DEFAULT_MODEL} yet: training it first (logitless train), about two and a half minutes ...")
+    say(console, f"no model at {DEFAULT_MODEL} yet: training it first (logitless train), 2.5 minutes ...")
     begun = (place / RUN_FILE).exists()
     started = replace(stored(place, TrainConfig()), resume=place) if begun else TrainConfig(output_dir=place)
     train_text(replace(started, device=device), console)
