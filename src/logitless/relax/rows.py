@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def rows_dot(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
     Dense equivalent: `(x @ table.to(x.dtype).T).gather(1, ids)`. Memory: a block of 2 MiB, and dtable as the table.
     """
-    return _Dot.apply(x, table, ids)  # pyright: ignore[reportReturnType]
+    return _Product.apply(_dot, x, table, ids)  # pyright: ignore[reportReturnType]
 
 
 def rows_sum(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -33,35 +33,25 @@ def rows_sum(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
     Dense equivalent: `zeros(N, V).scatter_add(1, ids, weights) @ table`. Memory: as `rows_dot`.
     """
-    return _Sum.apply(weights, table, ids)  # pyright: ignore[reportReturnType]
+    return _Product.apply(_sum, weights, table, ids)  # pyright: ignore[reportReturnType]
 
 
-class _Dot(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """`_dot` or `_sum` of (x, table, ids); the other one is its gradient with respect to x."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    def forward(ctx: Any, product: Callable[..., Tensor], x: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.product = product
         ctx.save_for_backward(x, table, ids)
-        return _dot(x, table, ids)
+        return product(x, table, ids)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         first_order()
         x, table, ids = ctx.saved_tensors
-        dx = _sum(g, table, ids) if ctx.needs_input_grad[0] else None
-        return dx, _scatter(g, x, table, ids) if ctx.needs_input_grad[1] else None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, table, ids)
-        return _sum(weights, table, ids)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_order()
-        weights, table, ids = ctx.saved_tensors
-        dw = _dot(g, table, ids) if ctx.needs_input_grad[0] else None
-        return dw, _scatter(weights, g, table, ids) if ctx.needs_input_grad[1] else None, None
+        other, (weights, wide) = (_sum, (g, x)) if ctx.product is _dot else (_dot, (x, g))
+        dx = other(g, table, ids) if ctx.needs_input_grad[1] else None
+        return None, dx, _scatter(weights, wide, table, ids) if ctx.needs_input_grad[2] else None, None
 
 
 def first_order() -> None:
