@@ -150,9 +150,9 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--what-if master-weights=maybe", "expected true or false"),
         ("--what-if sharding=zero9", "expected one of ddp, zero1"),
         ("--what-if model=qwen9", "unknown model 'qwen9'"),
-        ("--json /nowhere/at/all.json", "/nowhere/at/all.json: No such file"),
-        ("--png /nowhere/at/all.png", "/nowhere/at/all.png: No such file"),
-        ("--html /nowhere/at/all.html", "/nowhere/at/all.html: No such file"),
+        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: the folder /nowhere/at does not exist"),
+        ("--png /nowhere/at/all.png", "--png /nowhere/at/all.png: the folder"),
+        ("--html /nowhere/at/all.html", "--html /nowhere/at/all.html: the folder"),
         ("--critic-shape qwen3-5b", "unknown model 'qwen3-5b': did you mean qwen3-8b"),
         ("--what-if reward-shape=qwen9", "unknown model 'qwen9'"),
         ("--what-if html=x", "must be KEY=VALUE with a KEY such as"),
@@ -160,10 +160,11 @@ def test_every_algorithm(algorithm, model, capsys):
 )
 def test_bad_input_is_one_line(arguments, message, capsys):
     assert main(["plan", *arguments.split()]) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert message in error
     assert error.startswith("logitless: ")
     assert error.count("\n") == 1
+    assert out == ""
 
 
 @pytest.mark.parametrize(

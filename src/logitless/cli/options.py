@@ -13,6 +13,7 @@ import tyro
 from ..errors import OptionError
 from ..train.config import RunOptions, read_file
 from ..train.rundir import stored
+from .output import check_writable
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
@@ -47,7 +48,9 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     base = kind() if given.resume is None else stored(given.resume, kind())
     if given.config is not None:
         base = read_file(given.config, base)
-    return over(base)
+    options = over(base)
+    check_writable(json=options.json)
+    return options
 
 
 def one_line(report: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run says at its end: a table for people, JSON for machines."""
+"""What a command says at its end: a table for people, JSON for machines; and the files that it writes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,3 +25,14 @@ def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], 
         print(json.dumps(summary, indent=2))
     elif to is not None:
         write_json(to, summary)
+
+
+def check_writable(**options: Path | None) -> None:
+    """OptionError, before any work, for a file whose folder does not exist or that is a folder; `-` is none."""
+    for name, path in options.items():
+        if path is None or str(path) == "-":
+            continue
+        if not path.parent.is_dir():
+            raise OptionError(f"--{name} {path}: the folder {path.parent} does not exist; make it first")
+        if path.is_dir():
+            raise OptionError(f"--{name} {path} is a folder; name a file in it")

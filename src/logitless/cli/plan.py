@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..errors import OptionError
 from ..memory.fit import fit
@@ -17,6 +16,10 @@ from ..memory.setting import Setting
 from ..memory.units import parse_bytes
 from ..models.catalog import shape_of
 from . import options
+from .output import check_writable, deliver
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DESCRIPTION = """Will it fit, and where does the memory go: arithmetic, instant, nothing is loaded.
 
@@ -141,37 +144,36 @@ def parse_gpus(text: str) -> tuple[int, int]:
 def main(arguments: Sequence[str]) -> int:
     """Plans, prints, writes; 1 under --check when it does not fit."""
     config = options.parse(PlanConfig, prog="logitless plan", description=DESCRIPTION, arguments=arguments)
+    check_writable(json=config.json, png=config.png, html=config.html)
     setting = config.setting()
     dense, logitless = both(setting)
     lengths = sweep(setting, config.sweep)
     changes = [(change, *both(changed(config, change).setting())) for change in config.what_if]
     found = fit(setting) if config.fit else {}
-    from rich.console import Console
-
     from ..memory import report
+    from ..train.files import write_whole
 
-    to_stdout = config.json is not None and str(config.json) == "-"
-    console = Console(stderr=to_stdout)
-    report.show(dense, logitless, console, config.units)
-    if lengths:
-        report.show_sweep(lengths, console, config.units)
-    if changes:
-        report.show_changes([("as given", dense, logitless), *changes], console, config.units)
-    report.show_fits(found, console, config.units)
-    if config.json is not None:
-        value = report.as_json(dense, logitless)
-        value["sweep"] = [_row("length", *row) for row in lengths]
-        value["what_if"] = [_row("change", *row) for row in changes]
-        value["fit"] = report.fits_json(found) or None
-        _write(config.json, json.dumps(value, indent=2))
+    def show(console: Console) -> None:
+        report.show(dense, logitless, console, config.units)
+        if lengths:
+            report.show_sweep(lengths, console, config.units)
+        if changes:
+            report.show_changes([("as given", dense, logitless), *changes], console, config.units)
+        report.show_fits(found, console, config.units)
+
+    value = report.as_json(dense, logitless)
+    value["sweep"] = [_row("length", *row) for row in lengths]
+    value["what_if"] = [_row("change", *row) for row in changes]
+    value["fit"] = report.fits_json(found) or None
+    deliver(value, config.json, show)
     if config.png is not None:
         from ..memory.plots import draw
 
-        draw(dense, logitless, config.png, config.units)
+        write_whole(config.png, lambda path: draw(dense, logitless, path, config.units))
     if config.html is not None:
         from ..memory.page import write_page
 
-        write_page(config.html, logitless, units=config.units)
+        write_whole(config.html, lambda path: write_page(path, logitless, units=config.units))
     return int(config.check and not logitless.fits)
 
 
@@ -179,13 +181,6 @@ def _row(key: str, value: Any, dense: Any, logitless: Any) -> dict[str, Any]:
     from ..memory.report import plan_json
 
     return {key: value, "dense": plan_json(dense), "logitless": plan_json(logitless)}
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        print(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
 
 
 def changed(config: PlanConfig, change: str) -> PlanConfig:

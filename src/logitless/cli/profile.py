@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..memory.units import parse_bytes
 from . import options
+from .output import check_writable, deliver
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DESCRIPTION = """Where the memory of a training step goes: the real model, traced without a GPU and without memory.
 
@@ -57,14 +60,14 @@ class ProfileConfig:
 def main(arguments: Sequence[str]) -> int:
     """Traces, prints, writes."""
     config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
+    check_writable(json=config.json, png=config.png, html=config.html)
     budget = parse_bytes(config.memory_budget, "--memory-budget")
-    from rich.console import Console  # below, so that --help needs no torch
-
-    from ..memory import tables
+    from ..memory import tables  # below, so that --help needs no torch
     from ..memory.measure import measure
     from ..memory.profile import Step, both
     from ..memory.remedies import chosen, remedies
     from ..models.catalog import shape_of
+    from ..train.files import write_whole
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
@@ -74,30 +77,24 @@ def main(arguments: Sequence[str]) -> int:
     found = remedies(step, base, names, recordings)
     measured = None if config.real is None else measure(step, config.real)
 
-    console = Console(stderr=config.json is not None and str(config.json) == "-")
     title = tables.headline(step, parameters)
-    console.print(f"[bold]{title}[/bold]", highlight=False)
-    tables.show(recordings, step.loss, console, config.units)
-    if names:
-        tables.show_remedies(found, base, console, config.units)
-    if measured is not None:
-        tables.show_measured(measured, console, config.units)
+
+    def show(console: Console) -> None:
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        tables.show(recordings, step.loss, console, config.units)
+        if names:
+            tables.show_remedies(found, base, console, config.units)
+        if measured is not None:
+            tables.show_measured(measured, console, config.units)
+
     report = tables.as_json(step, parameters, recordings, found, measured)
-    if config.json is not None:
-        _write(config.json, json.dumps(report, indent=2))
+    deliver(report, config.json, show)
     if config.png is not None:
         from ..memory.timeline import draw
 
-        draw(recordings, config.png, title, config.units)
+        write_whole(config.png, lambda path: draw(recordings, path, title, config.units))
     if config.html is not None:
         from ..memory.page import write_page
 
-        write_page(config.html, profile=report, units=config.units)
+        write_whole(config.html, lambda path: write_page(path, profile=report, units=config.units))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        print(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")

@@ -38,6 +38,7 @@ class RunOptions:
     device: str
     output_dir: Path | None
     resume: Path | None
+    json: Path | None
     config: Path | None
 
     @property
