@@ -12,6 +12,7 @@ CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
+WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
 FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
 
 
@@ -171,3 +172,10 @@ def weight_gradient_bytes(vocab_size: int, hidden_size: int, itemsize: int) -> t
     """(the fp32 sum of the head's gradient, its copy in the weight's dtype)."""
     wide = logits_bytes(hidden_size, vocab_size, max(itemsize, 4))
     return wide, 0 if itemsize >= 4 else logits_bytes(hidden_size, vocab_size, itemsize)
+
+
+def whole_rollout_bytes(batch: int, steps: int, vocab_size: int, *, prompt: int, position_bytes: int) -> int:
+    """Peak bytes of `steps` soft tokens over the whole vocabulary, as `relax.legacy` keeps them, and of the activations
+    of as many passes over whole prefixes, `position_bytes` for each position that a pass reads."""
+    read = sum(prompt + t for t in range(steps))
+    return WHOLE_TENSORS * logits_bytes(batch * steps, vocab_size, 4) + batch * read * position_bytes
