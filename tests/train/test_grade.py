@@ -15,8 +15,10 @@ from logitless.train.files import read_lines
 from logitless.train.grade import run
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_data import SPLITS, batch_of, prose_and_code, texts_of, train_classifier
+from logitless.train.grade_methods import method_of
 from logitless.train.grade_models import SoftReward
-from logitless.train.grade_step import Task, backward, gradient_variance
+from logitless.train.grade_score import Reinforce
+from logitless.train.grade_step import Method, Task, gradient_variance
 from logitless.train.rundir import Interrupted
 from logitless.train.tokenizer import pretrained
 from tests.train.micro import line_corpus, micro_directory, micro_model
@@ -77,7 +79,7 @@ def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
     assert summary == json.loads((config.output_dir / "summary.json").read_text())
     assert (config.output_dir / "model" / "model.safetensors").exists()
     if method == "ste":
-        assert summary["after"]["validation/reward_mean"] > summary["before"]["validation/reward_mean"] + 0.05
+        assert summary["after"]["val/reward_mean"] > summary["before"]["val/reward_mean"] + 0.05
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
@@ -100,11 +102,12 @@ def test_what_accumulates_is_the_mean_of_the_parts(small):
     frozen = micro_model(initializer_range=0.2).eval().requires_grad_(False)
     task = Task(config, model, frozen, reward, 259, 2)
     prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12], [13]], torch.arange(4)
-    backward(task, batch_of(prompts, seeds, 0, 12, model.device), 1.0, 0.0)
+    method = method_of(task)
+    method.backward(batch_of(prompts, seeds, 0, 12, model.device), 1.0)
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for part in (slice(0, 2), slice(2, 4)):
-        backward(task, batch_of(prompts[part], seeds[part], 0, 12, model.device), 1.0, 0.0, share=0.5)
+        method.backward(batch_of(prompts[part], seeds[part], 0, 12, model.device), 1.0, share=0.5)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, whole[name], rtol=1e-3, atol=1e-4 * float(whole[name].abs().max()))
 
@@ -114,11 +117,12 @@ def test_the_variance_is_over_samples_of_one_batch(small):
     reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
     task = Task(of(small, "variance"), model, model, reward, 259, 2)
     batch = batch_of([[5, 6, 7], [8, 9]], torch.tensor([1, 2]), 0, 12, model.device)
-    found = gradient_variance(task, batch, 1.0, 0.0, 3)
+    method = method_of(task)
+    found = gradient_variance(method, batch, 1.0, 3)
     each = []
     for i in range(3):
         model.zero_grad()
-        backward(task, dataclasses.replace(batch, seeds=batch.seeds + 7919 * (i + 1)), 1.0, 0.0)
+        method.backward(dataclasses.replace(batch, seeds=batch.seeds + 7919 * (i + 1)), 1.0)
         each.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
     exact = float(torch.stack(each).var(0).sum())
     assert found["variance"] == pytest.approx(exact, rel=1e-6)
@@ -184,7 +188,7 @@ def test_a_stopped_run_says_how_to_go_on(small, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("logitless.train.grade_run.backward", stop)
+    monkeypatch.setattr(Method, "step", stop)
     with pytest.raises(Interrupted, match="logitless align --resume"):
         run(of(small, "stopped"))
 
@@ -202,13 +206,15 @@ def test_the_score_function_has_no_bias(small):
     p, kl = top.softmax(-1), (z.softmax(-1) * (z.log_softmax(-1) - z_ref.log_softmax(-1))).sum()
     rewards = reward.of_ids(ids[:, None], torch.ones(4, 1, dtype=torch.bool))
     exact = torch.autograd.grad(0.3 * kl - p @ rewards, model.model.layers[0].mlp.up_proj.weight)[0]
+    method = Reinforce(task)
+    method.baseline = 0.7
     found: dict[float, torch.Tensor] = {}
     seed = 0
     while len(found) < 4:
         seed += 1
         model.zero_grad()
         batch = batch_of([[5, 6, 7]], torch.tensor([seed]), 0, 12, model.device)
-        outcome = backward(task, batch, 1.0, baseline=0.7)
+        outcome = method.backward(batch, 1.0)
         found[min(rewards.tolist(), key=lambda r: abs(r - outcome.rewards[0]))] = model.model.layers[
             0
         ].mlp.up_proj.weight.grad.clone()

@@ -18,6 +18,7 @@ from .default_model import default_model
 from .files import read_lines, write_json, write_lines, write_whole
 from .grade_config import GradeConfig
 from .grade_data import prompts_of, saved_classifier, texts_of, train_classifier
+from .grade_methods import method_of
 from .grade_models import SoftReward, shared_vocabulary
 from .grade_run import Run, evaluation, restore, steps
 from .grade_step import Task
@@ -73,8 +74,10 @@ def _set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Te
     frozen = None if config.lora_rank else copy.deepcopy(model).requires_grad_(False)
     soft = SoftReward.of(reward.to(device), vocab_size, config.reward_label)
     task = Task(config, model, frozen, soft, vocab_size, tokenizer.eos_id)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.rate, weight_decay=0.0)
-    state = Run(config, place, task, tokenizer, prompts, optimizer, console)
+    method = method_of(task)
+    leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
+    optimizer = torch.optim.AdamW(leaves, lr=config.rate, weight_decay=0.0)
+    state = Run(config, place, method, tokenizer, prompts, optimizer, console)
     reset_peak(device)
     restore(state)
     return state
@@ -145,7 +148,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     before, after = summary["before"], summary["after"]
     for line in (
         f"{summary['method']} on {summary['model']}, {summary['steps']} steps of {summary['seconds_per_step']:.1f} s",
-        f"validation reward: {before['validation/reward_mean']:.3f} → {after['validation/reward_mean']:.3f}",
+        f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",
         f"test reward: {after['test/reward_mean']:.3f} ± {after['test/reward_std']:.3f} of {after['test/samples']} "
         f"samples (in training {summary['train_reward']:.3f}); KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",

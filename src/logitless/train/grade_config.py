@@ -61,6 +61,8 @@ class GradeConfig(RunOptions):
     """Entries of the vocabulary that a soft token is made of."""
     baseline_decay: float = 0.9
     """Of reinforce's moving-average baseline."""
+    variance_samples: int = 0
+    """Draws of the noise that the variance of one batch's gradient is measured over, five times a run. 0: not."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     evaluation_prompts: int = 32
@@ -104,5 +106,6 @@ class GradeConfig(RunOptions):
             require(0 < value < math.inf, name, "positive", value)
         require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
         require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
+        require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)
         require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
         return self

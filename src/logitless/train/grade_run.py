@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -21,7 +21,7 @@ from .files import append_line, read_lines, write_lines, write_whole
 from .grade_config import GradeConfig
 from .grade_data import Prompts, batch_of
 from .grade_models import finite_norm
-from .grade_step import Batch, Outcome, Task, backward, evaluate
+from .grade_step import Batch, Method, Task, evaluate, gradient_variance
 from .progress import say
 from .sft import METRICS_FILE
 from .tokenizer import TextTokenizer
@@ -29,7 +29,9 @@ from .tokenizer import TextTokenizer
 CHECKPOINTS_PER_RUN = 4
 STATE_FILE, LAST_FILE = "grade.pt", "trainer_state.json"
 EVALUATION_BATCH = 8
+VARIANCE_BATCH = 4  # prompts whose gradient's variance is measured
 LARGE = 100  # times the norm that gradients are clipped to: worth a line
+SHORT = {"validation": "val"}  # splits in the names of metrics
 
 
 @dataclass(eq=False)
@@ -38,17 +40,37 @@ class Run:
 
     config: GradeConfig
     place: Path
-    task: Task
+    method: Method
     tokenizer: TextTokenizer
     prompts: Prompts
     optimizer: torch.optim.Optimizer
     console: Console
     step: int = 0
-    baseline: float | None = None  # the moving average of rewards less KL
+    norms: list[float] = field(default_factory=list)  # of this step's gradients, before they were clipped
+    warned: bool = False
+
+    @property
+    def task(self) -> Task:
+        return self.method.task
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [p for p in self.task.model.parameters() if p.requires_grad]
+
+    def apply(self) -> None:
+        """Clips the gradients, moves the parameters, clears the gradients. NotFiniteError where clipping is no help."""
+        most = self.config.max_grad_norm
+        leaves = [*self.trainable, *self.method.parameters()]
+        norm = finite_norm(float(torch.nn.utils.clip_grad_norm_(leaves, most)))
+        if norm > LARGE * most and not self.warned:
+            self.warned = True
+            say(
+                self.console,
+                f"step {self.step + 1}: a gradient of norm {norm:.3g} clipped to {most:g}; so are others, unsaid",
+            )
+        self.norms.append(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, prompts: list[list[int]], *key: object) -> Batch:
         """Prompts with noise that `key` and the run's seed give."""
@@ -66,13 +88,16 @@ def steps(state: Run) -> dict[str, float]:
     records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
     write_lines(path, records)
     if not records:
-        append_line(path, {"step": 0, **evaluation(state, "validation")})
+        append_line(path, {"step": 0, **_looks(state)})
     every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
     with GentleStop(state.console) as stop:
         stop.stepping = True
         while state.step < config.max_steps and not stop.asked:
-            append_line(path, _step(state))
-            if state.step % every == 0 or state.step == config.max_steps or stop.asked:
+            found, last = _step(state), state.step == config.max_steps
+            if state.step % every == 0 or last:
+                found |= _looks(state)
+            append_line(path, found)
+            if state.step % every == 0 or last or stop.asked:
                 save(state)
     if state.step < config.max_steps:
         raise KeyboardInterrupt
@@ -81,51 +106,54 @@ def steps(state: Run) -> dict[str, float]:
 
 
 def _step(state: Run) -> dict[str, Any]:
-    """One optimiser step: the gradients of every forward pass of the accumulation, clipped."""
+    """One step of the method on the batches of the accumulation."""
     config, began = state.config, time.perf_counter()
     tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
     parts, train = config.gradient_accumulation_steps, state.prompts["train"]
-    state.optimizer.zero_grad(set_to_none=True)
-    outcomes: list[Outcome] = []
+    batches = []
     for part in range(parts):
         at = (state.step * parts + part) * config.batch_size
         chosen = [train[(at + i) % len(train)] for i in range(config.batch_size)]
-        batch = state.batch(chosen, "train", state.step, part)
-        outcomes.append(backward(state.task, batch, tau, state.baseline or 0.0, 1 / parts))
-    norm = finite_norm(float(torch.nn.utils.clip_grad_norm_(state.trainable, config.max_grad_norm)))
-    if norm > LARGE * config.max_grad_norm:
-        say(state.console, f"step {state.step + 1}: a gradient of norm {norm:.3g} clipped to {config.max_grad_norm:g}")
-    state.optimizer.step()
+        batches.append(state.batch(chosen, "train", state.step, part))
+    state.norms.clear()
+    outcomes = state.method.step(batches, tau, state.apply)
     state.step += 1
-    reward = fmean(x for outcome in outcomes for x in outcome.rewards)
-    kl = fmean(x for outcome in outcomes for x in outcome.kls)
-    decay, gain = config.baseline_decay, reward - config.beta * kl
-    state.baseline = gain if state.baseline is None else decay * state.baseline + (1 - decay) * gain
     return {
         "step": state.step,
-        "train/reward": reward,
-        "train/kl": kl,
-        "grad_norm": norm,
-        "clipped": norm > config.max_grad_norm,
+        "train/reward": fmean(x for outcome in outcomes for x in outcome.rewards),
+        "train/kl": fmean(x for outcome in outcomes for x in outcome.kls),
+        "grad_norm": fmean(state.norms),
+        "clipped": max(state.norms) > config.max_grad_norm,
         "tau": tau,
         "coverage": fmean(outcome.coverage for outcome in outcomes),
-        "baseline": state.baseline,
         "seconds": time.perf_counter() - began,
         "peak_memory_bytes": peak_bytes(state.task.model.device),
     }
+
+
+def _looks(state: Run) -> dict[str, float]:
+    """The validation prompts' reward, and how much the gradient of one training batch varies."""
+    config = state.config
+    found = evaluation(state, "validation")
+    if config.variance_samples > 1:
+        tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
+        batch = state.batch(state.prompts["train"][:VARIANCE_BATCH], "variance")
+        varied = gradient_variance(state.method, batch, tau, config.variance_samples)
+        found |= {"grad_variance": varied["variance"], "grad_mean_square": varied["mean_square"]}
+    return found
 
 
 def evaluation(state: Run, split: str) -> dict[str, float]:
     """The policy on a split's prompts, with noise of its own that no step changes."""
     prompts, size = state.prompts[split], EVALUATION_BATCH
     batches = (state.batch(prompts[i : i + size], split, i) for i in range(0, len(prompts), size))
-    return {f"{split}/{name}": value for name, value in evaluate(state.task, batches).items()}
+    return {f"{SHORT.get(split, split)}/{name}": value for name, value in evaluate(state.task, batches).items()}
 
 
 def save(state: Run) -> None:
     """checkpoint-N: what training changes, and where it stands; whole or not at all."""
     weights = {name: p.detach().cpu() for name, p in state.task.model.named_parameters() if p.requires_grad}
-    values = {"weights": weights, "optimizer": state.optimizer.state_dict(), "baseline": state.baseline}
+    values = {"weights": weights, "optimizer": state.optimizer.state_dict(), "method": state.method.state()}
 
     def write(path: Path) -> None:
         path.mkdir()
@@ -147,4 +175,4 @@ def restore(state: Run) -> None:
             if parameter.requires_grad:
                 parameter.copy_(values["weights"][name])
     state.optimizer.load_state_dict(values["optimizer"])
-    state.baseline = values["baseline"]
+    state.method.load(values["method"])

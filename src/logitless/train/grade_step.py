@@ -1,19 +1,17 @@
-"""One batch of alignment through soft tokens: losses, their gradients' variance, and evaluation."""
+"""One batch of alignment through soft tokens: what the methods share, evaluation, and their gradients' variance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..relax import Reader, Rollout, Sampling, generate, soft_embedding
-from ..relax.generate import parallel, read
-from ..vocab.api import token_stats
+from ..relax import Reader, Rollout, Sampling, generate
 from .grade_config import GradeConfig
 from .grade_models import SoftReward, reader_of
 
@@ -47,13 +45,13 @@ class Task:
             return policy, reader_of(self.model, self.vocab_size, without_adapters=True)
         return policy, reader_of(self.frozen, self.vocab_size)
 
-    def sampling(self, tau: float, carry: str) -> Sampling:
+    def sampling(self, tau: float = 1.0, carry: str = PLAIN, hard: bool = True) -> Sampling:
         config = self.config
         return Sampling(
             config.completion_length,
             tau,
             config.top_k,
-            hard=config.method != "gumbel" or carry == PLAIN,
+            hard=hard,
             carry=carry,
             checkpoint=config.gradient_checkpointing,
             end=self.end,
@@ -69,53 +67,52 @@ class Outcome:
     kls: list[float]
     coverage: float
 
-
-def backward_soft(task: Task, batch: Batch, tau: float, share: float) -> Outcome:
-    """Gradient of -(reward - beta·KL), through every generated token. GRADE: arXiv 2601.11574."""
-    policy, reference = task.readers()
-    sampling = task.sampling(tau, task.config.carry)
-    rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference)
-    rewards, kls = task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)
-    rollout.backward(share * (task.config.beta * kls - rewards).mean())
-    return _outcome(rollout, rewards, kls)
+    @classmethod
+    def of(cls, rollout: Rollout, rewards: Tensor, kls: Tensor) -> Outcome:
+        """rewards, kls: (B,)."""
+        coverage = rollout.soft.coverage[rollout.alive].mean()
+        return cls(rewards.tolist(), kls.tolist(), float(coverage))
 
 
-def backward_score(task: Task, batch: Batch, baseline: float, share: float) -> Outcome:
-    """Gradient of the same objective by REINFORCE: sampled tokens, log-probs of the distribution over the k best.
+class Method:
+    """How batches become gradients, and what a method keeps from step to step: one instance for each run.
 
-    Dense equivalent: `((baseline - (reward - beta * kl).detach()) * logp.sum(-1) + beta * kl).mean().backward()`.
-    Without bias, for the distribution that is sampled from. Williams, 1992, doi:10.1007/BF00992696.
+    A method implements `backward`. It overrides `step` where it moves the parameters more than once for what it
+    sampled, and the rest where it has something to say there.
     """
-    policy, reference = task.readers()
-    rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, task.sampling(1.0, PLAIN))
-    soft, alive = rollout.soft, rollout.alive
-    rows = soft_embedding(soft, policy.table)[:, :-1].detach()
-    embeds = torch.cat([policy.table[batch.prompts], rows], 1)
-    hidden = parallel(policy, embeds, batch.mask, alive.shape[1])
-    seen = read(reference, batch.prompts, batch.mask, soft, at_once=True)
-    stats = token_stats(
-        hidden, policy.head(), torch.where(alive, 0, -100), want=("kl",), candidates=soft.ids,
-        reference=(seen, reference.head()), memory_budget=task.config.memory_budget_bytes,
-    )  # fmt: skip
-    chosen = (soft.ids == soft.token[..., None]).int().argmax(-1, keepdim=True)
-    logp = torch.where(alive, stats.candidate_logits.log_softmax(-1).gather(-1, chosen)[..., 0], 0.0).sum(-1)
-    kls, beta = stats.kl.sum(-1), task.config.beta
-    rewards = task.reward(soft, alive)
-    advantage = rewards - beta * kls.detach() - baseline
-    (share * (beta * kls - advantage * logp).mean()).backward()
-    return _outcome(rollout, rewards, kls)
 
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
-def _outcome(rollout: Rollout, rewards: Tensor, kls: Tensor) -> Outcome:
-    coverage = rollout.soft.coverage[rollout.alive].mean()
-    return Outcome(rewards.tolist(), kls.tolist(), float(coverage))
+    def backward(self, batch: Batch, tau: float, share: float = 1.0) -> Outcome:
+        """Adds `share` of a batch's gradient of beta·KL - reward to every parameter's `.grad`."""
+        raise NotImplementedError
 
+    def step(self, batches: Sequence[Batch], tau: float, apply: Callable[[], None]) -> list[Outcome]:
+        """Takes one optimiser step: `apply` clips the gradients, moves the parameters and clears the gradients."""
+        outcomes = [self.backward(batch, tau, 1 / len(batches)) for batch in batches]
+        apply()
+        self.learn(outcomes)
+        return outcomes
 
-def backward(task: Task, batch: Batch, tau: float, baseline: float, share: float = 1.0) -> Outcome:
-    """Adds `share` of the batch's gradient to the parameters', by the configured method."""
-    if task.config.method == "reinforce":
-        return backward_score(task, batch, baseline, share)
-    return backward_soft(task, batch, tau, share)
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """What a method makes of a step's rewards."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is learned beside the policy."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the policy and the optimiser."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The reverse of `state`."""
+
+    @classmethod
+    def vocabulary_bytes(cls, config: GradeConfig, vocab_size: int) -> int:
+        """What one batch keeps that grows with completion length times vocabulary."""
+        return 0
 
 
 @torch.no_grad()
@@ -124,9 +121,8 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
     outcomes = []
     policy, reference = task.readers()
     for batch in batches:
-        sampling = task.sampling(1.0, PLAIN)
-        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference)
-        outcomes.append(_outcome(rollout, task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)))
+        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, task.sampling(), reference=reference)
+        outcomes.append(Outcome.of(rollout, task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)))
     rewards = [x for outcome in outcomes for x in outcome.rewards]
     return {
         "reward_mean": fmean(rewards),
@@ -137,25 +133,27 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
     }
 
 
-def gradient_variance(task: Task, batch: Batch, tau: float, baseline: float, samples: int) -> dict[str, float]:
+def gradient_variance(method: Method, batch: Batch, tau: float, samples: int) -> dict[str, float]:
     """How the gradient of one batch varies over `samples` draws of the noise, the parameters as they are.
 
     Dense equivalent, of the gradients G (samples, parameters): `G.var(0).sum()`, and `G.mean(0).square().sum()`.
     (The spread of one gradient across parameter tensors, which a widely copied implementation logs, is neither.)
     variance: the trace of the covariance; mean_square: of the mean gradient, less the variance that it still has.
-    Leaves the parameters' gradients empty. Memory: two gradients.
+    Of the policy's parameters, whose gradients it leaves empty. Memory: two gradients.
     """
-    leaves = [p for p in task.model.parameters() if p.requires_grad]
+    model = method.task.model
+    leaves = [p for p in model.parameters() if p.requires_grad]
     kept = [torch.zeros_like(p, dtype=torch.float64) for p in leaves]
     squares = 0.0
     for i in range(samples):
-        task.model.zero_grad(set_to_none=True)
-        backward(task, replace(batch, seeds=batch.seeds + 7919 * (i + 1)), tau, baseline)
+        model.zero_grad(set_to_none=True)
+        method.backward(replace(batch, seeds=batch.seeds + 7919 * (i + 1)), tau)
         for total, p in zip(kept, leaves, strict=True):
             if p.grad is not None:
                 total += p.grad
                 squares += float(p.grad.double().square().sum())
-    task.model.zero_grad(set_to_none=True)
+    for p in (*leaves, *method.parameters()):
+        p.grad = None
     mean = sum(float((x / samples).square().sum()) for x in kept)
     variance = (squares - samples * mean) / (samples - 1) if samples > 1 else math.nan
     return {"variance": variance, "mean_square": max(0.0, mean - variance / samples), "samples": samples}
