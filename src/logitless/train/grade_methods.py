@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .grade_legacy import GumbelLegacy, StraightThroughLegacy
+from .grade_ppo import PPO
 from .grade_score import Reinforce
 from .grade_soft import Gumbel, StraightThrough
 from .grade_step import Method, Task
@@ -10,6 +12,9 @@ METHODS: dict[str, type[Method]] = {
     "ste": StraightThrough,
     "gumbel": Gumbel,
     "reinforce": Reinforce,
+    "ppo": PPO,
+    "gumbel_legacy": GumbelLegacy,
+    "ste_legacy": StraightThroughLegacy,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..relax import Rollout, generate, soft_embedding
+from ..relax import Rollout, generate
 from ..relax.generate import parallel, read
 from ..vocab.api import token_stats
 from .grade_step import Batch, Method, Outcome, Task
@@ -35,8 +35,8 @@ def score(task: Task, batch: Batch, rollout: Rollout, entropy: bool = False) -> 
     """What the policy now makes of sampled tokens, with gradient."""
     policy, reference = task.readers()
     soft, alive = rollout.soft, rollout.alive
-    rows = soft_embedding(soft, policy.table)[:, :-1].detach()
-    hidden = parallel(policy, torch.cat([policy.table[batch.prompts], rows], 1), batch.mask, alive.shape[1])
+    embeds = policy.table[torch.cat([batch.prompts, soft.token[:, :-1]], 1)]
+    hidden = parallel(policy, embeds, batch.mask, alive.shape[1])
     seen = read(reference, batch.prompts, batch.mask, soft, at_once=True)
     stats = token_stats(
         hidden, policy.head(), torch.where(alive, 0, -100), want=("kl", "entropy") if entropy else ("kl",),
