@@ -51,11 +51,12 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     tokenizer = load_tokenizer(source)
     place = claim(config, config.method)
     with explained(place, "align"):
-        state = _set_up(config, place, source, tokenizer, console)
+        state = set_up(config, place, source, tokenizer, console)
         return _conclude(state, steps(state))
 
 
-def _set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
+def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
+    """A run in a directory, as it stands there: models, prompts, optimiser. What is not there yet is made."""
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     if config.top_k > source.vocab_size:
         raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
