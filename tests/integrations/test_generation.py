@@ -11,23 +11,11 @@ import transformers as t
 import logitless as ll
 from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.integrations.generation import Recorder, generate
+from tests.integrations.tiny import WIDTH
 from tests.support import trace_allocations
 
 V = 97
-SMALL = {
-    "vocab_size": V,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**WIDTH, "vocab_size": V, "initializer_range": 0.5}
 MODELS = {
     "qwen3, tied": ("Qwen3Config", {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {}),

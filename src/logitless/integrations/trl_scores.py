@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def _as_one_sum(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, c
     kept = Collected()
     total = token_loss(kept, hidden, head, targets, reduction="sum", **wanted.options())
     out = kept.spread(counted)
-    return {**out, "logprob": _OneSum.apply(total, out["logprob"], counted)}  # pyright: ignore[reportReturnType]
+    return {**out, "logprob": _Known.apply(total, out["logprob"], counted, _of_the_sum)}  # pyright: ignore[reportReturnType]
 
 
 def _by_rows(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, counted: Tensor) -> dict[str, Tensor]:
@@ -107,38 +108,36 @@ def _by_rows(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, coun
     total = token_loss(kept, leaf, head, targets, reduction="sum", **wanted.options())
     (rows,) = torch.autograd.grad(total, leaf)
     out = kept.spread(counted)
-    return {**out, "logprob": _Rows.apply(hidden, rows, out["logprob"])}  # pyright: ignore[reportReturnType]
+    return {**out, "logprob": _Known.apply(hidden, out["logprob"], rows, _of_rows)}  # pyright: ignore[reportReturnType]
 
 
-class _OneSum(torch.autograd.Function):
-    """Log-probs whose gradient is that of their sum, for losses that weigh them all alike."""
+class _Known(torch.autograd.Function):
+    """Log-probs whose gradient with respect to `source` is `slope(kept, grad)`."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, logprob: Tensor, counted: Tensor) -> Tensor:
-        ctx.save_for_backward(counted)
+    def forward(
+        ctx: Any, source: Tensor, logprob: Tensor, kept: Tensor, slope: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.slope = slope
         return logprob.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (counted,) = ctx.saved_tensors
-        low, high = torch.aminmax(grad[counted])
-        if low < high:
-            raise GradientError(
-                "log_probs: expected a loss that weighs every token alike, as SFT's nll does, got weights from "
-                f"{low.item():.3g} to {high.item():.3g}; override compute_loss in a subclass before install"
-            )
-        return high, None, None
+        return ctx.slope(*ctx.saved_tensors, grad), None, None, None
 
 
-class _Rows(torch.autograd.Function):
-    """Log-probs whose gradient with respect to hidden is known: `rows`, one per token."""
+def _of_the_sum(counted: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the log-probs' sum, for losses that weigh them all alike."""
+    low, high = torch.aminmax(grad[counted])
+    if low < high:
+        raise GradientError(
+            "log_probs: expected a loss that weighs every token alike, as SFT's nll does, got weights from "
+            f"{low.item():.3g} to {high.item():.3g}; override compute_loss in a subclass before install"
+        )
+    return high
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: Tensor, logprob: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return logprob.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (rows,) = ctx.saved_tensors
-        return (rows * grad[..., None]).to(rows.dtype), None, None
+def _of_rows(rows: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of hidden states, of which each token has its row."""
+    return (rows * grad[..., None]).to(rows.dtype)
