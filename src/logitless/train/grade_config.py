@@ -10,7 +10,7 @@ from typing import Literal
 from .align_config import DEFAULT_MODEL
 from .config import RunOptions, require
 
-GRADE_METHODS = ("ste", "gumbel", "reinforce", "gumbel_legacy", "ste_legacy")
+GRADE_METHODS = ("ste", "gumbel", "reinforce", "ppo", "gumbel_legacy", "ste_legacy")
 DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 3e-3, 1e-6, 1e-5
 
 
@@ -21,9 +21,10 @@ class GradeConfig(RunOptions):
     Lengths count tokens. Raises OptionError from `check`.
     """
 
-    method: Literal["ste", "gumbel", "reinforce", "gumbel_legacy", "ste_legacy"] = "ste"
+    method: Literal["ste", "gumbel", "reinforce", "ppo", "gumbel_legacy", "ste_legacy"] = "ste"
     """ste and gumbel backpropagate the reward through the generated tokens, one-hot (straight-through) or soft;
-    reinforce is the score function with a moving-average baseline, on the same rewards. The two legacy methods keep
+    reinforce is the score function with a moving-average baseline, and ppo four clipped steps with a value head, on the
+    same rewards. The two legacy methods keep
     every distribution over the vocabulary and T graphs, as a widely copied implementation does, to compare with."""
     model: str = DEFAULT_MODEL
     """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
