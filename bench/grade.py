@@ -1,0 +1,84 @@
+"""GRADE measured: soft tokens over k entries against whole distributions, and against the score function.
+
+python -m bench.grade --part memory|storage|time|curves|variance|learning [...] [--out FILE]
+
+memory, storage and time are of random models with a real vocabulary; curves, variance and learning of the embedded
+task of `logitless align`, on the policy that --model names. Each part is one line of the file, with the machine and
+versions; a part that is measured again replaces its line.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.grade_runs import curves, variance
+from bench.grade_sizes import Sizes, memory, storage, timing
+from bench.harness import SCHEMA, environment, read_lines
+from logitless.train.align_config import DEFAULT_MODEL
+from logitless.train.grade_config import GradeConfig
+
+OUT = Path("bench/results/grade.jsonl")
+
+
+def sizes_of(o: argparse.Namespace) -> Sizes:
+    return Sizes(o.vocab, o.hidden, o.layers, o.prompt, o.steps, o.batch, o.top_k)
+
+
+def config_of(o: argparse.Namespace) -> GradeConfig:
+    return GradeConfig(
+        model=o.model, reward_model=o.reward_model, data=o.data, prompt_length=o.prompt, completion_length=o.steps,
+        batch_size=o.batch, top_k=o.top_k, max_steps=o.rounds, device="cpu",
+    ).check()  # fmt: skip
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "memory": lambda o: memory(sizes_of(o)),
+    "storage": lambda o: storage(sizes_of(o)),
+    "time": lambda o: timing(sizes_of(o), o.rounds),
+    "curves": lambda o: curves(config_of(o), o.rounds),
+    "variance": lambda o: variance(config_of(o), o.samples, o.blocks),
+}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Puts the part's line in its place in the file, which stays in the order of PARTS."""
+    lines = {line["kind"]: line for line in (read_lines(path) if path.exists() else [])}
+    lines[record["kind"]] = {"schema": SCHEMA} | record
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(lines[kind]) + "\n" for kind in PARTS if kind in lines), "utf-8")
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, required=True)
+    numbers = {
+        "vocab": (131072, "of the random models"), "hidden": (256, "of the random policy"),
+        "layers": (4, "of the random policy"), "prompt": (32, "tokens of a prompt"),
+        "steps": (64, "generated tokens"), "batch": (1, "sequences"), "top-k": (256, "entries of a soft token"),
+        "rounds": (5, "of time; optimiser steps of curves"), "samples": (128, "draws of variance"),
+        "blocks": (4, "of the draws, for their spread"), "threads": (1, "of torch"),
+    }  # fmt: skip
+    for name, (default, what) in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--reward-model")
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, default=OUT)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    o = options(argv)
+    torch.set_num_threads(o.threads)
+    found = PARTS[o.part](o)
+    machine = {name: value for name, value in environment().items() if name != "kind"} | {"threads": o.threads}
+    write(o.out, {"kind": o.part, "environment": machine, **found})
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

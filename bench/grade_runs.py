@@ -1,0 +1,133 @@
+"""What methods do on the embedded task: the legacy's curves, gradient variance, and what is learned."""
+
+import tempfile
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from logitless.relax import anneal
+from logitless.train.grade import set_up
+from logitless.train.grade_config import GradeConfig
+from logitless.train.grade_methods import METHODS
+from logitless.train.grade_run import Run
+from logitless.train.grade_step import Batch, Method, Outcome
+from logitless.train.model import load_tokenizer, resolve
+
+Record = dict[str, Any]
+
+
+def opened(config: GradeConfig) -> Run:
+    """The embedded task as a run would start on it."""
+    source = resolve(config.model)
+    with tempfile.TemporaryDirectory() as place:
+        return set_up(config, Path(place), source, load_tokenizer(source), Console(stderr=True))
+
+
+def method_of(run: Run, method: str, **changes: Any) -> Method:
+    """A method on the run's own models."""
+    return METHODS[method](replace(run.task, config=replace(run.config, method=method, **changes)))
+
+
+def gradient(method: Method, batch: Batch, tau: float) -> tuple[Tensor, Outcome]:
+    """(all the policy's gradients, flat; the batch's rewards and KL)."""
+    model = method.task.model
+    model.zero_grad(set_to_none=True)
+    outcome = method.backward(batch, tau)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found, outcome
+
+
+def curves(config: GradeConfig, steps: int) -> Record:
+    """ste_legacy trains; at each of its steps, what ste makes of the same parameters, batch and noise.
+
+    Of k=V, and of the configured k with the mass that it leaves out.
+    """
+    run = opened(config)
+    model, vocab = run.task.model, run.task.vocab_size
+    legacy = method_of(run, "ste_legacy")
+    others = {"all": method_of(run, "ste", top_k=vocab), "few": method_of(run, "ste")}
+    rows = []
+    for step in range(steps):
+        tau = anneal(step, steps, config.tau_start, config.tau_end)
+        size = config.batch_size
+        chosen = [run.prompts["train"][(step * size + i) % len(run.prompts["train"])] for i in range(size)]
+        batch = run.batch(chosen, "curves", step)
+        exact, outcome = gradient(legacy, batch, tau)
+        row: Record = {"step": step, "tau": tau, "reward": outcome.rewards, "kl": outcome.kls}
+        for name, method in others.items():
+            found, ours = gradient(method, batch, tau)
+            row[name] = {
+                "reward": ours.rewards,
+                "kl": ours.kls,
+                "gradient_error": float((found - exact).norm() / exact.norm()),
+                "outside": 1 - ours.coverage,
+            }
+        rows.append(row)
+        place_gradient(model, exact)
+        run.apply()
+    return {"config": told(config), "vocab": vocab, "rows": rows}
+
+
+def place_gradient(model: Any, flat: Tensor) -> None:
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    ends = [0, *torch.tensor([p.numel() for p in leaves]).cumsum(0).tolist()]
+    for p, (begin, end) in zip(leaves, pairwise(ends), strict=True):
+        p.grad = flat[begin:end].view_as(p).clone()
+
+
+def variance(config: GradeConfig, samples: int, blocks: int, taus: tuple[float, ...] = (2.0, 1.0, 0.5)) -> Record:
+    """The variance of one batch's gradient over draws of the noise, the policy unchanged, in `blocks` of draws.
+
+    reinforce's baseline is the mean gain of draws of its own. `cosine`: of the mean gradient with reinforce's, which
+    has no bias; `ceiling`: of two halves of reinforce's own draws, what chance leaves of 1.
+    """
+    run = opened(config)
+    batch = run.batch(run.prompts["train"][: config.batch_size], "variance")
+    score = method_of(run, "reinforce")
+    score.learn([gradient(score, draw(batch, i), 1.0)[1] for i in range(-8, 0)])
+    kinds = [("reinforce", 1.0), *((name, tau) for name in ("ste", "gumbel") for tau in taus)]
+    rows, exact, ceiling = [], None, 1.0
+    for name, tau in kinds:
+        method = score if name == "reinforce" else method_of(run, name)
+        found = torch.stack([gradient(method, draw(batch, i), tau)[0] for i in range(samples)])
+        mean = found.mean(0)
+        if exact is None:
+            exact, ceiling = mean, cosine(found[::2].mean(0), found[1::2].mean(0))
+        parts = [variance_of(part) for part in found.chunk(blocks)]
+        rows.append(
+            {
+                "method": name,
+                "tau": tau,
+                "variance": variance_of(found),
+                "variances": parts,
+                "mean_square": max(0.0, float(mean.square().sum()) - variance_of(found) / samples),
+                "cosine": cosine(mean, exact),
+            }
+        )
+    return {"config": told(config), "samples": samples, "ceiling": ceiling, "rows": rows}
+
+
+def draw(batch: Batch, number: int) -> Batch:
+    """The batch with other noise."""
+    return replace(batch, seeds=batch.seeds + 7919 * (number + 1))
+
+
+def variance_of(gradients: Tensor) -> float:
+    """The trace of the covariance of (samples, parameters)."""
+    return float(gradients.double().var(0).sum())
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+
+def told(config: GradeConfig) -> Record:
+    """The options that are not about places."""
+    kept = ("prompt_length", "completion_length", "batch_size", "top_k", "beta", "tau_start", "tau_end", "lora_rank")
+    return {name: getattr(config, name) for name in kept} | {"rate": config.rate}
