@@ -22,6 +22,7 @@ LAYERS = (
     {"integrations"},
     {"memory"},
     {"train"},
+    {"scoring"},
     {"cli"},
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from logitless import memory as memory
     from logitless import relax as relax
     from logitless.integrations.generation import generate as generate
+    from logitless.integrations.scoring import score as score
     from logitless.integrations.transformers import hidden_states as hidden_states
     from logitless.integrations.transformers import install as install
     from logitless.integrations.transformers import uninstall as uninstall
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "explain": "logitless.vocab.api",
     "sample_tokens": "logitless.sample.tokens",
     "generate": "logitless.integrations.generation",
+    "score": "logitless.integrations.scoring",
     "per_token_logps": "logitless.logits",
     "chunked_self_certainty": "logitless.logits",
     "losses": "logitless.losses",

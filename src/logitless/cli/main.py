@@ -14,6 +14,7 @@ COMMANDS = {
     "profile": "where the memory of a training step goes, traced without a GPU, and what would help",
     "train": "train a causal language model on text, without its logits",
     "align": "align a model by its own certainty, by rewards or by preferences (TRL)",
+    "score": "log-prob, rank, entropy and best entries of each token of existing text, as parquet",
     "verify": "check the streamed loss against the dense one, and show where each is used",
 }
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130

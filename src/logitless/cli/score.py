@@ -1,0 +1,28 @@
+"""`logitless score`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..scoring.config import ScoreConfig
+from . import options
+from .output import deliver
+
+DESCRIPTION = """Score text with a language model: a parquet file with a row per token, without its logits.
+
+Log-prob, rank, entropy, self-certainty, log-sum-exp and the best entries of each distribution. A run that was killed
+goes on when it is started again with the same options; torchrun shares the work among ranks."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads the options, scores, shows the summary."""
+    config = options.parse(ScoreConfig, prog="logitless score", description=DESCRIPTION, arguments=arguments).check()
+    from rich.console import Console  # below, so that --help needs no torch
+
+    from ..scoring.run import run
+    from ..scoring.summary import show
+
+    summary = run(config, Console(stderr=True))
+    if summary:  # the first rank of a distributed launch
+        deliver(summary, config.json, lambda console: show(summary, console))
+    return 0

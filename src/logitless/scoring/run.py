@@ -1,0 +1,162 @@
+"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ..errors import ConfigError, DeviceError, OptionError
+from ..memory.resident import peak_bytes, reset_peak
+from ..train.config import TrainConfig
+from ..train.default_model import default_model
+from ..train.model import ModelSource, build, load_tokenizer, resolve
+from ..train.progress import say
+from ..train.rundir import Interrupted
+from ..train.sft import quiet
+from ..train.tokenizer import TextTokenizer
+from .block import Scorer, blocks, score_block
+from .config import MOST_CONTEXT, ScoreConfig
+from .documents import Documents
+from .parts import Parts
+from .progress import Progress
+from .summary import conclude
+
+NEVER = timedelta(days=100)  # ranks wait for the slowest one
+
+
+def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
+    """Scores as `config` says and returns the summary.
+
+    Writes config.place, whole or not at all; until then a part file per block of documents lies beside it, from
+    which the same call goes on where a killed one stopped. Documents that are no text are reported, counted and
+    passed over. Under torchrun each rank scores blocks of its own, and the first one merges them.
+    Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
+    """
+    console = console or Console(stderr=True)
+    quiet()
+    if config.check().device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    rank, ranks = _ranks()
+    default_model(config.model, config.device, console)
+    source = resolve(config.model)
+    if source.weights is None:
+        raise ConfigError(f"--model {config.model} has no weights to score with: train it first, with logitless train")
+    scorer = _scorer(config, source, load_tokenizer(source), rank)
+    documents, parts = Documents(Path(config.data or ""), scorer.context), Parts(config.place)
+    if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
+        say(console, f"going on with the unfinished run in {parts.folder}")
+    _together(0)
+    reset_peak(scorer.device)
+    begin = time.perf_counter()
+    with _explained(), Progress(console if rank == 0 else None) as progress:
+        count, tokens = _score(scorer, documents, parts, (rank, ranks), progress)
+        tokens = _together(tokens)
+        if rank:
+            return {}
+        seconds = time.perf_counter() - begin
+        measured = {
+            "tokens_scored_now": tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1),
+            "peak_memory_bytes": peak_bytes(scorer.device),
+            "ranks": ranks,
+        }
+        return conclude(config, scorer, source.vocab_size, parts, count, measured)
+
+
+def _ranks() -> tuple[int, int]:
+    """(rank, ranks) of a torchrun launch, joined; (0, 1) without one."""
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=NEVER)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _together(number: int) -> int:
+    """The sum over ranks, once all are here."""
+    if not dist.is_initialized():
+        return number
+    total = torch.tensor([number])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, rank: int) -> Scorer:
+    """The model and what it is to do, checked."""
+    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None) or MOST_CONTEXT
+    context = config.context_length or min(longest, MOST_CONTEXT)
+    stride = config.stride or max(1, context // 2)
+    if stride > context:
+        raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
+    if config.keep > source.vocab_size:
+        raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
+    model = build(TrainConfig(model=config.model, context_length=context, dtype=config.dtype), source)
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    return Scorer(
+        model=model.eval().to(device),
+        tokenizer=tokenizer,
+        device=device,
+        keep=config.keep,
+        context=context,
+        stride=stride,
+        bos=_bos(config.bos, tokenizer),
+        batch_tokens=config.batch_tokens,
+        memory_budget=config.memory_budget_bytes,
+    )
+
+
+def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
+    """The id to put before each document."""
+    saved = tokenizer.saved
+    if wanted == "yes" and saved.bos_token_id is None:
+        raise OptionError("--bos yes: the tokenizer has no begin-of-text token; use --bos no")
+    by_itself = wanted == "auto" and saved("a")["input_ids"][:1] == [saved.bos_token_id]
+    return saved.bos_token_id if wanted == "yes" or by_itself else None
+
+
+def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
+    """What an unfinished run must have in common with the one that goes on with it."""
+    weights = sorted(Path(source.weights or "").glob("*.safetensors"))
+    files = [documents.fingerprint(), [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in weights]]
+    decided = {"context_length": scorer.context, "stride": scorer.stride}
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return {"schema": 1, **config.deciding(), **decided, "files": digest}
+
+
+def _score(
+    scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress
+) -> tuple[int, int]:
+    """Writes the parts of this rank's blocks that are not there; (blocks in all, tokens scored now)."""
+    count = tokens = 0
+    for number, block in enumerate(blocks(documents)):
+        count = number + 1
+        if number % rank[1] != rank[0]:
+            continue
+        whole = parts.whole(number)
+        if whole is False:
+            progress.say(f"{parts.part(number)} is damaged: scoring its documents again")
+        if not whole:
+            done = score_block(scorer, block)
+            parts.write(number, done, block[-1].done)
+            tokens += int(done.scored.sum())
+            progress.problems(done.pieces)
+        progress.at(block[-1].done, tokens)
+    return count, tokens
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("the same command goes on where this one stopped") from None
