@@ -11,20 +11,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import logitless
-from logitless.integrations.lm_head import forward_with, through_head
-from tests.integrations.tiny import TINY, batch_for
+from logitless.integrations.lm_head import causal_lm, forward_with, through_head
+from tests.integrations.tiny import TINY, batch_for, dense_loss
 
 ROWS = 4
 
 
-def build(name: str = "llama") -> Any:
-    return TINY[name].build().double().train()
+def build(adapted: bool = False) -> Any:
+    """A Llama in float64; adapted: LoRA on a projection and on the head, its factors far from 0."""
+    model = TINY["llama"].build().double().train()
+    if not adapted:
+        return model
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    return get_peft_model(model, config, autocast_adapter_dtype=False).double()
 
 
 def half(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -33,13 +41,13 @@ def half(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shard(model: Any, wrapping: str, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
+    mesh, inner = init_device_mesh("cpu", (dist.get_world_size(),)), causal_lm(model)
+    for layer in inner.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     if wrapping == "norm and head":
-        fully_shard([model.model.norm, model.lm_head], mesh=mesh, **options)
+        fully_shard([inner.model.norm, inner.lm_head], mesh=mesh, **options)
     elif wrapping == "head":
-        fully_shard(model.lm_head, mesh=mesh, **options)
+        fully_shard(inner.lm_head, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
@@ -52,17 +60,18 @@ def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
     grads = {
         name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): whole(p.grad)
         for name, p in model.named_parameters()
+        if p.grad is not None
     }
     return {name: float((grads[name] - g).abs().max() / g.abs().max()) for name, g in exact.items()}
 
 
-def expected(batch: dict[str, Tensor], items: int, name: str = "llama") -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process that sees the whole batch."""
-    model = build(name)
-    logitless.install(model)
+def expected(batch: dict[str, Tensor], items: int, adapted: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """transformers' own loss and gradients in one process that sees the whole batch."""
+    model = build(adapted)
+    causal_lm(model).loss_function = dense_loss
     loss = model(**batch, num_items_in_batch=items).loss
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def step(model: Any, batch: dict[str, Tensor], items: int) -> float:
@@ -76,9 +85,11 @@ def step(model: Any, batch: dict[str, Tensor], items: int) -> float:
     return total.item() / dist.get_world_size()
 
 
-def wrapped(how: str, batch: dict[str, Tensor], items: int) -> dict[str, Any]:
-    loss, exact = expected(batch, items)
-    model = build()
+def wrapped(how: str, batch: dict[str, Tensor], items: int, adapted: bool = False) -> dict[str, Any]:
+    loss, exact = expected(batch, items, adapted)
+    model = build(adapted)
+    if how == "accelerate fsdp2":
+        return by_plugin(model, batch, items, loss, exact)
     if how == "install after":
         model = shard(model, "head")
         logitless.install(model)
@@ -88,6 +99,24 @@ def wrapped(how: str, batch: dict[str, Tensor], items: int) -> dict[str, Any]:
         model = wrap[how](model) if how in wrap else shard(model, how)
     found = step(model, batch, items)
     return {"loss": [found, loss], "errors": errors(model, exact)}
+
+
+def by_plugin(
+    model: Any, batch: dict[str, Tensor], items: int, loss: float, exact: dict[str, Tensor]
+) -> dict[str, Any]:
+    """FSDP2 as accelerate sets it up from its configuration."""
+    policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    # accelerate asks for accelerators before it would shard; what it does then is the same here
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False, **policy
+    )
+    logitless.install(model)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+    assert isinstance(model, FSDPModule)
+    return {"loss": [step(model, batch, items), loss], "errors": errors(model, exact)}
 
 
 def statistics(batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -151,8 +180,10 @@ def main(place: str) -> None:
     items = int((batch["labels"][:, 1:] != -100).sum())
     results = {
         how: wrapped(how, copy.deepcopy(batch), items)
-        for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after")
+        for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2")
     }
+    for how in ("ddp", "root", "norm and head", "head"):
+        results[f"{how}, adapted"] = wrapped(how, copy.deepcopy(batch), items, adapted=True)
     results["first fsdp"] = first_fsdp(batch, items)
     results["statistics"] = statistics(batch)
     results["mixed precision"] = mixed_precision(batch, items)

@@ -22,21 +22,19 @@ def data(rows: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> list[dic
 
 
 def trainer(place, model, steps: int = 3, rows=None, **options) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(place),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
+    shared = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(output_dir=str(place), max_steps=steps, **{**shared, **options})
     rows = rows or data()
     made = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:6])
     made.remove_callback(PrinterCallback)
