@@ -14,8 +14,9 @@ def some_noise(lead: tuple[int, ...]) -> Noise:
     return Noise(torch.randint(2**62, lead), torch.randint(100, lead))
 
 
-def kept_mask(z: Tensor, temperature: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """(logits divided by temperature with what is not kept at -inf, ids sorted), row by row, in plain Python."""
+def kept_mask(z: Tensor, temperature: Tensor, rules: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """(logits divided by temperature, the same with what is not kept at -inf), row by row, in plain Python."""
+    top_k, top_p, min_p = int(rules.get("top_k", 0)), rules.get("top_p", 1.0), rules.get("min_p", 0.0)
     x = z / temperature[:, None]
     out = torch.full_like(x, -math.inf)
     for n in range(x.shape[0]):
@@ -37,18 +38,25 @@ def dense_record(
     hidden: Tensor,  # (N, H)
     head: ll.LMHead,
     noise: Noise,
-    *,
     temperature: float | Tensor = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
     keep: int = 10,
+    **rules: float,
 ) -> dict[str, Tensor]:
-    """Every field of the record by name."""
-    z = dense_logits(hidden.double(), head)
+    """Every field of the record by name; rules: top_k, top_p, min_p."""
+    return record_of(dense_logits(hidden.double(), head), noise, temperature, keep, **rules)
+
+
+def record_of(
+    z: Tensor,  # (N, V)
+    noise: Noise,
+    temperature: float | Tensor = 1.0,
+    keep: int = 10,
+    **rules: float,
+) -> dict[str, Tensor]:
+    """The same from whole rows of logits."""
     heat = torch.as_tensor(temperature, dtype=torch.float64).expand(z.shape[0])
     greedy = heat == 0
-    x, kept = kept_mask(z, torch.where(greedy, 1.0, heat), top_k, top_p, min_p)
+    x, kept = kept_mask(z, torch.where(greedy, 1.0, heat), rules)
     noisy = kept + noise.gumbel(slice(0, z.shape[1])).double()
     best = z.sort(dim=1, descending=True, stable=True)
     token = torch.where(greedy, best.indices[:, 0], noisy.argmax(1))

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.errors import NotFiniteError
+from logitless.errors import NotFiniteError, ShapeError
 from logitless.sample import Noise
-from tests.sample.dense import compare, some_noise
+from logitless.sample.rules import Rules
+from logitless.sample.tokens import draw_tokens
+from tests.sample.dense import compare, record_of, some_noise
 from tests.support import trace_allocations
 
 V, H, N = 211, 8, 13
@@ -99,6 +101,52 @@ def test_entries_that_a_bias_forbids(rules):
     noise = some_noise((N,))
     compare(hidden, ll.LMHead(head.weight, bias), noise, 1e-10, keep=3, **rules)
     assert ll.sample_tokens(hidden, ll.LMHead(head.weight, bias), noise=noise).n_kept.tolist() == [3] * N
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 20.0])
+@pytest.mark.parametrize("budget", [None, 200_000])
+def test_noise_for_some_is_noise_for_all(spread, budget):
+    """Only what noise can lift above the best is looked at: flat rows, peaked ones, and one with two peaks."""
+    hidden, head = torch.randn(6, H), ll.LMHead(spread * torch.randn(9_000, H))
+    noise = Noise(torch.arange(6), torch.arange(6))
+    heat = torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 30.0])
+    z = hidden @ head.weight.T / torch.where(heat == 0, 1.0, heat)[:, None]
+    noisy = z + (heat > 0)[:, None] * noise.gumbel(slice(0, 9_000))
+    record = ll.sample_tokens(hidden, head, temperature=heat, keep=0, noise=noise, memory_budget=budget)
+    assert torch.equal(record.token.long(), noisy.argmax(1))
+
+
+def test_changed_logits():
+    """The record is of the raw rows, and its behaviour log-prob of the changed ones."""
+    hidden, head = problem(bias=True)
+    noise = some_noise((N,))
+    z = hidden @ head.weight.T + head.bias
+
+    def change(z):
+        z[:, 50:] = -math.inf
+        z[:, :9] *= 3
+        return z
+
+    near = {"rtol": 1e-10, "atol": 1e-10}
+    for rules, heat in (({}, 1.0), ({"top_p": 0.8}, 0.7), ({"top_k": 5}, 1.0), ({}, 0.0)):
+        options = {"temperature": heat, "noise": noise, "keep": 4, "memory_budget": 1000}
+        got = draw_tokens(hidden, head, Rules(**rules), change=change, **options)
+        raw = ll.sample_tokens(hidden, head, **options)
+        changed = record_of(change(z.clone()), noise, heat, **rules)
+        ids = changed["token"]
+        assert torch.equal(got.token.long(), ids)
+        for name in ("topk_logits", "topk_ids", "logsumexp", "mean_logit", "entropy"):
+            torch.testing.assert_close(getattr(got, name), getattr(raw, name), **near)
+        torch.testing.assert_close(got.logprob, z.log_softmax(1).gather(1, ids[:, None])[:, 0], **near)
+        assert torch.equal(got.rank.long(), 1 + (z > z.gather(1, ids[:, None])).sum(1))
+        assert torch.equal(got.n_kept.long(), changed["n_kept"])
+        torch.testing.assert_close(got.log_kept_mass, changed["log_kept_mass"], **near)
+        if heat:
+            lost = changed["logsumexp_at_temperature"] + changed["log_kept_mass"]
+            torch.testing.assert_close(got.behaviour_logprob, changed["token_logit"] / heat - lost, **near)
+    for wrong, error in ((lambda z: z[:, 1:], ShapeError), (lambda z: z - math.inf, NotFiniteError)):
+        with pytest.raises(error, match="logits processors"):
+            draw_tokens(hidden, head, Rules(), change=wrong)
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9}, {"top_k": 20}])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.vocab import noise
-from logitless.vocab.noise import Noise, gumbel, philox
+from logitless.vocab.noise import Noise, gumbel, philox, reaching
 from tests.support import trace_allocations
 from tests.vocab.refusing import refused
 
@@ -129,6 +129,25 @@ def test_drawn_noise_follows_the_generator():
     assert torch.equal(draw(1).gumbel(slice(0, 9)), draw(1).gumbel(slice(0, 9)))
     assert not torch.equal(draw(1).seeds, draw(2).seeds)
     assert len(set(draw(1).seeds.tolist())) == 5
+
+
+@pytest.mark.parametrize("block", [100, 2**16])
+def test_what_reaches_a_bound(block, monkeypatch):
+    """All that the noise itself says, at any bound, and hardly more."""
+    monkeypatch.setitem(noise.BLOCK, "cpu", block)
+    whole = gumbel(SEEDS, POSITIONS, slice(0, 20_003))
+    largest = float(whole[2, 5:].max())
+    for least in ([-4.0, 0.0, 2.0, 8.0], [largest] * 4, [25.0, math.inf, 1.0, -math.inf]):
+        bound = torch.tensor(least)
+        tokens, ids = reaching(SEEDS, POSITIONS, slice(5, 20_003), bound)
+        found = torch.zeros_like(whole, dtype=torch.bool)
+        found[tokens, ids] = True
+        needed = whole >= bound[:, None]
+        needed[:, :5] = False
+        assert not (needed & ~found).any()
+        assert tokens.numel() == found.sum()
+        assert (found & ~needed).sum() < 100
+    assert reaching(SEEDS, POSITIONS, slice(4, 4), bound)[0].shape == (0,)
 
 
 def test_memory_is_the_result_and_a_block():

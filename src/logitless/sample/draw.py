@@ -3,140 +3,226 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..algebra.fold import MASK
-from ..errors import OptionError
-from ..vocab.backends.chunk import Chunk, Folded
+from ..errors import NotFiniteError, OptionError, ShapeError
+from ..vocab.backends.best import keep_best
+from ..vocab.backends.chunk import Chunk, Folded, Tile
 from ..vocab.checks import check_logits
 from ..vocab.noise import Noise
 from .record import SampleRecord
 from .rules import Rules
 
-SORTED = 64  # bytes per entry of a row that is sorted: logits, ids, shares in fp64, noise
+LOOKED_AT = 64  # bytes per entry of a row that the rules read whole: logits, shares in fp64, bins, noise
+
+Change = Callable[[Tensor], Tensor]  # (C, V) logits -> those that tokens are drawn from; may write into its argument
+
+
+class Drawn(NamedTuple):
+    """What was drawn from each row, and of how many entries with which share."""
+
+    token: Tensor  # (C,) int64
+    n_kept: Tensor  # (C,) int64
+    log_kept_mass: Tensor  # (C,)
+    log_sum: Tensor  # (C,) log Σ e^((z-m)/T)
+
+
+@dataclass
+class Rows:
+    """Whole rows of logits in slices, MASK for -inf, with their maximum and their best entries."""
+
+    tiles: list[Tile]
+    m: Tensor  # (C,)
+    top_logits: Tensor  # (C, R) best first
+    top_ids: Tensor  # (C, R)
+    may_be_infinite: bool
+
+    @classmethod
+    def folded(cls, chunk: Chunk, folded: Folded) -> Rows:
+        """The rows of a chunk that its fold has left in the buffers."""
+        if folded.top_logits is None or folded.top_ids is None:
+            raise OptionError("Rows: expected a fold with its best entries, got none; pass top_k ≥ 1")
+        return cls(chunk.kept, folded.totals.m, folded.top_logits, folded.top_ids, chunk.may_be_infinite)
+
+    def changed(self, change: Change) -> Rows:
+        """Rows of what `change` makes of these."""
+        z = torch.cat([tile.z for tile in self.tiles], 1)
+        z.masked_fill_(z <= MASK, -math.inf)
+        shape = tuple(z.shape)
+        z = change(z)
+        if tuple(z.shape) != shape:
+            raise ShapeError(f"logits processors: expected logits of shape {shape} back, got {tuple(z.shape)}")
+        m = z.amax(1)
+        if not bool(m.isfinite().all()):
+            raise NotFiniteError("logits processors: expected finite logits, some of them in each row, got none or NaN")
+        values = torch.full_like(self.top_logits, -math.inf)
+        ids = torch.full_like(self.top_ids, -1)
+        keep_best(values, ids, z, 0)
+        return Rows([Tile(slice(0, shape[1]), z.clamp_(min=MASK))], m, values, ids, may_be_infinite=True)
+
+    @property
+    def size(self) -> int:
+        return self.tiles[-1].v.stop
+
+    def live(self) -> Tensor:
+        """How many logits are finite."""
+        live = torch.full_like(self.top_ids[:, 0], self.size)
+        if self.may_be_infinite:
+            live -= torch.stack([(tile.z <= MASK).sum(1) for tile in self.tiles]).sum(0)
+        return live
+
+    def mean(self, live: Tensor) -> Tensor:
+        """The mean logit."""
+        total = torch.stack([tile.z.sum(1) for tile in self.tiles]).sum(0)
+        if self.may_be_infinite:
+            total = torch.where(live < self.size, -math.inf, total)
+        return total / self.size
+
+    def at(self, ids: Tensor) -> Tensor:
+        """The logit of one entry of each row."""
+        found = torch.zeros_like(self.m)
+        for tile in self.tiles:
+            inside = (ids >= tile.v.start) & (ids < tile.v.stop)
+            column = (ids - tile.v.start).clamp(0, tile.z.shape[1] - 1)
+            found = torch.where(inside, tile.z.gather(1, column[:, None])[:, 0], found)
+        return found
+
+    def rank(self, logit: Tensor) -> Tensor:
+        """1 + how many logits are higher."""
+        rank = (self.top_logits > logit[:, None]).sum(1) + 1
+        rows = (logit < self.top_logits[:, -1]).nonzero().squeeze(1)
+        if rows.numel():
+            above = [(tile.z[rows] > logit[rows, None]).sum(1) for tile in self.tiles]
+            rank[rows] = torch.stack(above).sum(0) + 1
+        return rank
 
 
 @dataclass
 class Draw:
-    """A chunk's tokens after the fold, their logits still in `chunk.kept`."""
+    """A token from each of some rows, by noise at a temperature; greedy where it is 0."""
 
-    chunk: Chunk
-    folded: Folded
+    rows: Rows
     heat: Tensor  # (C,)
     noise: Noise  # (C,)
+    log_s: Tensor | None = None  # (C,) log Σ e^(z-m), where it is known
 
     def __post_init__(self) -> None:
-        self.totals = self.folded.totals
-        if self.folded.top_logits is None or self.folded.top_ids is None:
-            raise OptionError("Draw: expected a fold with its best entries, got none; pass top_k ≥ 1")
-        self.top_logits, self.top_ids = self.folded.top_logits, self.folded.top_ids  # (C, R)
-        self.warm = torch.where(self.heat == 0, 1.0, self.heat)
+        self.greedy = self.heat == 0
+        self.warm = torch.where(self.greedy, 1.0, self.heat)
 
-    @property
-    def size(self) -> int:
-        return self.chunk.policy.head.rows
-
-    def record(self, rules: Rules, keep: int, budget: int) -> SampleRecord:
-        """A token for each row."""
-        check_logits(self.totals.logsumexp)
-        mean, live = self._mean()
-        log_s = self._log_sum()  # of e^((z-m)/T)
-        best = self.top_ids[:, 0], self.top_logits[:, 0], torch.ones_like(live), torch.zeros_like(mean)
-        greedy = self.heat == 0
-        if bool(greedy.all()):
-            drawn = best
-        elif rules.none:
-            drawn = *self._any(), live, torch.zeros_like(mean)
+    def under(self, rules: Rules, live: Tensor, budget: int) -> Drawn:
+        """The token of each row; whole rows are read again within `budget` bytes where the best entries may not do."""
+        zero = torch.zeros_like(self.warm)
+        best = Drawn(self.rows.top_ids[:, 0], torch.ones_like(live), zero, zero)
+        if bool(self.greedy.all()):
+            return best
+        log_sum = self._log_sum()
+        if rules.none:
+            every = torch.arange(live.shape[0], device=live.device)
+            drawn = Drawn(self._best(every), live, zero, log_sum)
         else:
-            drawn = self._among(rules, log_s, budget)
-        token, logit, n_kept, mass = (torch.where(greedy, b, d) for b, d in zip(best, drawn, strict=True))
-        return SampleRecord(
-            token=token,
-            token_logit=logit,
-            rank=self._rank(logit),
-            topk_logits=self.top_logits[:, :keep],
-            topk_ids=self.top_ids[:, :keep],
-            logsumexp=self.totals.logsumexp,
-            mean_logit=mean,
-            entropy=self.totals.entropy,
-            temperature=self.heat,
-            logsumexp_at_temperature=torch.where(greedy, 0.0, self.totals.m / self.warm + log_s),
-            log_kept_mass=mass,
-            n_kept=n_kept,
-            vocab_size=self.size,
-        )
-
-    def _mean(self) -> tuple[Tensor, Tensor]:
-        """The mean logit, and how many logits are finite."""
-        total = torch.stack([tile.z.sum(1) for tile in self.chunk.kept]).sum(0)
-        live = torch.full_like(self.top_ids[:, 0], self.size)
-        if self.chunk.may_be_infinite:
-            live -= torch.stack([(tile.z <= MASK).sum(1) for tile in self.chunk.kept]).sum(0)
-            total = torch.where(live < self.size, -math.inf, total)
-        return total / self.size, live
+            drawn = self._among(rules, log_sum, budget)
+        return Drawn(*(torch.where(self.greedy, b, d) for b, d in zip(best, drawn, strict=True)))
 
     def _scaled(self, z: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
         """(z - m) / T of some rows."""
-        return (z - self.totals.m[rows, None]).div_(self.warm[rows, None])
+        return (z - self.rows.m[rows, None]).div_(self.warm[rows, None])
 
     def _log_sum(self) -> Tensor:
-        if bool((self.warm == 1).all()):
-            return self.totals.log_s
-        return torch.stack([self._scaled(tile.z).exp_().sum(1) for tile in self.chunk.kept]).sum(0).log_()
+        if self.log_s is not None and bool((self.warm == 1).all()):
+            return self.log_s
+        return torch.stack([self._scaled(tile.z).exp_().sum(1) for tile in self.rows.tiles]).sum(0).log_()
 
-    def _any(self) -> tuple[Tensor, Tensor]:
-        """(token, logit) drawn from all entries; of equal noisy ones the lowest id."""
-        most = torch.full_like(self.totals.m, -math.inf)
-        token, logit = torch.zeros_like(self.top_ids[:, 0]), torch.zeros_like(most)
-        for tile in self.chunk.kept:
-            peak, where = self._scaled(tile.z).add_(self.noise.gumbel(tile.v)).max(1)
-            better = peak > most
-            token = torch.where(better, where + tile.v.start, token)
-            logit = torch.where(better, tile.z.gather(1, where[:, None])[:, 0], logit)
-            most = torch.maximum(most, peak)
-        return token, logit
+    def _best(self, rows: Tensor, kept: Tensor | None = None) -> Tensor:
+        """The token of some rows (n,), of all entries or of those in `kept` (n, V): the best after noise.
 
-    def _among(self, rules: Rules, log_s: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token, logit, n_kept, log_kept_mass) under the rules; whole rows are sorted where the best may not do."""
-        every = torch.arange(log_s.shape[0], device=log_s.device)
-        drawn = self._pick(rules, every, self.top_logits, self.top_ids, log_s)
-        settled = rules.settled(drawn[2], self.top_ids.shape[1], self.size)
-        block = max(1, budget // (SORTED * self.size))
-        for rows in (~settled).nonzero().squeeze(1).split(block):
+        The retained entries get noise first, then what noise can still lift above them. Of equals the lowest id wins.
+        """
+        ids, noise, size = self.rows.top_ids[rows], self._noise(rows), self.rows.size
+        noisy = self._scaled(self.rows.top_logits[rows], rows).add_(noise.gumbel(ids))
+        if kept is not None:
+            noisy = noisy.masked_fill_(~kept.gather(1, ids), -math.inf)
+        most = noisy.amax(1)
+        token = torch.where(noisy == most[:, None], ids, size).amin(1)
+        if ids.shape[1] == size:
+            return token
+        for tile in self.rows.tiles:
+            some = tile.z if rows.numel() == tile.z.shape[0] else tile.z[rows]
+            peak = torch.minimum(self.rows.top_logits[rows, -1], some.amax(1))  # of what is not retained
+            n, where = noise.reaching(tile.v, most - self._scaled(peak[:, None], rows)[:, 0])
+            if kept is not None:
+                n, where = (x[kept[n, where]] for x in (n, where))
+            lifted = self._scaled(some[n, where - tile.v.start][:, None], rows[n])
+            lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
+            higher = most.scatter_reduce(0, n, lifted, "amax")
+            token = torch.where(higher > most, size, token)
+            first = torch.where(lifted == higher[n], where, size)
+            token, most = token.scatter_reduce(0, n, first, "amin"), higher
+        return token
+
+    def _noise(self, rows: Tensor) -> Noise:
+        return Noise(self.noise.seeds[rows], self.noise.positions[rows])
+
+    def _among(self, rules: Rules, log_sum: Tensor, budget: int) -> Drawn:
+        """Drawn under the rules."""
+        token, n_kept, mass = self._settled(rules, log_sum)
+        open_ = ~rules.settled(n_kept, self.rows.top_ids.shape[1], self.rows.size)
+        block = max(1, budget // (LOOKED_AT * self.rows.size))
+        for rows in open_.nonzero().squeeze(1).split(block):
             if rows.numel():
-                z = torch.cat([tile.z[rows] for tile in self.chunk.kept], 1)
-                values, ids = z.sort(dim=1, descending=True, stable=True)
-                for into, part in zip(drawn, self._pick(rules, rows, values, ids, log_s[rows]), strict=True):
-                    into[rows] = part
-        return drawn
+                z = torch.cat([tile.z[rows] for tile in self.rows.tiles], 1)
+                x = self._scaled(z, rows).masked_fill_(z <= MASK, -math.inf)
+                kept = torch.stack([rules.mask(row, total) for row, total in zip(x, log_sum[rows], strict=True)])
+                token[rows], n_kept[rows] = self._best(rows, kept), kept.sum(1)
+                mass[rows] = x.masked_fill_(~kept, -math.inf).logsumexp(1) - log_sum[rows]
+        return Drawn(token, n_kept, mass.clamp_(max=0), log_sum)
 
-    def _pick(
-        self,
-        rules: Rules,
-        rows: Tensor,  # (n,)
-        values: Tensor,  # (n, R) sorted
-        ids: Tensor,  # (n, R)
-        log_s: Tensor,  # (n,)
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = self._scaled(values.clamp(min=MASK), rows)
-        x = x.masked_fill_(values <= MASK, -math.inf)
-        n_kept = rules.prefix(x, log_s)
+    def _settled(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(token, n_kept, log_kept_mass) where the rules end among the best entries."""
+        values, ids = self.rows.top_logits, self.rows.top_ids
+        x = self._scaled(values.clamp(min=MASK)).masked_fill_(values <= MASK, -math.inf)
+        n_kept = rules.prefix(x, log_sum)
         most = int(n_kept.max())
         x, ids = x[:, :most], ids[:, :most]
         x = x.masked_fill(torch.arange(most, device=x.device) >= n_kept[:, None], -math.inf)
-        noise = Noise(self.noise.seeds[rows], self.noise.positions[rows]).gumbel(ids)
-        where = (x + noise).argmax(1, keepdim=True)
-        mass = (x.logsumexp(1) - log_s).clamp(max=0)
-        return ids.gather(1, where)[:, 0], values.gather(1, where)[:, 0], n_kept, mass
+        where = (x + self.noise.gumbel(ids)).argmax(1, keepdim=True)
+        return ids.gather(1, where)[:, 0], n_kept, x.logsumexp(1) - log_sum
 
-    def _rank(self, logit: Tensor) -> Tensor:
-        """1 + how many logits are higher than the token's."""
-        rank = (self.top_logits > logit[:, None]).sum(1) + 1
-        rows = (logit < self.top_logits[:, -1]).nonzero().squeeze(1)
-        if rows.numel():
-            above = [(tile.z[rows] > logit[rows, None]).sum(1) for tile in self.chunk.kept]
-            rank[rows] = torch.stack(above).sum(0) + 1
-        return rank
+
+def recorded(
+    chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, *, rules: Rules, keep: int, budget: int,
+    change: Change | None = None,
+) -> SampleRecord:  # fmt: skip
+    """A token for each row of a folded chunk, drawn from its logits or from what `change` makes of them."""
+    totals = folded.totals
+    check_logits(totals.logsumexp)
+    raw = Rows.folded(chunk, folded)
+    rows = raw if change is None else raw.changed(change)
+    draw = Draw(rows, heat, noise, totals.log_s if change is None else None)
+    live = raw.live()
+    drawn = draw.under(rules, live if change is None else rows.live(), budget)
+    logit = raw.at(drawn.token)
+    log_sum = rows.m / draw.warm + drawn.log_sum
+    if change is not None:  # relative to the token's raw logit
+        log_sum = log_sum - (rows.at(drawn.token) - logit) / draw.warm
+    return SampleRecord(
+        token=drawn.token,
+        token_logit=logit,
+        rank=raw.rank(logit),
+        topk_logits=raw.top_logits[:, :keep],
+        topk_ids=raw.top_ids[:, :keep],
+        logsumexp=totals.logsumexp,
+        mean_logit=raw.mean(live),
+        entropy=totals.entropy,
+        temperature=heat,
+        logsumexp_at_temperature=torch.where(draw.greedy, 0.0, log_sum),
+        log_kept_mass=drawn.log_kept_mass,
+        n_kept=drawn.n_kept,
+        vocab_size=raw.size,
+    )

@@ -13,6 +13,7 @@ from ..errors import OptionError
 
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
+BIN_SHIFT = 14  # leaves sign, exponent and 9 bits of fp32
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class Rules:
         return not self.top_k and self.top_p == 1 and not self.min_p
 
     def retained(self, keep: int, vocab_size: int) -> int:
-        """How many of the best entries to hold, so that the rules mostly end among them."""
-        wanted = 0 if self.none else min(self.top_k or RETAINED, MOST_RETAINED)
-        return min(vocab_size, max(1, keep, wanted))
+        """How many of the best entries to hold: mostly the rules end, or the drawn token lies, among them."""
+        return min(vocab_size, max(keep, min(self.top_k or RETAINED, MOST_RETAINED)))
 
     def prefix(self, x: Tensor, logsumexp: Tensor) -> Tensor:
         """How many of the sorted scaled logits x (n, R) are kept, (n,); `logsumexp` (n,) is of the whole row."""
@@ -61,6 +61,22 @@ class Rules:
             keep &= x >= x[:, :1] + math.log(self.min_p)
         return keep.sum(1)
 
+    def mask(self, x: Tensor, logsumexp: Tensor) -> Tensor:
+        """Which entries of a whole row of scaled logits x (V,), at most 0, are kept: `prefix`, without a sort.
+
+        Only a top_k sorts. Shares are summed by bins of equal leading bits of x; the bin that holds the end is sorted.
+        """
+        kept = x > -math.inf
+        if self.top_k:
+            values, order = x.sort(descending=True, stable=True)
+            n_kept = self.prefix(values[None], logsumexp[None])
+            return torch.zeros_like(kept).index_fill_(0, order[: int(n_kept)], True)
+        if self.top_p < 1:
+            kept &= _nucleus(x, (x - logsumexp).double().exp_(), self.top_p)
+        if self.min_p:
+            kept &= x >= x.amax() + math.log(self.min_p)
+        return kept
+
     def settled(self, n_kept: Tensor, retained: int, vocab_size: int) -> Tensor:
         """Whether `prefix` of the best `retained` entries is that of the whole row, (n,) bool."""
         if retained >= min(self.top_k or vocab_size, vocab_size):
@@ -68,6 +84,17 @@ class Rules:
         if self.top_k and self.top_p < 1:  # a share of a sum that reaches further
             return torch.zeros_like(n_kept, dtype=torch.bool)
         return n_kept < retained
+
+
+def _nucleus(x: Tensor, p: Tensor, share: float) -> Tensor:
+    """The entries, best first, before which there is less than `share` of p."""
+    bins = x.float().abs().view(torch.int32) >> BIN_SHIFT  # bits are in the order of their numbers
+    total = torch.bincount(bins, weights=p).cumsum_(0)
+    last = int(torch.searchsorted(total, share).clamp(max=total.numel() - 1))
+    inside = (bins == last).nonzero().squeeze(1)
+    order = inside[x[inside].sort(descending=True, stable=True).indices]
+    before = p[order].cumsum(0) - p[order] + (total[last - 1] if last else 0.0)
+    return (bins < last).index_fill_(0, order[before < share], True)
 
 
 def _is_number(x: object) -> bool:

@@ -16,7 +16,7 @@ from ..vocab.head import LMHead
 from ..vocab.lowrank import with_low_rank
 from ..vocab.noise import Noise
 from ..vocab.problem import Problem, full_precision
-from .draw import Draw
+from .draw import Change, recorded
 from .record import SampleRecord
 from .rules import Rules
 
@@ -49,25 +49,51 @@ def sample_tokens(
     position and a vocabulary id: noise: Noise(seeds, positions), so that no slice, batch order or rank changes a
     token; without it, a seed for each token is drawn from `generator`. No gradient.
     Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
-    has its row, still in the buffer, sorted in a second pass, with no GEMM: nothing is approximate.
+    has its row, still in the buffer, read again, with no GEMM: nothing is approximate. Without rules noise is made in
+    full for those entries only that it can lift above the best ones.
     Returns a SampleRecord of shape (...). Raises ShapeError, DtypeError, DeviceError, OptionError, NotFiniteError.
     Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
-    rules = Rules(top_k, top_p, min_p)
+    return draw_tokens(
+        hidden, head, Rules(top_k, top_p, min_p), temperature=temperature, keep=keep, generator=generator, noise=noise,
+        memory_budget=memory_budget,
+    )  # fmt: skip
+
+
+def draw_tokens(
+    hidden: Tensor,  # (..., H)
+    head: LMHead,
+    rules: Rules,
+    *,
+    temperature: float | Tensor = 1.0,
+    keep: int = 10,
+    generator: torch.Generator | None = None,
+    noise: Noise | None = None,
+    memory_budget: int | None = None,
+    change: Change | None = None,
+) -> SampleRecord:
+    """`sample_tokens`; with `change` tokens are drawn from change(z), called once on all rows (N, V) of logits.
+
+    The record's fields of the raw distribution do not see the change. Its others are of change(z); where it moved the
+    token's own logit, logsumexp_at_temperature is moved as much, so that `behaviour_logprob` is right.
+    """
     spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
     lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
     heat = _temperatures(temperature, lead, hidden).reshape(n)
     seeds, positions = (x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator))
-    budget = max(1, spec.budget // 2)  # the other half is for sorting rows
+    budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
     problem = Problem(spec, with_low_rank(inputs, head, None))
     record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=problem.compute, device=hidden.device)
     problem = replace(problem, spec=replace(spec, budget=budget, top_k=rules.retained(keep, head.rows)))
     run = Pass(problem, whole=True, wide=True)
+    if change is not None:
+        run.slices = replace(run.slices, tokens=max(1, n))
     with full_precision(hidden.device.type):
         for rows, chunk in run.chunks():
             folded = run.fold(chunk, keep="logits")
-            draw = Draw(chunk, folded, heat[rows].to(problem.compute), Noise(seeds[rows], positions[rows]))
-            record.write(rows, draw.record(rules, keep, budget))
+            some, warmth = Noise(seeds[rows], positions[rows]), heat[rows].to(problem.compute)
+            part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
+            record.write(rows, part)
     return record.reshape(*lead)
 
 
