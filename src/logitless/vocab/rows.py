@@ -1,0 +1,58 @@
+"""Products with a few rows of a table per token, in N·k·H work, a block of gathered rows at a time.
+
+`dot` and `weighted` are each other's gradients: for the sum S = Σ w_nk·(x_n · table[i_nk]),
+
+    dS/dw = dot(x, table, ids)        dS/dx = weighted(w, table, ids)        dS/dtable = scatter of w_nk·x_n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 1 << 19  # elements of gathered rows at a time
+
+
+def dot(x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
+    """x_n · table[i_nk]: x (N, H), table (V, H) of any dtype, rounded to `cast` first, ids (N, k) -> (N, k) as x."""
+    out = x.new_zeros(ids.shape)
+    for n, k in _blocks(ids, table):
+        rows = _rows(table, ids[n, k], x.dtype, cast)
+        out[n, k] = torch.bmm(x[n, None], rows.mT)[:, 0]  # on a CPU three times as fast as rows · x
+    return out
+
+
+def weighted(weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
+    """Σ_k w_nk·table[i_nk]: weights (N, k), table (V, H), ids (N, k) -> (N, H) as weights."""
+    if table.dtype == weights.dtype and cast in (None, table.dtype):
+        return F.embedding_bag(ids, table.detach(), per_sample_weights=weights, mode="sum")
+    out = weights.new_zeros(ids.shape[0], table.shape[1])
+    for n, k in _blocks(ids, table):
+        out[n] += torch.bmm(weights[n, None, k], _rows(table, ids[n, k], weights.dtype, cast))[:, 0]
+    return out
+
+
+def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
+    """Adds w_nk·x_n to row i_nk of `into` (V, H): weights (N, k), x (N, H), of its dtype."""
+    for n, k in _blocks(ids, into):
+        part = weights[n, k, None] * x[n, None, :]
+        into.index_add_(0, ids[n, k].reshape(-1), part.view(-1, x.shape[1]))
+
+
+def _rows(table: Tensor, ids: Tensor, dtype: torch.dtype, cast: torch.dtype | None) -> Tensor:
+    rows = table.detach().index_select(0, ids.reshape(-1))
+    return rows.to(cast or rows.dtype).to(dtype).view(*ids.shape, table.shape[1])
+
+
+def _blocks(ids: Tensor, table: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(tokens, columns) whose rows fill a block at most."""
+    n_tokens, k = ids.shape
+    width = max(1, table.shape[1])
+    columns = max(1, min(k, BLOCK // width))
+    tokens = max(1, BLOCK // (columns * width))
+    for n in range(0, n_tokens, tokens):
+        for c in range(0, k, columns):
+            yield slice(n, n + tokens), slice(c, c + columns)
