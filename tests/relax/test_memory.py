@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from logitless import relax
-from logitless.relax import rows
 from logitless.vocab import noise as keyed
+from logitless.vocab import rows
 from tests.relax.comparing import some_noise
 from tests.support import trace_allocations
 from tests.vocab.comparing import operands
