@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from logitless.vocab.api import token_stats as token_stats
     from logitless.vocab.head import LMHead as LMHead
     from logitless.vocab.head import LowRank as LowRank
+    from logitless.vocab.shard import VocabShard as VocabShard
 
 _MODULE_OF = {
     "LMHead": "logitless.vocab.head",
     "LowRank": "logitless.vocab.head",
+    "VocabShard": "logitless.vocab.shard",
     "TokenStats": "logitless.vocab.api",
     "token_stats": "logitless.vocab.api",
     "token_loss": "logitless.vocab.api",

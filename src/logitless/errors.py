@@ -43,3 +43,7 @@ class ConfigError(LogitlessError, ValueError):
 
 class NotFiniteError(LogitlessError, ArithmeticError):
     """NaN or infinity where numbers were expected, such as the hidden states of a model that diverged."""
+
+
+class RankError(LogitlessError, RuntimeError):
+    """Ranks of one process group that do not agree on a call, or one that no longer answers."""

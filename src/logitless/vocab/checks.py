@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..algebra.options import check_numbers, check_want
-from ..errors import DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
+from ..errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
 from .lowrank import up_of
@@ -75,13 +75,15 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         *_transform(head),
         *_transform(ref_head),
         operand="" if cast is None else str(cast).removeprefix("torch."),
+        shard="" if head.shard is None else head.shard.key,
     )
     hidden = hidden.reshape(n, head.hidden_size)
     inputs = Inputs(hidden, head.weight, head.bias, None, up_of(head), labels, tensor, candidates, ref_hidden)
     if ref_head is not None:
         with torch.no_grad():
-            up = up_of(ref_head)
-        inputs = inputs._replace(ref_weight=ref_head.weight, ref_bias=ref_head.bias, ref_up=up)
+            rows, up = _alongside(head, ref_head), up_of(ref_head)
+        weight, bias, up = (None if x is None else x[rows] for x in (ref_head.weight, ref_head.bias, up))
+        inputs = inputs._replace(ref_weight=weight, ref_bias=bias, ref_up=up)
     return spec, inputs._replace(**{name: _constant(getattr(inputs, name)) for name in REFERENCE})
 
 
@@ -130,6 +132,21 @@ def _with_defaults(options: Options) -> dict[str, Any]:
 def _transform(head: LMHead | None) -> tuple[float, float, int]:
     """A head's (scale, softcap, vocab_size) as `Spec` holds them."""
     return (1.0, 0.0, 0) if head is None else (float(head.scale), head.softcap or 0.0, head.vocab_size or 0)
+
+
+def _alongside(head: LMHead, reference: LMHead) -> slice:
+    """The reference's rows that lie beside the head's own: all, or of a whole head those of this rank."""
+    if head.shard is None and reference.shard is None:
+        return slice(None)
+    if head.shard is not None and reference.shard is None:
+        return slice(head.first, head.first + head.weight.shape[0])
+    here, there = ((x.shard and x.shard.name, x.first, x.held) for x in (head, reference))
+    if here != there:
+        raise ConfigError(
+            f"reference: expected its rows sharded as the head's (group, first, rows) = {here}, or whole, got {there}; "
+            "shard both alike"
+        )
+    return slice(0, head.held)
 
 
 def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:

@@ -14,10 +14,13 @@ from ..algebra.costs import Price, Slices, slices_of, tiles_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
 from .backends.chunk import Chunk, Folded, Grads, Scratch
+from .backends.parallel import Parallel
 from .backends.tiles import operand_dtype, weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
 from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, full_precision
+from .ranks import Ranks, layout_of
+from .shard import VocabShard
 
 
 def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False) -> Slices:
@@ -31,7 +34,7 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: boo
     converted += sum(x.shape[1] for x in (inputs.up, inputs.ref_up) if x is not None and x.dtype != compute)
     return slices_of(
         n_tokens,
-        spec.vocab_size or inputs.weight.shape[0],
+        _widest(spec, inputs),
         budget=spec.budget,
         device=inputs.hidden.device.type,
         itemsize=compute.itemsize,
@@ -43,12 +46,22 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: boo
     )
 
 
+def _widest(spec: Spec, inputs: Inputs) -> int:
+    """The rows of the rank that has most: all ranks take the same chunks of tokens."""
+    if not spec.shard:
+        return spec.vocab_size or inputs.weight.shape[0]
+    shard = VocabShard.parse(spec.shard)
+    return layout_of(shard, spec.vocab_size or shard.total).widest
+
+
 class Pass:
     """A problem with its slices, buffers and the head's summed rows."""
 
     def __init__(self, problem: Problem, whole: bool, wide: bool = False) -> None:
         self.problem = problem
         self.backend = load(problem.spec.backend)
+        if problem.shard is not None:
+            self.backend = Parallel(self.backend, problem.shard, problem.head.rows)
         i = problem.inputs
         self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide)
         self.scratch = Scratch(problem.compute, i.hidden.device)
@@ -65,9 +78,9 @@ class Pass:
         """The sum over the vocabulary of each of the head's factors."""
         if self._sums is None:
             p = self.problem
-            self._sums = [weight_sum(p.head.weight[: p.head.rows], p.compute, p.spec.operand)]
+            self._sums = [weight_sum(p.head.weight[: p.head.held], p.compute, p.spec.operand)]
             if p.inputs.up is not None:
-                self._sums.append(weight_sum(p.inputs.up[: p.head.rows], p.compute))
+                self._sums.append(weight_sum(p.inputs.up[: p.head.held], p.compute))
         return self._sums
 
     def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
@@ -106,7 +119,8 @@ def read(problem: Problem, chunk: Chunk, folded: Folded) -> dict[str, Tensor]:
         out["top_k_ids"] = folded.top_ids[:, : spec.top_k]
         out["top_k_logits"] = folded.top_logits[:, : spec.top_k]
     if chunk.inputs.candidates is not None:
-        out["candidate_logits"] = chunk.policy.at(chunk.inputs.candidates)
+        known = folded.candidates
+        out["candidate_logits"] = chunk.policy.at(chunk.inputs.candidates) if known is None else known
     return out
 
 
@@ -185,8 +199,9 @@ class Accumulator:
     def __init__(self, problem: Problem, needs: Needs) -> None:
         i = problem.inputs
         self.problem, self.compute = problem, problem.compute
-        # fp16 would underflow before the loss scale arrives
-        narrow = self.compute if i.hidden.dtype == torch.float16 else i.hidden.dtype
+        # fp16 would underflow before the loss scale arrives; ranks add their parts before these are rounded
+        wide = i.hidden.dtype == torch.float16 or problem.shard is not None
+        narrow = self.compute if wide else i.hidden.dtype
         self.total = Grads(
             *(
                 torch.zeros_like(x, dtype=narrow if x is i.hidden else self.compute)
@@ -216,7 +231,12 @@ class Accumulator:
                 x.mul_(factor)
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """(dhidden, dweight, dbias, dlow, dup) in the inputs' dtypes."""
+        """(dhidden, dweight, dbias, dlow, dup) in the inputs' dtypes, those of tokens added up over ranks; once."""
+        ranks = Ranks.of(self.problem.shard)
+        if ranks is not None:
+            for x in (self.total.hidden, self.total.low):
+                if x is not None:
+                    ranks.add_(x)
         pairs = zip(self.total.all, self.problem.inputs[:DIFFERENTIATED], strict=True)
         return tuple(None if x is None or i is None else x.to(i.dtype) for x, i in pairs)
 

@@ -66,6 +66,11 @@ def unfold(
 
 def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> None:
     """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
+    if chunk.policy.head.held == 0:
+        return
+    ids, mine = chunk.policy.place(ids)
+    if mine is not None:
+        coefficients = torch.where(mine, coefficients, 0.0)
     pairs = list(zip(ids.unbind(1), coefficients.unbind(1), strict=True))
     for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
         wide = factor.tokens.to(factor.compute)
@@ -100,7 +105,7 @@ def _combine(chunk: Chunk, dense: Slope, products: dict[str, Tensor], grads: Gra
 
 def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Grads) -> None:
     """The term δ, the same for every entry: rank one."""
-    rows = chunk.policy.head.rows
+    rows = chunk.policy.head.held
     for factor, total, (tokens, entries) in zip(chunk.policy.factors, sums, grads.pairs, strict=False):
         if tokens is not None:
             tokens.addcmul_(total[None, :], delta[:, None])

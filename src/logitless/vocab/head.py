@@ -9,6 +9,7 @@ from numbers import Real
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from .shard import VocabShard, is_dtensor, localised
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,12 @@ class LMHead:
 
     weight: (V, H), any floating dtype. bias: (V,) or None. adapters: `LowRank` additions, which stay factors: no
     (V, H) product of them is formed. Rows of W past `vocab_size` (padding) do not exist: they get no probability
-    and no gradient. Holds references, copies nothing. Raises ShapeError, DtypeError, DeviceError, OptionError, and
-    ConfigError for a weight that is sharded or quantised.
+    and no gradient. Holds references, copies nothing.
+    shard: where the vocabulary is split over ranks, which rows weight, bias and the adapters' b are; vocab_size counts
+    those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
+    bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
+    Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise or
+    quantised.
     """
 
     weight: Tensor  # (V, H)
@@ -68,12 +73,14 @@ class LMHead:
     softcap: float | None = None
     vocab_size: int | None = None
     adapters: tuple[LowRank, ...] = ()
+    shard: VocabShard | None = None
 
     def __post_init__(self) -> None:
-        _check_weight(self.weight)
+        self._localise()
+        _check_weight(self.weight, self.shard)
         _check_bias(self.bias, self.weight)
         _check_adapters(self.adapters, self.weight)
-        rows, size = self.weight.shape[0], self.vocab_size
+        rows, size = self.padded_rows, self.vocab_size
         if size is not None and not (isinstance(size, int) and 1 <= size <= rows):
             raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size}")
         if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
@@ -83,8 +90,35 @@ class LMHead:
 
     @property
     def rows(self) -> int:
-        """The number of vocabulary entries that exist."""
-        return self.vocab_size if self.vocab_size is not None else self.weight.shape[0]
+        """The number of vocabulary entries that exist, on all ranks."""
+        return self.vocab_size if self.vocab_size is not None else self.padded_rows
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of the weight, on all ranks, whether they exist or not."""
+        return self.weight.shape[0] if self.shard is None else self.shard.total
+
+    @property
+    def first(self) -> int:
+        """The vocabulary id of the weight's first row here."""
+        return 0 if self.shard is None else self.shard.offset
+
+    @property
+    def held(self) -> int:
+        """How many of the weight's rows here exist."""
+        return min(self.weight.shape[0], max(0, self.rows - self.first))
+
+    def _localise(self) -> None:
+        """Put a DTensor's local rows in its place."""
+        if not is_dtensor(self.weight) or self.shard is not None:
+            return
+        weight, shard = localised("LMHead: weight", self.weight)
+        if self.bias is not None:
+            if not is_dtensor(self.bias):
+                raise ConfigError("LMHead: bias must be a DTensor with Shard(0), as weight is, got a plain tensor")
+            object.__setattr__(self, "bias", localised("LMHead: bias", self.bias)[0])
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "shard", shard)
 
     @property
     def hidden_size(self) -> int:
@@ -119,7 +153,7 @@ def _check_whole(name: str, x: Tensor) -> None:
         raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")
 
 
-def _check_weight(weight: Tensor) -> None:
+def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
     if isinstance(weight, Tensor):
         _check_whole("LMHead: weight", weight)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -127,8 +161,13 @@ def _check_weight(weight: Tensor) -> None:
         raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
     if not weight.is_floating_point():
         raise DtypeError(f"LMHead: weight must be floating point, got {weight.dtype}; dequantise it first")
-    if weight.shape[0] == 0:
+    if shard is None and weight.shape[0] == 0:
         raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
+    if shard is not None and shard.offset + weight.shape[0] > shard.total:
+        raise ShapeError(
+            f"LMHead: weight has {weight.shape[0]} rows from row {shard.offset} on, expected at most {shard.total} on "
+            "all ranks; give VocabShard the offset of this rank's first row and the total"
+        )
 
 
 def _check_bias(bias: Tensor | None, weight: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..errors import LabelError
 from .head import LMHead
+from .ranks import Call, meet
+from .shard import VocabShard
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Spec:
     ref_softcap: float = 0.0
     ref_vocab_size: int = 0
     operand: str = ""  # the dtype that autocast multiplies in, e.g. "bfloat16"
+    shard: str = ""  # the head's `VocabShard.key` where its rows are split over ranks
 
     @property
     def key(self) -> str:
@@ -40,17 +43,16 @@ class Spec:
         return (
             f"{'+'.join(self.want)}|{self.temperature}|{self.ignore_index}|{self.top_k}|{self.jsd_beta}|{self.budget}"
             f"|{self.backend}|{self.scale}|{self.softcap}|{self.vocab_size}"
-            f"|{self.ref_scale}|{self.ref_softcap}|{self.ref_vocab_size}|{self.operand}"
+            f"|{self.ref_scale}|{self.ref_softcap}|{self.ref_vocab_size}|{self.operand}|{self.shard}"
         )
 
     @classmethod
     def parse(cls, key: str) -> Spec:
         """The spec whose `key` this is."""
-        want, t, ignore, k, beta, budget, backend, scale, cap, rows, rscale, rcap, rrows, operand = key.split("|")
-        names = tuple(filter(None, want.split("+")))
+        want, t, ignore, k, beta, budget, backend, scale, cap, rows, rscale, rcap, rrows, *names = key.split("|")
         return cls(
-            names, float(t), int(ignore), int(k), float(beta), int(budget), backend, float(scale), float(cap),
-            int(rows), float(rscale), float(rcap), int(rrows), operand,
+            tuple(filter(None, want.split("+"))), float(t), int(ignore), int(k), float(beta), int(budget), backend,
+            float(scale), float(cap), int(rows), float(rscale), float(rcap), int(rrows), *names,
         )  # fmt: skip
 
 
@@ -113,10 +115,20 @@ class Problem:
 
     @classmethod
     def checked(cls, spec: Spec, inputs: Inputs) -> Problem:
-        """The problem, once its ids are known to lie in the vocabulary."""
+        """The problem, once its ids are known to lie in the vocabulary, and its ranks to compute the same."""
         problem = cls.of(spec, inputs)
+        problem.meet()
         problem.check_ids()
         return problem
+
+    def meet(self) -> None:
+        """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all."""
+        if self.shard is None:
+            return
+        i = self.inputs
+        kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
+        options = f"{replace(self.spec, shard='').key}|{kinds}"
+        meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, self.n_tokens, i.labels))
 
     def check_ids(self) -> None:
         """Raise LabelError for a counted label or candidate outside the vocabulary."""
@@ -140,16 +152,22 @@ class Problem:
         return compute_dtype(self.inputs.hidden)
 
     @cached_property
+    def shard(self) -> VocabShard | None:
+        return VocabShard.parse(self.spec.shard) if self.spec.shard else None
+
+    @cached_property
     def head(self) -> LMHead:
         i, s = self.inputs, self.spec
-        return LMHead(i.weight.detach(), i.bias, s.scale, s.softcap or None, s.vocab_size or None)
+        weight = i.weight.detach()
+        return LMHead(weight, i.bias, s.scale, s.softcap or None, s.vocab_size or None, shard=self.shard)
 
     @cached_property
     def reference(self) -> LMHead | None:
         i, s = self.inputs, self.spec
         if i.ref_weight is None:
             return None
-        return LMHead(i.ref_weight.detach(), i.ref_bias, s.ref_scale, s.ref_softcap or None, s.ref_vocab_size or None)
+        weight, rows = i.ref_weight.detach(), self.head.rows
+        return LMHead(weight, i.ref_bias, s.ref_scale, s.ref_softcap or None, rows, shard=self.shard)
 
     def rows(self, x: Tensor, rows: slice) -> Tensor:
         """The rows of `x` (N, ...) that belong to the counted tokens `rows`."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...algebra.costs import Slices
-from ...algebra.fold import MASK, Totals
-from ...algebra.stats import sums_of
+from ...algebra.fold import MASK, Fold, Totals, finish
+from ...algebra.stats import mixture_shares, sums_of
 from ..problem import Inputs, Problem
 from .tiles import Operands, Projection, mask_labels
 
@@ -39,6 +39,7 @@ class Tile:
     z: Tensor
     z_ref: Tensor | None = None
     m: Tensor | None = None  # where set, z holds e^(z-m)
+    raw: bool = False  # the slice holds the heads' bare products, without scale, bias, softcap and temperature
 
 
 @dataclass
@@ -77,12 +78,18 @@ class Chunk:
         return self.inputs.hidden.shape[0]
 
     @property
+    def sums_logits(self) -> bool:
+        """Whether the fold adds the logits up: where the head's summed rows do not give their mean."""
+        return "zsum" in self.sums and (self.policy.outer is not None or self.policy.head.shard is not None)
+
+    @property
     def may_be_infinite(self) -> bool:
         """Whether a logit can be -inf: only a bias can make it so."""
         return self.policy.bias is not None or (self.reference is not None and self.reference.bias is not None)
 
     def vocabulary(self) -> Iterator[slice]:
-        size, width = self.policy.head.rows, self.slices.width
+        """Slices of the rows here."""
+        size, width = self.policy.head.held, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
     def logits(self, v: slice, w: Operands, name: str = "") -> Tile:
@@ -102,7 +109,7 @@ class Chunk:
             if self.may_be_infinite:
                 z.clamp_(min=MASK)
             if self.inputs.labels is not None:
-                mask_labels(z, self.inputs.labels - tile.v.start)
+                mask_labels(z, self.inputs.labels - (self.policy.head.first + tile.v.start))
 
     def gap(self, tile: Tile, shift: Tensor) -> Tensor:
         """-e = z_ref - z + d0, before masking or after; 0 where both are -inf."""
@@ -120,7 +127,39 @@ class Folded:
     totals: Totals
     top_ids: Tensor | None = None  # (C, k)
     top_logits: Tensor | None = None  # (C, k)
-    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H + R)
+    products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H + R), of the rows here
+    candidates: Tensor | None = None  # (C, K), their logits where the fold had to ask for them
+
+
+@dataclass
+class Part:
+    """The fold of the rows here, the label's entry left out, before it is finished."""
+
+    fold: Fold
+    normalised: Callable[[Totals], dict[str, Tensor]]  # the products, once the totals are known
+    zsum: Tensor | None = None  # (C,), the sum of the logits, the label's included
+    best: tuple[Tensor, Tensor] | None = None  # (C, k) logits and rows, best first, -inf and -1 where there are less
+
+    def folded(self, chunk: Chunk) -> Folded:
+        """What a fold of all rows amounts to."""
+        totals = finish(self.fold, chunk.label, torch)
+        if self.zsum is not None:
+            totals.mean_logit = self.zsum / chunk.policy.head.rows
+        out = Folded(totals, products=self.normalised(totals))
+        if self.best is not None:
+            out.top_logits, out.top_ids = self.best
+        return out
+
+
+def put_mixture(chunk: Chunk, totals: Totals, jsd: Tensor, kl_mixture: Tensor) -> None:
+    """jsd and KL(p||M) into `totals`, from their sums over all entries but the label."""
+    if chunk.label is not None:
+        e = totals.label_logit - totals.label_ref - totals.shift
+        d = torch.where(e.isnan(), 0.0, e) + totals.log_ratio
+        q = torch.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
+        shares = mixture_shares(torch.exp(totals.logprob), q, d, chunk.jsd_beta, torch)
+        jsd, kl_mixture = jsd + shares[0], kl_mixture + shares[1]
+    totals.jsd, totals.kl_mixture = jsd.clamp(min=0), kl_mixture
 
 
 @dataclass

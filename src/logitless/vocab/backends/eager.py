@@ -7,14 +7,15 @@ because torch's vectorised exp2 costs a third of its exp.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...algebra.fold import EMPTY, MASK, Fold, Totals, finish
+from ...algebra.fold import EMPTY, MASK, Fold, Totals
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
 from .best import keep_best
-from .chunk import Chunk, Folded, Grads, Tile
+from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .tiles import Operands, add_product
 
 LOG2E = math.log2(math.e)
@@ -39,7 +40,7 @@ class _Running:
             self.fold.m_ref, self.fold.s_ref = z + EMPTY, z.clone()
             self.fold.a, self.fold.b = z.clone(), z.clone()
             self.fold.a_ref = z.clone() if "qe" in chunk.sums else None
-        self.zsum = z.clone() if chunk.policy.outer is not None and "zsum" in chunk.sums else None
+        self.zsum = z.clone() if chunk.sums_logits else None
         self.best = None
         if chunk.top_k:
             values = z.new_full((chunk.n_tokens, chunk.top_k), -math.inf)
@@ -131,38 +132,14 @@ class _Running:
         for w, part in zip(self.w, total.split(self.widths, 1), strict=True):
             add_product(weights.to(w.dtype), w, part)
 
-    def result(self) -> Folded:
-        chunk, f = self.chunk, self.fold
-        totals = finish(f, chunk.label, torch)
-        if self.zsum is not None:
-            totals.mean_logit = self.zsum / chunk.policy.head.rows
-        out = Folded(totals)
-        if self.best is not None:
-            out.top_logits, out.top_ids = self.best
-        if self.products:
-            out.products = self._normalised(totals)
-        return out
-
-    def _normalised(self, totals: Totals) -> dict[str, Tensor]:
-        """The products with probabilities in the weights' place."""
-        offset = (self.fold.m - totals.m) - totals.log_s  # log p = (z - fold.m) + offset
-        factor = torch.exp(offset)[:, None]
-        out = dict(self.products)
-        if "plogp" in out:
-            out["plogp"].addcmul_(out["p"], offset[:, None]).mul_(factor)
-        if "pD" in out:
-            out["pD"].addcmul_(out["p"], totals.log_ratio[:, None]).mul_(factor)
-        if "p2" in out:
-            out["p2"].mul_(factor * factor)
-        if "q" in out:
-            out["q"].mul_(torch.exp((self.fold.m_ref - totals.m_ref) - totals.log_s_ref)[:, None])
-        if "p" in out:
-            out["p"].mul_(factor)
-        return out
-
 
 def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
     """One pass over the vocabulary; with `keep` ("logits" or "weights") whole rows stay in `chunk.kept`."""
+    return part(chunk, bases, keep).folded(chunk)
+
+
+def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Part:
+    """`fold` of the rows here, unfinished: what ranks that share a vocabulary merge."""
     run = _Running(chunk, bases)
     for i, v in enumerate(chunk.vocabulary()):
         run.w = chunk.policy.operand(v)
@@ -170,7 +147,26 @@ def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
         run.add(tile, keep)
         if keep:
             chunk.kept.append(tile)
-    return run.result()
+    return Part(run.fold, partial(normalised, run.products, run.fold), run.zsum, run.best)
+
+
+def normalised(products: dict[str, Tensor], fold: Fold, totals: Totals) -> dict[str, Tensor]:
+    """The products with probabilities in the weights' place, whichever rows the totals are of."""
+    offset = (fold.m - totals.m) - totals.log_s  # log p = (z - fold.m) + offset
+    factor = torch.exp(offset)[:, None]
+    out = dict(products)
+    if "plogp" in out:
+        out["plogp"].addcmul_(out["p"], offset[:, None]).mul_(factor)
+    if "pD" in out:
+        log_ratio = totals.log_ratio + (fold.shift - totals.shift)
+        out["pD"].addcmul_(out["p"], log_ratio[:, None]).mul_(factor)
+    if "p2" in out:
+        out["p2"].mul_(factor * factor)
+    if "q" in out:
+        out["q"].mul_(torch.exp((fold.m_ref - totals.m_ref) - totals.log_s_ref)[:, None])
+    if "p" in out:
+        out["p"].mul_(factor)
+    return out
 
 
 def _sharpen(rest: Tensor, w: Tensor, newest: Tensor) -> None:
@@ -183,26 +179,22 @@ def _sharpen(rest: Tensor, w: Tensor, newest: Tensor) -> None:
 
 def second_look(chunk: Chunk, totals: Totals) -> None:
     """jsd and KL(p||M) into `totals`, from the kept rows: both need the log-sum-exps first. No GEMM."""
-    beta = chunk.jsd_beta
-    zero = torch.zeros_like(totals.m)
-    totals.jsd, totals.kl_mixture = zero, zero.clone()
+    put_mixture(chunk, totals, *mixture_sums(chunk, totals))
 
-    def add(p: Tensor, q: Tensor, d: Tensor) -> None:
-        share, first = mixture_shares(p, q, d, beta, torch)
-        totals.kl_mixture = totals.kl_mixture + first.sum(1)
-        totals.jsd = totals.jsd + share.sum(1)
 
+def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
+    """The kept rows' shares of jsd and of KL(p||M), the label's left out."""
+    jsd = torch.zeros_like(totals.m)
+    kl_mixture = jsd.clone()
     for tile in chunk.kept:
         assert tile.z_ref is not None
         d = totals.log_ratio[:, None] - chunk.gap(tile, totals.shift)
         p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
-        add(p, exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None])), d)
-    if chunk.label is not None:
-        e = totals.label_logit - totals.label_ref - totals.shift
-        d = torch.where(e.isnan(), 0.0, e) + totals.log_ratio
-        q = torch.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
-        add(torch.exp(totals.logprob)[:, None], q[:, None], d[:, None])
-    totals.jsd = totals.jsd.clamp_(min=0)
+        q = exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
+        share, first = mixture_shares(p, q, d, chunk.jsd_beta, torch)
+        jsd += share.sum(1)
+        kl_mixture += first.sum(1)
+    return jsd, kl_mixture
 
 
 def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:

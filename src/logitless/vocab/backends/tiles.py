@@ -84,17 +84,17 @@ class Projection:
     ) -> None:
         self.head = head
         self.compute = compute
-        self.bias = None if head.bias is None else head.bias.detach()[: head.rows].to(compute)
+        self.bias = None if head.bias is None else head.bias.detach()[: head.held].to(compute)
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
         # factors are numbers, or (C, 1) where the temperature is per token
         self.inner = head.scale / (head.softcap if head.softcap else column)
         self.outer = head.softcap / column if head.softcap else None
         self.slope = head.scale / column  # dz/d(hW) where the softcap is flat
-        weight, (low, up) = head.weight.detach()[: head.rows], adapters
+        weight, (low, up) = head.weight.detach()[: head.held], adapters
         cast = getattr(torch, operand) if operand else weight.dtype
         self.factors = [Factor(hidden, weight, self.inner, compute, cast)]
         if low is not None and up is not None:  # small: they multiply in the compute dtype
-            self.factors.append(Factor(low, up.detach()[: head.rows], self.inner, compute, up.dtype))
+            self.factors.append(Factor(low, up.detach()[: head.held], self.inner, compute, up.dtype))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     def operand(self, v: slice) -> Operands:
@@ -116,15 +116,25 @@ class Projection:
             out.tanh_().mul_(self.outer)
         return out
 
+    def place(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(rows of the weight here, whether they are the entries) for ids; None where all are: no rank has others."""
+        if self.head.shard is None:
+            return ids, None
+        rows = ids - self.head.first
+        mine = (rows >= 0) & (rows < self.head.held)
+        return rows.clamp(0, max(0, self.head.held - 1)), mine
+
     def at(self, ids: Tensor) -> Tensor:
-        """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry."""
-        columns = ids if ids.dim() == 2 else ids[:, None]
+        """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks."""
+        columns, mine = self.place(ids if ids.dim() == 2 else ids[:, None])
+        if self.head.held == 0:
+            return torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
         z = sum_of(f.at(columns) for f in self.factors)
         if self.bias is not None:
             z = z + self.bias[columns] * self.inner
         if self.outer is not None:
             z = torch.tanh(z) * self.outer
-        return z.view(ids.shape)
+        return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
 
     def mean(self, sums: list[Tensor]) -> Tensor:
         """The mean logit per token from the factors' summed entries; only without a softcap."""

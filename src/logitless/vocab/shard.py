@@ -1,0 +1,90 @@
+"""`VocabShard`: which rows of a head this rank holds. A DTensor's own placement says it as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class VocabShard:
+    """The rows that this rank holds of a head whose vocabulary is split over the ranks of a group.
+
+    Dense equivalent:
+
+        weight = torch.cat(all ranks' weights, in the order of their offsets)  # (total, H)
+
+    group: a process group, or a device mesh with `dim`, the name of the mesh's dimension that the rows are split
+    over (not needed where there is one). offset: the vocabulary id of this rank's first row; total: the rows of all
+    ranks, padding included. Shards may differ in size or be empty; together they hold every row once, which is
+    checked when the ranks first meet in a call. Raises ConfigError, OptionError.
+    """
+
+    group: ProcessGroup | DeviceMesh
+    offset: int
+    total: int
+    dim: str | None = None
+    name: str = field(init=False, repr=False)  # of the process group, by which it is found again
+
+    def __post_init__(self) -> None:
+        for name, x in (("offset", self.offset), ("total", self.total)):
+            if isinstance(x, bool) or not isinstance(x, int) or x < 0:
+                raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
+        group: Any = self.group
+        if self.dim is not None or hasattr(group, "mesh_dim_names"):
+            group = self._of_mesh()
+        if not hasattr(group, "group_name"):
+            got = type(group).__name__
+            raise ConfigError(f"VocabShard: group must be a process group that this rank is in, or a mesh; got {got}")
+        object.__setattr__(self, "name", group.group_name)
+
+    def _of_mesh(self) -> Any:
+        """The process group of a mesh's dimension."""
+        mesh: Any = self.group
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        if self.dim is not None and self.dim not in names:
+            found = ", ".join(map(repr, names)) or "no named dimension"
+            raise ConfigError(f"VocabShard: expected a mesh with a dimension {self.dim!r}, got one with {found}")
+        if self.dim is None and mesh.ndim != 1:
+            raise ConfigError(f"VocabShard: expected dim, one of the mesh's {mesh.ndim} dimensions {tuple(names)}")
+        return mesh.get_group(self.dim)
+
+    @property
+    def key(self) -> str:
+        """The shard as a string, which goes where a process group cannot."""
+        return f"{self.name}@{self.offset}@{self.total}"
+
+    @classmethod
+    def parse(cls, key: str) -> VocabShard:
+        """The shard whose `key` this is."""
+        from torch.distributed import distributed_c10d as c10d
+
+        name, offset, total = key.rsplit("@", 2)
+        find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+        return cls(find(name), int(offset), int(total))
+
+
+def is_dtensor(x: object) -> bool:
+    return type(x).__name__ == "DTensor" and hasattr(x, "placements")
+
+
+def localised(name: str, x: Any) -> tuple[Tensor, VocabShard]:
+    """A DTensor's local rows, differentiable, and which they are. Raises ConfigError."""
+    placements, mesh = x.placements, x.device_mesh
+    if len(placements) != 1 or type(placements[0]).__name__ != "Shard" or placements[0].dim != 0:
+        raise ConfigError(
+            f"{name} is sharded as {tuple(placements)} over a mesh of {mesh.ndim} dimensions, expected Shard(0) over "
+            "one; call the pass inside the head module's own forward, as logitless.install does, or redistribute it"
+        )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    (rows, *_), (offset, *_) = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+    return x.to_local(), VocabShard(mesh, min(offset, x.shape[0]) if rows else x.shape[0], x.shape[0])

@@ -1,0 +1,68 @@
+"""Several real processes for tests of sharded heads, forked from one that has imported torch: they start fast."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+Case = Callable[[Any], None]
+
+
+def launch(module: str, folder: Path, timeout: int = 300) -> dict[str, dict[str, str]]:
+    """Run `module`, which calls `run`; returns what became of each case, by rank."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(folder)], cwd=ROOT, env=environment, timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    ranks = {str(rank): folder / f"{rank}.json" for rank in range(RANKS)}
+    return {rank: json.loads(place.read_text()) for rank, place in ranks.items()}
+
+
+def run(cases: dict[str, Case], last: Case | None = None) -> None:
+    """Every case on all ranks and then on the first two alone, and `last` once, with the world's group."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, folder, cases, last)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+def _rank(rank: int, folder: Path, cases: dict[str, Case], last: Case | None) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    found: dict[str, str] = {}
+    try:
+        for name, case in cases.items():
+            for group in (dist.group.WORLD, pair) if rank < 2 else (dist.group.WORLD,):
+                key = f"{name} {dist.get_world_size(group)}"
+                torch.manual_seed(0)
+                found[key] = "never ended"
+                case(group)
+                found[key] = "ok"
+        if last is not None:
+            last(dist.group.WORLD)
+            found["last"] = "ok"
+    except BaseException:
+        found[list(found)[-1] if found else "start"] = traceback.format_exc()
+    finally:
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        os._exit(0)  # nothing of torch's own ending, which waits for ranks that are gone

@@ -1,0 +1,18 @@
+"""Heads whose vocabulary is split over two and four ranks: one launch, a test for each case."""
+
+import pytest
+
+from tests.vocab.parallel_ranks import CASES
+from tests.vocab.sharding import launch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return launch("tests.vocab.parallel_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_split_over_ranks(found, case, size):
+    for rank in range(size):
+        assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
