@@ -1,5 +1,6 @@
 """`generate` against transformers' own: greedy ids, scores, ends, stop strings, streaming, memory."""
 
+import inspect
 import math
 
 import peft
@@ -9,8 +10,9 @@ import torch
 import transformers as t
 
 import logitless as ll
-from logitless.errors import DtypeError, OptionError, ShapeError
+from logitless.errors import ConfigError, DtypeError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.generation import Recorder, generate
+from logitless.integrations.generation_contract import METHODS
 from tests.integrations.tiny import WIDTH
 from tests.support import trace_allocations
 
@@ -71,6 +73,67 @@ def test_sampling_follows_the_generation_config():
         model, {k: x[order] for k, x in PROMPTS.items()}, max_new_tokens=6, seeds=seeds[order], keep=0, **rules
     )
     assert torch.equal(again.ids, first.ids[order])
+
+
+PROCESSORS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "several": {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5], [9, 4]],
+        "min_new_tokens": 8,
+        "repetition_penalty": 0.8,
+    },
+    "one's own": {"logits_processor": [lambda ids, z: z.roll(1, 1)]},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_transformers_own_with_processors(name):
+    model = tiny(name)
+    plain = generate(model, PROMPTS, max_new_tokens=12, do_sample=False).ids
+    for options in PROCESSORS.values():
+        theirs = model.generate(**PROMPTS, max_new_tokens=12, do_sample=False, **options)
+        ours = generate(model, PROMPTS, max_new_tokens=12, do_sample=False, **options)
+        assert torch.equal(ours.ids, theirs)
+        assert not torch.equal(ours.ids, plain)
+
+
+@pytest.mark.parametrize("options", [*PROCESSORS.values(), {"typical_p": 0.6}], ids=[*PROCESSORS, "behind the rules"])
+@pytest.mark.parametrize("rules", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8}], ids=["all", "rules"])
+def test_sampling_with_processors(options, rules):
+    """Behaviour log-probs are those of transformers' scores, the rest of the record is raw."""
+    model, seen = tiny("llama", eos_token_id=None), []
+    given = {"top_k": 0, **rules, **options, "do_sample": True, "max_new_tokens": 6, "min_new_tokens": None}
+    ours = generate(model, PROMPTS, seeds=torch.tensor([3, 1, 2]), keep=5, **given)
+    forced = iter(ours.ids[:, 5:].unbind(1))
+
+    class Follow(t.LogitsProcessor):
+        """Makes transformers' own loop draw what was drawn here."""
+
+        def __call__(self, input_ids, scores):
+            seen.append(scores)
+            return torch.full_like(scores, -math.inf).scatter_(1, next(forced)[:, None], 0.0)
+
+    processors = model._get_logits_processor
+    model._get_logits_processor = lambda **kwargs: t.LogitsProcessorList([*processors(**kwargs), Follow()])
+    theirs = model.generate(**PROMPTS, **given, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(theirs.sequences, ours.ids)
+    scores, raw = torch.stack(seen, 1), torch.stack(theirs.logits, 1)
+    near = {"rtol": 1e-3, "atol": 1e-3}
+    drawn = ours.ids[:, 5:, None]
+    torch.testing.assert_close(ours.record.behaviour_logprob, scores.log_softmax(-1).gather(-1, drawn)[..., 0], **near)
+    torch.testing.assert_close(ours.record.logprob, raw.log_softmax(-1).gather(-1, drawn)[..., 0], **near)
+    torch.testing.assert_close(ours.record.topk_logits, raw.topk(5).values, **near)
+    assert torch.equal(ours.record.n_kept.long(), (scores > -math.inf).sum(-1))
+
+
+def test_rows_for_processors_are_never_stored():
+    model = tiny("llama", vocab_size=20_000, eos_token_id=None)
+    one = {"input_ids": PROMPTS["input_ids"][1:2]}
+    options = {"max_new_tokens": 16, "do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9}
+    got = trace_allocations(lambda: generate(model, one, **options))
+    assert got.kept < 200 * 16 + 1000
+    assert got.peak < 16 * 20_000 * 4
 
 
 def test_several_completions_of_a_prompt_differ():
@@ -152,11 +215,16 @@ def test_memory_holds_no_row_per_step():
 @pytest.mark.parametrize(
     ("options", "error", "fragment"),
     [
-        ({"repetition_penalty": 1.5}, OptionError, "RepetitionPenalty"),
         ({"num_beams": 2}, OptionError, "beam"),
         ({"stop_strings": ["x"]}, OptionError, "tokenizer"),
         ({"seeds": torch.arange(2)}, ShapeError, "(3,)"),
         ({"keep": V + 1}, OptionError, "0..97"),
+        ({"top_p": 0.0, "do_sample": True}, OptionError, "0 < p ≤ 1"),
+        ({"top_p": 1.5, "do_sample": True}, OptionError, "0 < p ≤ 1"),
+        ({"generation_config": t.GenerationConfig(min_p=2.0)}, OptionError, "min_p"),
+        ({"temperature": 0.0, "do_sample": True}, OptionError, "do_sample=False is greedy"),
+        ({"logits_processor": [lambda ids, z: z * math.nan]}, NotFiniteError, "logits processors"),
+        ({"logits_processor": [lambda ids, z: z[:, 1:]]}, ShapeError, "(3, 97)"),
     ],
 )
 def test_bad_options(options, error, fragment):
@@ -167,10 +235,47 @@ def test_bad_options(options, error, fragment):
 
 
 def test_bad_prompts():
+    empty = {**PROMPTS, "attention_mask": PROMPTS["attention_mask"] * torch.tensor([[1], [1], [0]])}
+    with pytest.raises(ShapeError, match="at least one token"):
+        generate(tiny("llama"), empty)
+    with pytest.raises(ShapeError, match="at most 64 tokens, the context of LlamaForCausalLM, got 65"):
+        generate(tiny("llama"), {"input_ids": torch.ones(1, 65, dtype=torch.long)}, max_new_tokens=1)
     with pytest.raises(ShapeError, match="at least one token"):
         generate(tiny("llama"), {"input_ids": torch.zeros(1, 0, dtype=torch.long)})
     with pytest.raises(DtypeError, match="by name"):
         generate(tiny("llama"), PROMPTS["input_ids"])
+
+
+def test_a_model_without_hidden_states():
+    class Opaque(t.LlamaForCausalLM):
+        """One that multiplies by its head's weight, past the head."""
+
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+            hidden = self.model(input_ids, attention_mask, past_key_values=past_key_values)[0]
+            return t.modeling_outputs.CausalLMOutputWithPast(logits=hidden @ self.lm_head.weight.T)
+
+    model = Opaque(t.LlamaConfig(**SMALL)).eval()
+    with pytest.raises(ConfigError, match="calls its output head 'lm_head' in forward, it never did"):
+        generate(model, PROMPTS, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ConfigError, match="transformers model, got Linear"):
+        generate(torch.nn.Linear(2, 2), PROMPTS)
+
+
+def test_what_moved_in_transformers_is_named(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "_prefill", lambda self, ids, config: None)
+    monkeypatch.setattr(t.GenerationMixin, "_update_model_kwargs_for_generation", None)
+    with pytest.raises(ConfigError) as caught:
+        generate(model, PROMPTS, max_new_tokens=2, do_sample=False)
+    assert "GenerationMixin._prefill takes (ids, config), expected (input_ids, " in str(caught.value)
+    assert "_update_model_kwargs_for_generation is gone" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_transformers_own_methods_are_as_they_were(name):
+    """Fails with a release that changes what the loop is made of, before users do."""
+    parameters = list(inspect.signature(getattr(t.GenerationMixin, name)).parameters)
+    assert tuple(parameters) == ("self", *METHODS[name][1])
 
 
 def test_public_name():

@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DtypeError, OptionError, ShapeError
-from ..sample import Noise, SampleRecord, sample_tokens
+from ..errors import ConfigError, DtypeError, ShapeError
+from ..sample import Noise, SampleRecord
+from ..sample.tokens import draw_tokens
 from ..vocab.head import LMHead
+from .generation_contract import require
+from .generation_options import check_prompts, check_rules, padding, plan_of, with_stop_strings
 from .lm_head import causal_lm, handed_on, replaced, through_head
-
-WARPERS = {
-    transformers.TemperatureLogitsWarper: "temperature",
-    transformers.TopKLogitsWarper: "top_k",
-    transformers.TopPLogitsWarper: "top_p",
-    transformers.MinPLogitsWarper: "min_p",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +49,20 @@ def generate(
     inputs: the prompts by name, as a tokenizer returns them, padded on the left; keep: the best entries that the
     record holds; seeds: (B,) int64, each sequence's own noise, drawn from torch's generator unless given; with
     num_return_sequences one for each of them. options: `model.generate`'s own: max_new_tokens, do_sample, temperature,
-    top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config.
-    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders, logits processors other than
-    these four (they need dense rows). Raises ConfigError, OptionError, ShapeError, DtypeError.
+    top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config, and
+    whatever else needs a logits processor (repetition_penalty, bad_words_ids, logits_processor, ...): these get rows
+    (B, V), of one step at a time, and the record's behaviour_logprob is of what they return, its other fields raw.
+    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders.
+    Raises ConfigError, OptionError, ShapeError, DtypeError.
     Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
     """
     if not isinstance(inputs, Mapping):
         raise DtypeError(f"inputs: expected the prompts by name in a dict, got {type(inputs).__name__}")
-    ids = inputs.get("input_ids")
-    if isinstance(ids, Tensor) and ids.numel() == 0:
-        raise ShapeError(f"inputs: expected prompts of at least one token, got input_ids of shape {tuple(ids.shape)}")
     inner, whole = causal_lm(model), cast(Any, model)
+    check_prompts(inner, inputs)
+    check_rules(options)
     loop = Recorder(keep, seeds, memory_budget, options.get("streamer"))
-    ids = whole.generate(**inputs, **_with_stop_strings(options), custom_generate=loop)
+    ids = whole.generate(**inputs, **with_stop_strings(options), custom_generate=loop)
     if loop.record is None:
         raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
     return Generated(ids, loop.record)
@@ -95,16 +91,20 @@ class Recorder:
         generation_config: Any,
         **given: Any,
     ) -> Tensor:
-        rules = rules_of(model, logits_processor, generation_config)
+        require(model)
+        rules, temperature, change = plan_of(model, logits_processor, generation_config)
         batch, first = input_ids.shape
         seeds = _seeds(self.seeds, batch, input_ids.device)
         alive = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
-        pad, outputs = generation_config._pad_token_tensor, None
+        pad, outputs = padding(stopping_criteria, generation_config), None
         with recorded(model) as forward:
             while bool(alive.any()):
                 step = input_ids.shape[1] - first
-                noise = Noise(seeds, torch.full_like(seeds, step))
-                forward.options = {**rules, "keep": self.keep, "noise": noise, "memory_budget": self.memory_budget}
+                forward.options = {
+                    "rules": rules, "temperature": temperature, "keep": self.keep,
+                    "noise": Noise(seeds, torch.full_like(seeds, step)), "memory_budget": self.memory_budget,
+                    "change": None if change is None else functools.partial(change, input_ids),
+                }  # fmt: skip
                 if outputs is None:
                     outputs = model._prefill(input_ids, generation_config, given)
                     self.record = _room(forward.drawn, batch, generation_config.max_length - first)
@@ -115,7 +115,7 @@ class Recorder:
                 given = model._update_model_kwargs_for_generation(outputs, given)
                 self._write(forward.drawn, alive, step)
                 token = forward.drawn.token.long().to(input_ids.device)
-                token = token if pad is None else torch.where(alive, token, pad.to(token.device))
+                token = token if pad is None else torch.where(alive, token, pad)
                 input_ids = torch.cat([input_ids, token[:, None]], 1)
                 if self.streamer is not None:
                     self.streamer.put(token.cpu())
@@ -147,7 +147,7 @@ class Recorded:
         return outputs
 
     def _draw(self, head: LMHead, hidden: Tensor) -> SampleRecord:
-        return sample_tokens(hidden, head, **self.options)
+        return draw_tokens(hidden, head, **self.options)
 
 
 @contextmanager
@@ -163,23 +163,6 @@ def recorded(model: Any) -> Iterator[Recorded]:
         yield state
 
 
-def rules_of(model: Any, logits_processor: Any, config: Any) -> dict[str, Any]:
-    """The options of `sample_tokens` that transformers' prepared processors amount to. Raises OptionError."""
-    if config.num_beams != 1 or model.config.is_encoder_decoder:
-        raise OptionError("generate: expected one beam of a decoder-only model, got beams or an encoder-decoder")
-    names = [WARPERS.get(type(p)) for p in logits_processor]
-    for p, name in zip(logits_processor, names, strict=True):
-        if name is None:
-            raise OptionError(
-                f"generate: expected {', '.join(WARPERS.values())} alone, got {type(p).__name__}, which needs dense "
-                "rows of logits; use model.generate for it"
-            )
-    if names != [name for name in WARPERS.values() if name in names]:
-        raise OptionError(f"generate: expected each of {', '.join(WARPERS.values())} once, in this order, got {names}")
-    rules = {name: getattr(p, name) for p, name in zip(logits_processor, names, strict=True) if name}
-    return rules if config.do_sample else {"temperature": 0.0}
-
-
 def _room(like: SampleRecord, batch: int, steps: int) -> SampleRecord:
     """A record for `steps` tokens of each sequence."""
     dtype, device = like.logsumexp.dtype, like.token.device
@@ -193,18 +176,3 @@ def _seeds(seeds: Tensor | None, batch: int, device: torch.device) -> Tensor:
         got = tuple(seeds.shape) if isinstance(seeds, Tensor) else type(seeds).__name__
         raise ShapeError(f"seeds: expected a tensor ({batch},), one for each sequence that is generated, got {got}")
     return seeds.to(device)
-
-
-def _with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with stop strings as a criterion: transformers hands no tokenizer on to a loop of one's own."""
-    options = dict(options)
-    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
-    for name in ("assistant_model", "synced_gpus", "custom_generate"):
-        if options.get(name):
-            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
-    if strings is None:
-        return options
-    if tokenizer is None:
-        raise OptionError("stop_strings: expected a tokenizer with them, got none; pass tokenizer=...")
-    criteria = [*(options.get("stopping_criteria") or []), transformers.StopStringCriteria(tokenizer, strings)]
-    return {**options, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}

@@ -1,0 +1,101 @@
+"""What `model.generate`'s options amount to without logits, and one line for those that have no meaning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError
+from ..sample.rules import Rules
+
+WARPERS = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
+Processors = Callable[[Tensor, Tensor], Tensor]  # (ids (B, P), logits (B, V)) -> logits
+
+
+def plan_of(model: Any, logits_processor: Any, config: Any) -> tuple[Rules, float, Processors | None]:
+    """(rules, temperature, what changes whole rows first) that transformers' prepared processors amount to.
+
+    The rules are the list's end, as far as it is one of each of WARPERS in their order. Raises OptionError.
+    """
+    if config.num_beams != 1 or model.config.is_encoder_decoder:
+        raise OptionError("generate: expected one beam of a decoder-only model, got beams or an encoder-decoder")
+    names = [_warper(p) for p in logits_processor]
+    start = next(i for i in range(len(names) + 1) if names[i:] == [n for n in WARPERS.values() if n in names[i:]])
+    own = {n: getattr(p, n) for p, n in zip(logits_processor[start:], names[start:], strict=True) if n}
+    temperature = own.pop("temperature", 1.0) if config.do_sample else 0.0
+    before = transformers.LogitsProcessorList(logits_processor[:start])
+
+    def change(ids: Tensor, z: Tensor) -> Tensor:
+        return cast(Any, before)(ids.to(z.device), z)
+
+    return Rules(**own) if config.do_sample else Rules(), temperature, change if before else None
+
+
+def _warper(processor: Any) -> str | None:
+    """The option of `sample_tokens` that a processor amounts to, None where it does something of its own."""
+    plain = getattr(processor, "filter_value", -math.inf) == -math.inf
+    one = getattr(processor, "min_tokens_to_keep", 1) == 1
+    return WARPERS.get(type(processor)) if plain and one else None
+
+
+def padding(stopping_criteria: Any, config: Any) -> int | None:
+    """What a sequence that has ended goes on with; None where none ends before all, as in transformers' own loop."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+        return None
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return int(torch.as_tensor(config.eos_token_id).flatten()[0])
+
+
+def check_prompts(inner: Any, inputs: Mapping[str, Any]) -> None:
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return
+    lengths = mask.sum(1) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.new_tensor([ids.shape[1]])
+    if ids.numel() == 0 or int(lengths.min()) == 0:
+        raise ShapeError(
+            f"inputs: expected prompts of at least one token, got an empty one in input_ids of shape {tuple(ids.shape)}"
+        )
+    context = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and int(lengths.max()) > context:
+        raise ShapeError(
+            f"inputs: expected prompts of at most {context:,} tokens, the context of {type(inner).__name__}, got "
+            f"{int(lengths.max()):,}; cut them"
+        )
+
+
+def check_rules(options: Mapping[str, Any]) -> None:
+    """Raises OptionError for what transformers would refuse in words of its own."""
+    config = options.get("generation_config")
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {name: options.get(name, getattr(config, name, None)) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    temperature = given.pop("temperature", 1.0)
+    Rules(**given)
+    if options.get("do_sample", getattr(config, "do_sample", False)) and not 0 < temperature < math.inf:
+        raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
+
+
+def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with stop strings as a criterion: transformers hands no tokenizer on to a loop of one's own."""
+    options = dict(options)
+    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+    for name in ("assistant_model", "synced_gpus", "custom_generate"):
+        if options.get(name):
+            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise OptionError("stop_strings: expected a tokenizer with them, got none; pass tokenizer=...")
+    criteria = [*(options.get("stopping_criteria") or []), transformers.StopStringCriteria(tokenizer, strings)]
+    return {**options, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
