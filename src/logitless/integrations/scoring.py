@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..sample import SampleRecord
 from ..vocab.api import token_stats
 from ..vocab.head import LMHead
 from ..vocab.stats import TokenStats
-from .lm_head import causal_lm, forward_with, through_head
+from .lm_head import forward_with, through_head
 from .rewards import evaluating
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
@@ -39,13 +38,18 @@ def score(
     Memory: the body's own, slices within the budget (256 MiB unless given), and 40 + 8·keep bytes per token.
     """
     ids, mask = _checked(inputs)
-    row, before = (mask[:, 1:] & mask[:, :-1]).nonzero(as_tuple=True)
-    labels = ids[row, before + 1]
-    batch = dict(inputs)
-    if not bool(mask[:, :1].all()) and "position_ids" in inspect.signature(type(causal_lm(model)).forward).parameters:
-        batch.setdefault("position_ids", (mask.long().cumsum(1) - 1).clamp(min=0))
+    # To the right: positions then count from each row's first token, and padding sees text rather than nothing.
+    source = (torch.arange(ids.shape[1], device=ids.device) + mask.int().argmax(1, keepdim=True)) % ids.shape[1]
+    batch = {k: x.gather(1, source) if _shaped_like(x, ids) else x for k, x in inputs.items()}
+    real = mask.gather(1, source)
+    row, before = (real[:, 1:] & real[:, :-1]).nonzero(as_tuple=True)
+    labels = batch["input_ids"][row, before + 1]
     stats, size = token_scores(model, batch, (row, before), labels, keep=keep, memory_budget=memory_budget)
-    return _record(ids, (row, before + 1), stats, size)
+    return _record(ids, (row, source[row, before + 1]), stats, size)
+
+
+def _shaped_like(x: Any, ids: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == ids.shape
 
 
 def token_scores(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -78,12 +78,13 @@ def blocks(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield block
 
 
-def score_block(scorer: Scorer, block: list[Piece]) -> Scored:
-    """Scores the pieces of a block."""
+def score_block(scorer: Scorer, block: list[Piece], tick: Callable[[int, float], None]) -> Scored:
+    """Scores the pieces of a block; `tick` hears after each batch how many tokens it scored, and the share done."""
     tokens = scorer.tokens(block)
     first_rows = [0, *accumulate(t.rows for t in tokens)]
     columns, scored = _columns(tokens, block, scorer.keep)
     found = [w for i, t in enumerate(tokens) for w in windows(t, i, scorer.context, scorer.stride)]
+    all_fed, fed = sum(w.fed for w in found), 0
     for some in batches(found, scorer.batch_tokens):
         batch = Batch.of(some, tokens, first_rows, scorer.device)
         stats, _ = token_scores(
@@ -94,6 +95,8 @@ def score_block(scorer: Scorer, block: list[Piece]) -> Scored:
         for name, (theirs, _) in COLUMNS.items():
             if name in columns:
                 columns[name][batch.rows] = getattr(stats, theirs).cpu().numpy()
+        fed += sum(w.fed for w in some)
+        tick(len(batch.rows), fed / all_fed)
     known = [
         _known(scorer, piece, columns, scored, slice(begin, end))
         for piece, (begin, end) in zip(block, pairwise(first_rows), strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import DataError
 from ..train.corpus import TEXT_FIELDS, first_line, splits
 
-PIECE = 1 << 18  # characters of a document that are held and tokenised at a time
+PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 LEAD = 16  # characters kept before a piece, for each token of context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -58,10 +59,9 @@ class Parts:
     def part(self, number: int) -> Path:
         return self.folder / f"{number:08d}.parquet"
 
-    def write(self, number: int, block: Scored, done: float) -> None:
+    def write(self, number: int, block: Scored) -> None:
         """A block's part, whole or not at all."""
-        known = json.dumps({"pieces": block.pieces, "done": done})
-        table = _table(block).replace_schema_metadata({KEY: known})
+        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces)})
         write_whole(self.part(number), lambda path: pq.write_table(table, path, **WRITING))
 
     def whole(self, number: int) -> bool | None:
@@ -96,9 +96,9 @@ class Parts:
         """The parts' rows, with positions that count from the document's first token."""
         open_: dict[str, Any] | None = None
         for number in range(count):
-            table, known = _read(self.part(number))
+            table, pieces = _read(self.part(number))
             position, row = np.array(table["position"]), 0
-            for piece in known["pieces"]:
+            for piece in pieces:
                 if open_ is not None and open_["document"] == piece["document"]:
                     position[row : row + piece["rows"]] += open_["rows"]
                     open_ = {**piece, **open_, **{name: open_[name] + piece[name] for name in SUMS}}
@@ -112,7 +112,10 @@ class Parts:
             of_document(open_)
 
     def remove(self) -> None:
+        """Takes away the parts, and what was left of a file that a killed run had begun to merge."""
         shutil.rmtree(self.folder)
+        for path in self.place.parent.glob(f".{glob.escape(self.place.name)}.*.tmp{self.place.suffix}"):
+            path.unlink()
 
 
 def _table(block: Scored) -> pa.Table:
@@ -129,7 +132,7 @@ def _table(block: Scored) -> pa.Table:
     return pa.table(arrays)
 
 
-def _read(path: Path) -> tuple[pa.Table, dict[str, Any]]:
-    """A part's rows and what is known of them; every page's checksum is compared."""
+def _read(path: Path) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """A part's rows and what is known of its pieces; every page's checksum is compared."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         return file.read().replace_schema_metadata(None), json.loads(file.schema_arrow.metadata[KEY])

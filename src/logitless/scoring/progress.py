@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import rich.progress
@@ -18,7 +19,8 @@ class Progress:
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
-        self.begin, self.first, self.shown, self.bad = time.perf_counter(), 0.0, 0.0, 0
+        self.begin, self.first, self.shown = time.perf_counter(), 0.0, 0.0
+        self.share, self.tokens, self.bad = 0.0, 0, 0
         self.bar: rich.progress.Progress | None = None
 
     def __enter__(self) -> Progress:
@@ -42,25 +44,31 @@ class Progress:
         if self.console is not None:
             say(self.console, text)
 
-    def at(self, share: float, tokens: int) -> None:
-        """`share` of the input is done, `tokens` of them scored by this process."""
-        if not tokens:  # what was there already says nothing about speed
+    def passed(self, share: float) -> None:
+        """`share` of the input was done before, or is another rank's: it says nothing about speed."""
+        if not self.tokens:
             self.begin, self.first = time.perf_counter(), share
-        line = self._line(share, tokens)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=share, line=line)
-        elif share >= 1 or share - self.shown >= 1 / LINES:
-            self.shown = share
-            self.say(f"{share:>4.0%} · {line}")
+        self.share = share
+        self._show(share)
 
-    def _line(self, share: float, tokens: int) -> str:
-        took = time.perf_counter() - self.begin
-        if not tokens:
+    def scored(self, tokens: int, part: float, share: float) -> None:
+        """`tokens` more are scored, and `part` of the way from what is done to `share` is gone."""
+        self.tokens += tokens
+        self._show(self.share + part * (share - self.share))
+
+    def _show(self, share: float) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=share, line=self._line(share))
+        elif share >= self.shown + 1 / LINES:
+            self.shown = share
+            self.say(f"{share:>4.0%} · {self._line(share)}")
+
+    def _line(self, share: float) -> str:
+        if not self.tokens:
             return "done before"
-        left = took * (1 - share) / max(share - self.first, 1e-9)
-        minutes, seconds = divmod(round(left), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{tokens:,} tokens · {tokens / took:,.0f} tokens/s · {hours}:{minutes:02}:{seconds:02} left"
+        took = time.perf_counter() - self.begin
+        left = timedelta(seconds=round(took * (1 - share) / max(share - self.first, 1e-9)))
+        return f"{self.tokens:,} tokens · {self.tokens / took:,.0f} tokens/s · {left} left"
 
     def problems(self, pieces: list[dict[str, Any]]) -> None:
         """Reports the documents among these that were skipped."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..train.config import TrainConfig
 from ..train.default_model import default_model
 from ..train.model import ModelSource, build, load_tokenizer, resolve
 from ..train.progress import say
-from ..train.rundir import Interrupted
+from ..train.rundir import Interrupted, OutOfSpace
 from ..train.sft import quiet
 from ..train.tokenizer import TextTokenizer
 from .block import Scorer, blocks, score_block
@@ -51,6 +53,9 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     source = resolve(config.model)
     if source.weights is None:
         raise ConfigError(f"--model {config.model} has no weights to score with: train it first, with logitless train")
+    for path in (config.documents, config.json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
     scorer = _scorer(config, source, load_tokenizer(source), rank)
     documents, parts = Documents(Path(config.data or ""), scorer.context), Parts(config.place)
     if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
@@ -58,9 +63,9 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     _together(0)
     reset_peak(scorer.device)
     begin = time.perf_counter()
-    with _explained(), Progress(console if rank == 0 else None) as progress:
-        count, tokens = _score(scorer, documents, parts, (rank, ranks), progress)
-        tokens = _together(tokens)
+    with _explained(config.place), Progress(console if rank == 0 else None) as progress:
+        count = _score(scorer, documents, parts, (rank, ranks), progress)
+        tokens = _together(progress.tokens)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
@@ -133,30 +138,31 @@ def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, document
     return {"schema": 1, **config.deciding(), **decided, "files": digest}
 
 
-def _score(
-    scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress
-) -> tuple[int, int]:
-    """Writes the parts of this rank's blocks that are not there; (blocks in all, tokens scored now)."""
-    count = tokens = 0
+def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress) -> int:
+    """Writes the parts of this rank's blocks that are not there; returns how many blocks there are in all."""
+    count = 0
     for number, block in enumerate(blocks(documents)):
-        count = number + 1
-        if number % rank[1] != rank[0]:
-            continue
-        whole = parts.whole(number)
-        if whole is False:
-            progress.say(f"{parts.part(number)} is damaged: scoring its documents again")
-        if not whole:
-            done = score_block(scorer, block)
-            parts.write(number, done, block[-1].done)
-            tokens += int(done.scored.sum())
-            progress.problems(done.pieces)
-        progress.at(block[-1].done, tokens)
-    return count, tokens
+        count, share = number + 1, block[-1].done
+        if number % rank[1] == rank[0]:
+            whole = parts.whole(number)
+            if whole is False:
+                progress.say(f"{parts.part(number)} is damaged: scoring its documents again")
+            if not whole:
+                scored = score_block(scorer, block, partial(progress.scored, share=share))
+                parts.write(number, scored)
+                progress.problems(scored.pieces)
+        progress.passed(share)
+    return count
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(place: Path) -> Iterator[None]:
+    """Turns an interruption and a full disk into one line that says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
         raise Interrupted("the same command goes on where this one stopped") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OutOfSpace(f"no space left at {place}: free some, then the same command goes on") from error
