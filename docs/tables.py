@@ -13,6 +13,8 @@ from typing import Any
 
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
+from docs.grade_tables import grade
+from docs.markdown import grid
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -23,11 +25,6 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 def machine(records: list[Record]) -> str:
     env = records[0]
     return f"{env['cpu']}, {env['threads']} threads, torch {env['versions']['torch']}, {env['date'][:10]}."
-
-
-def grid(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def logits(records: list[Record]) -> str:
@@ -130,6 +127,7 @@ PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
     "precision.md": ("precision.jsonl", precision),
+    "grade.md": ("grade.jsonl", grade),
 }
 
 

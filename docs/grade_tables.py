@@ -1,0 +1,260 @@
+"""The tables of docs/grade.md, a section for each part that `bench.grade` has measured."""
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from docs.markdown import grid
+
+Record = dict[str, Any]
+
+
+def machine(record: Record) -> str:
+    env = record["environment"]
+    commit = f", commit {env['commit']}" if env["commit"] else ""
+    threads = "1 thread" if env["threads"] == 1 else f"{env['threads']} threads"
+    versions = ", ".join(f"{name} {env['versions'][name]}" for name in ("torch", "transformers"))
+    return f"{env['cpu']}, {threads}, {versions}, {env['date'][:10]}{commit}."
+
+
+def setting(record: Record) -> str:
+    s = record["sizes"]
+    return (
+        f"T={s['steps']}, V={s['vocab']:,}, k={s['k']}, batch {s['batch']}, prompts of {s['prompt']}; a random Qwen3 "
+        f"of {s['layers']} layers and width {s['hidden']} with LoRA of rank 16, embedding and head frozen"
+    )
+
+
+def said(holds: bool) -> str:
+    return "holds" if holds else "**does not hold**"
+
+
+# memory
+
+
+def memory_ratio(record: Record) -> float:
+    """The smaller of the two ways to measure it."""
+    rows = {(r["method"], r["carry"]): r for r in record["rows"]}
+    ours, legacy = rows["ste", "sweeps"], rows["ste_legacy", None]
+    return min(legacy[key] / ours[key] for key in ("allocated_mb", "resident_mb"))
+
+
+def memory(record: Record) -> str:
+    rows = record["rows"]
+    legacy = {r["method"]: r for r in rows if r["method"].endswith("_legacy")}
+    table = []
+    for r in rows:
+        old = legacy.get(f"{r['method']}_legacy", r)
+        ratios = [f"{old[key] / r[key]:.1f}×" for key in ("allocated_mb", "resident_mb")]
+        kept = [f"{r[key]:,.0f} MB" for key in ("allocated_mb", "resident_mb")]
+        foretold = f"{r['told_mb']:,.0f} MB" if "told_mb" in r else ""
+        cells = [kept[0], ratios[0], kept[1], ratios[1]] if old is not r else [kept[0], "", kept[1], ""]
+        table.append([f"`{r['method']}`", r["carry"] or "T graphs", *cells, foretold])
+    head = ["method", "carry", "allocated", "less", "resident set", "less", "foretold"]
+    return "\n\n".join(
+        [
+            grid(head, table),
+            f"Peak of one step (generation, KL, reward, backward) above the weights, which are "
+            f"{rows[0]['weights_mb']:,.0f} MB. {setting(record)}. Allocated: what the step's operators make, counted; "
+            "resident set: what the process grows by, sampled. Foretold: what the legacy method says before it runs, "
+            "and by which it refuses.",
+            machine(record),
+        ]
+    )
+
+
+# storage
+
+
+def per_entry(record: Record) -> tuple[float, float]:
+    """Bytes of soft tokens for each step and entry, over all T and k."""
+    found = [r["soft_bytes"] / (r["steps"] * r["k"] * record["sizes"]["batch"]) for r in record["rows"]]
+    return min(found), max(found)
+
+
+def storage(record: Record) -> str:
+    ks = sorted({r["k"] for r in record["rows"]})
+    rows: dict[int, dict[int, Record]] = {}
+    for r in record["rows"]:
+        rows.setdefault(r["steps"], {})[r["k"]] = r
+    table = []
+    for t, of in rows.items():
+        sizes = [*(of[k]["soft_bytes"] for k in ks), t * record["whole_bytes_per_step"]]
+        table.append([str(t), *(f"{x / 1e3:,.0f} kB" for x in sizes)])
+    low, high = per_entry(record)
+    return "\n\n".join(
+        [
+            grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}"], table),
+            f"Bytes of ids, weights, tokens and coverage that a rollout holds: {low:.2f} to {high:.2f} for each step "
+            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor.",
+            machine(record),
+        ]
+    )
+
+
+# time
+
+
+def timing(record: Record) -> str:
+    rows = [
+        [f"`{r['method']}`", f"{r['seconds']:.2f} s", f"{r['legacy_seconds']:.2f} s", f"{r['ratio']:.2f}", spread(r)]
+        for r in record["rows"]
+    ]
+    return "\n\n".join(
+        [
+            grid(["method", "a step", "its legacy's", "ratio", "over rounds"], rows),
+            f"Medians of {record['rounds']} rounds, in turns in one process; the ratio within each round. "
+            f"{setting(record)}.",
+            machine(record),
+        ]
+    )
+
+
+def spread(row: Record) -> str:
+    return f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
+
+
+# curves
+
+
+def off(record: Record, name: str) -> tuple[float, float, float]:
+    """The largest difference of a reward, of a KL relative to it (of 0.01 nat at least), and of the gradient."""
+    rewards, kls, gradients = [], [], []
+    for row in record["rows"]:
+        ours = row[name]
+        rewards += [abs(a - b) for a, b in zip(ours["reward"], row["reward"], strict=True)]
+        kls += [abs(a - b) / max(b, 0.01) for a, b in zip(ours["kl"], row["kl"], strict=True)]
+        gradients.append(ours["gradient_error"])
+    return max(rewards), max(kls), max(gradients)
+
+
+def curves(record: Record) -> str:
+    rows = record["rows"]
+    some = sorted({round(i * (len(rows) - 1) / 5) for i in range(6)})
+    table = []
+    for i in some:
+        r = rows[i]
+        cells = [f"{fmean(of[key]):.{digits}f}" for key, digits in (("reward", 6), ("kl", 5)) for of in three(r)]
+        table.append([str(r["step"] + 1), f"{r['tau']:.2f}", *cells, f"{1 - r['few']['outside']:.2%}"])
+    k = record["config"]["top_k"]
+    head = ["step", "τ", *(f"{what}, {who}" for what in ("reward", "KL") for who in ("legacy", "k=V", f"k={k}"))]
+    whole, few = off(record, "all"), off(record, "few")
+    return "\n\n".join(
+        [
+            grid([*head, f"coverage of {k}"], table),
+            f"The largest difference of any sequence in {len(rows)} steps, against `ste_legacy`:",
+            grid(
+                ["", "reward", "KL, relative", "gradient, relative norm"],
+                [
+                    [name, f"{x[0]:.0e}", f"{x[1]:.0e}", f"{x[2]:.0e}"]
+                    for name, x in ((f"k=V={record['vocab']:,}", whole), (f"k={k}", few))
+                ],
+            ),
+            f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
+            f"{record['config']['batch_size']}, T={record['config']['completion_length']}.",
+            machine(record),
+        ]
+    )
+
+
+def three(row: Record) -> tuple[Record, Record, Record]:
+    return row, row["all"], row["few"]
+
+
+# variance
+
+
+def ratios(record: Record, row: Record) -> list[float]:
+    """reinforce's variance over this method's, for each block of draws."""
+    score = record["rows"][0]
+    return [a / b for a, b in zip(score["variances"], row["variances"], strict=True)]
+
+
+def variance(record: Record) -> str:
+    score = record["rows"][0]
+    table = []
+    for r in record["rows"]:
+        blocks = ratios(record, r)
+        own = r is score
+        table.append(
+            [
+                f"`{r['method']}`", "" if own else f"{r['tau']:g}", f"{r['variance']:.2e}",
+                "" if own else f"{score['variance'] / r['variance']:.3g}×",
+                "" if own else f"{min(blocks):.3g} to {max(blocks):.3g}",
+                f"{noise(r):.3g}", f"{record['ceiling']:.2f} (two halves)" if own else f"{r['cosine']:.2f}",
+            ]
+        )  # fmt: skip
+    head = ["method", "τ", "variance", "reinforce's over it", "in blocks", "noise over signal", "cosine"]
+    c = record["config"]
+    return "\n\n".join(
+        [
+            grid(head, table),
+            f"The trace of the gradient's covariance over {record['samples']} draws of the noise for one batch of "
+            f"{c['batch_size']} prompts, T={c['completion_length']}, the policy untrained. Noise over signal: that "
+            "variance over the mean gradient's square, what a method pays in samples. Cosine: of the mean gradient "
+            "with reinforce's, which alone has no bias; of two halves of its own draws, what chance leaves of 1.",
+            machine(record),
+        ]
+    )
+
+
+def noise(row: Record) -> float:
+    return row["variance"] / row["mean_square"] if row["mean_square"] else float("inf")
+
+
+# all of it
+
+SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "memory": ("Memory", memory),
+    "storage": ("What soft tokens take", storage),
+    "time": ("Time", timing),
+    "curves": ("The same curves", curves),
+    "variance": ("Gradient variance", variance),
+}
+
+
+def claims(found: dict[str, Record]) -> list[list[str]]:
+    """(claim, to reach, measured, whether it holds) of what is there."""
+    rows = []
+    if "memory" in found:
+        ratio = memory_ratio(found["memory"])
+        rows.append(["peak memory above the weights, `ste`", "5× less than legacy", f"{ratio:.1f}×", said(ratio >= 5)])
+    if "storage" in found:
+        low, high = per_entry(found["storage"])
+        cells = [f"{low:.2f} to {high:.2f} bytes per step and entry", said(high < 1.1 * low)]
+        rows.append(["soft tokens' storage", "O(T·k)", *cells])
+    if "curves" in found:
+        reward, kl, slope = off(found["curves"], "all")
+        measured = f"reward {reward:.0e}, KL {kl:.0e}, gradient {slope:.0e}"
+        rows.append(
+            [
+                "`ste` at k=V against legacy, step by step",
+                "fp32 rounding",
+                measured,
+                said(max(reward, kl, slope) < 1e-3),
+            ]
+        )
+    if "time" in found:
+        ratio = found["time"]["rows"][0]["ratio"]
+        rows.append(["time of a step, `ste`", "no slower than legacy", f"{ratio:.2f} of legacy's", said(ratio <= 1)])
+    if "variance" in found:
+        rows += [variance_claim(found["variance"])]
+    return rows
+
+
+def variance_claim(record: Record) -> list[str]:
+    times = [record["rows"][0]["variance"] / r["variance"] for r in record["rows"] if r["method"] == "ste"]
+    measured = f"{min(times):.3g} to {max(times):.3g}× lower, by τ"
+    return ["gradient variance, `ste` against `reinforce`", "reported: over 14× lower", measured, said(min(times) > 14)]
+
+
+def grade(records: list[Record]) -> str:
+    """The whole page's figures."""
+    found = {r["kind"]: r for r in records}
+    parts = [grid(["claim", "to reach", "measured", ""], claims(found))]
+    for kind, (title, make) in SECTIONS.items():
+        parts.append(f"## {title}")
+        parts.append(
+            make(found[kind]) if kind in found else f"Not measured yet: `python -m bench.grade --part {kind}`."
+        )
+    return "\n\n".join(parts)

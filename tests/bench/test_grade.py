@@ -1,0 +1,138 @@
+"""The script behind docs/grade.md, at sizes that take seconds; methods that are wrong must show in its tables."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from transformers import Qwen3ForSequenceClassification
+
+from bench.grade import main, write
+from bench.grade_runs import cosine, curves, draw, gradient, method_of, opened, variance
+from bench.grade_sizes import PAIRS, Sizes, storage, timing
+from bench.harness import read_lines
+from docs.grade_tables import grade, off
+from logitless.train.grade_config import GradeConfig
+from logitless.train.grade_methods import METHODS
+from logitless.train.grade_soft import StraightThrough
+from logitless.train.grade_step import gradient_variance
+from tests.train.micro import line_corpus, micro_directory, micro_model
+
+TINY = Sizes(vocab=300, hidden=64, layers=1, prompt=4, steps=4, k=16)
+ENVIRONMENT = {
+    "cpu": "A CPU", "threads": 1, "commit": "abc", "date": "2026-01-31 00:00 UTC",
+    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> SimpleNamespace:
+    """Models and text in place of the embedded task's."""
+    root = tmp_path_factory.mktemp("grade")
+    model, reward = root / "model", root / "reward"
+    micro_directory(model)
+    micro_model(initializer_range=0.2).save_pretrained(model)
+    shutil.copytree(model, reward, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = micro_model().config
+    config.num_labels, config.initializer_range, config.pad_token_id = 2, 0.3, 0
+    Qwen3ForSequenceClassification(config).save_pretrained(reward)
+    config = GradeConfig(
+        model=str(model), reward_model=str(reward), data=str(line_corpus(root / "data")), prompt_length=12,
+        completion_length=4, batch_size=2, top_k=40, max_steps=4, learning_rate=3e-2, lora_rank=4, device="cpu",
+    )  # fmt: skip
+    return SimpleNamespace(config=config, root=root)
+
+
+def page(kind: str, record: dict) -> str:
+    """The page with one part on it, after a journey through JSON."""
+    return grade([json.loads(json.dumps({"kind": kind, "environment": ENVIRONMENT, **record}))])
+
+
+def test_curves_of_all_entries_lie_on_the_legacys(small):
+    found = curves(small.config, 4)
+    assert [row["step"] for row in found["rows"]] == [0, 1, 2, 3]
+    assert found["rows"][0]["kl"] == pytest.approx([0, 0], abs=1e-5)
+    assert min(found["rows"][-1]["kl"]) > 0.01
+    assert max(off(found, "all")) < 1e-4 < max(off(found, "few"))
+    assert found["rows"][0]["few"]["outside"] > 0.01
+    assert found["rows"][0]["tau"] == 2.0
+    text = page("curves", found)
+    assert "| `ste` at k=V against legacy, step by step | fp32 rounding |" in text
+    assert text.count("| holds |") == 1
+
+
+class WithoutKL(StraightThrough):
+    """Rewards alone, as where the KL is logged and not added."""
+
+    def __init__(self, task) -> None:
+        super().__init__(dataclasses.replace(task, config=dataclasses.replace(task.config, beta=0.0)))
+
+
+def test_a_method_that_forgets_its_kl_shows(small, monkeypatch):
+    monkeypatch.setitem(METHODS, "ste", WithoutKL)
+    found = curves(small.config, 3)
+    reward, kl, slope = off(found, "all")
+    assert max(reward, kl) < 1e-4
+    assert slope > 1e-2
+    assert "**does not hold**" in page("curves", found)
+
+
+def test_variance_is_the_trainers_and_unbiased_where_it_should_be(small):
+    found = variance(small.config, samples=8, blocks=2, taus=(1.0,))
+    assert [(row["method"], row["tau"]) for row in found["rows"]] == [
+        ("reinforce", 1.0), ("ste", 1.0), ("gumbel", 1.0)
+    ]  # fmt: skip
+    assert found["rows"][0]["cosine"] == pytest.approx(1.0)
+    assert all(row["variance"] > 0 and len(row["variances"]) == 2 for row in found["rows"])
+    run = opened(small.config)
+    batch = run.batch(run.prompts["train"][: small.config.batch_size], "variance")
+    exact = gradient_variance(method_of(run, "ste"), batch, 1.0, 8)
+    assert found["rows"][1]["variance"] == pytest.approx(exact["variance"], rel=1e-4)
+    assert found["rows"][1]["mean_square"] == pytest.approx(exact["mean_square"], rel=1e-3)
+    text = page("variance", found)
+    assert "gradient variance, `ste` against `reinforce`" in text
+    assert "(two halves)" in text
+
+
+def test_draws_are_the_trainers_own(small):
+    run = opened(small.config)
+    batch, method = run.batch(run.prompts["train"][:2], "variance"), method_of(run, "ste")
+    one, other = (gradient(method, draw(batch, i), 1.0)[0] for i in (0, 1))
+    assert gradient(method, draw(batch, 0), 1.0)[0].equal(one)
+    assert cosine(one, other) < 0.999
+
+
+def test_storage_is_linear_in_steps_and_entries():
+    found = storage(TINY, steps=(2, 8), ks=(8, 64))
+    sizes = {(row["steps"], row["k"]): row["soft_bytes"] for row in found["rows"]}
+    assert sizes[8, 8] == 4 * sizes[2, 8]
+    assert 7 < sizes[2, 64] / sizes[2, 8] <= 8
+    assert "| O(T·k) |" in page("storage", found)
+
+
+def test_every_pair_takes_turns():
+    found = timing(TINY, rounds=2)
+    assert [row["method"] for row in found["rows"]] == list(PAIRS)
+    assert all(len(row["ratios"]) == 2 for row in found["rows"])
+    assert "time of a step, `ste`" in page("time", found)
+
+
+@pytest.mark.slow
+def test_memory_has_a_process_for_each_method(tmp_path):
+    out = tmp_path / "grade.jsonl"
+    write(out, {"kind": "time", "rows": []})
+    sizes = {"vocab": 20000, "hidden": 64, "layers": 1, "steps": 16, "prompt": 4}
+    main(["--part", "memory", *(f"--{name}={value}" for name, value in sizes.items()), "--out", str(out)])
+    lines = read_lines(out)
+    assert [line["kind"] for line in lines] == ["memory", "time"]
+    rows = {(row["method"], row["carry"]): row for row in lines[0]["rows"]}
+    ours, legacy = rows["ste", "sweeps"], rows["ste_legacy", None]
+    assert ours["allocated_mb"] < legacy["allocated_mb"]
+    assert 0.7 * legacy["told_mb"] < legacy["allocated_mb"] < 1.1 * legacy["told_mb"]
+    assert ours["weights_mb"] == pytest.approx(legacy["weights_mb"])
+    assert "peak memory above the weights" in grade(lines[:1])
+
+
+def test_an_unmeasured_part_says_how_to_measure_it():
+    assert "Not measured yet: `python -m bench.grade --part memory`." in grade([])
