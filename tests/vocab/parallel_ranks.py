@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import logitless as ll
 from logitless.vocab.reference import dense_token_stats
 from logitless.vocab.shard import VocabShard
+from tests.vocab import parallel_errors
 from tests.vocab.comparing import (
     ALONE,
     EVERYTHING,
@@ -24,7 +25,7 @@ from tests.vocab.comparing import (
     named_results,
     operands,
 )
-from tests.vocab.sharding import run
+from tests.vocab.sharding import Case, run
 
 V = 23
 EVEN = {2: (12, 11), 4: (6, 6, 6, 5)}
@@ -237,14 +238,15 @@ def dtensors(group: Any) -> None:
         assert_near(got, grad, 1e-10)
 
 
-CASES = {
+CASES: dict[str, Case] = {
     "every statistic": every_statistic,
     "each price": each_price,
     "hard rows": hard_rows,
     "losses": losses,
     "rounding": rounding,
     "dtensors": dtensors,
+    **parallel_errors.CASES,
 }
 
 if __name__ == "__main__":
-    run(CASES)
+    run(CASES, last=parallel_errors.killed_rank)

@@ -16,3 +16,7 @@ def found(tmp_path_factory):
 def test_split_over_ranks(found, case, size):
     for rank in range(size):
         assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
+
+
+def test_a_rank_that_is_killed(found):
+    assert [found[str(rank)]["last"] for rank in range(4)] == ["ok", "ok", "ok", "never ended"]
