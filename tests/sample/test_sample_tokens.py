@@ -54,7 +54,7 @@ def test_every_rule(rules, budget):
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001}])
 def test_a_top_k_beyond_what_is_retained(rules, monkeypatch):
-    monkeypatch.setattr("logitless.sample.rules.MOST_RETAINED", 16)
+    monkeypatch.setattr("logitless.algebra.rules.MOST_RETAINED", 16)
     compare(*problem(), some_noise((N,)), 1e-10, top_k=90, temperature=1.5, keep=2, **rules)
 
 

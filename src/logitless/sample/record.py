@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..algebra.record import Derived
 from ..errors import OptionError
 from . import export
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleRecord:
+class SampleRecord(Derived):
     """Tokens, and enough of the distributions that they come from: 40 + 8·k bytes a token.
 
     Floating fields are fp32 (fp64 where the hidden states are), integers int32; (...) is (B, T) or any shape. "raw"
@@ -30,6 +30,8 @@ class SampleRecord:
     logsumexp(z / temperature), the log of the share that top-k, top-p and min-p kept, and how many entries that are;
     greedy tokens have temperature 0, and 0 for both logarithms.
     """
+
+    xp = torch
 
     token: Tensor
     token_logit: Tensor
@@ -83,51 +85,6 @@ class SampleRecord:
         """The same tokens in another shape (...)."""
         trailing = self.token.dim()
         return self.map(lambda x: x.reshape((*lead, *x.shape[trailing:])))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.token.shape)
-
-    @property
-    def keep(self) -> int:
-        """k, the number of best entries that are kept."""
-        return self.topk_ids.shape[-1]
-
-    @property
-    def logprob(self) -> Tensor:
-        """The token's raw log-prob, (...)."""
-        return self.token_logit - self.logsumexp
-
-    @property
-    def behaviour_logprob(self) -> Tensor:
-        """The token's log-prob in the distribution that was drawn from, (...): an importance ratio's denominator."""
-        greedy = self.temperature == 0
-        x = self.token_logit / torch.where(greedy, 1.0, self.temperature)
-        return torch.where(greedy, 0.0, x - self.logsumexp_at_temperature - self.log_kept_mass)
-
-    @property
-    def topk_logprob(self) -> Tensor:
-        """The best entries' raw log-probs, (..., k)."""
-        return self.topk_logits - self.logsumexp[..., None]
-
-    @property
-    def self_certainty(self) -> Tensor:
-        """KL(uniform‖p) of the raw distribution, (...)."""
-        return self.logsumexp - self.mean_logit - math.log(self.vocab_size)
-
-    @property
-    def tail_mass(self) -> Tensor:
-        """The raw probability of everything that is not among the k best, (...)."""
-        if self.keep == self.vocab_size:
-            return torch.zeros_like(self.logsumexp)
-        return -torch.expm1(self.topk_logprob.logsumexp(-1).clamp(max=0))
-
-    @property
-    def perplexity(self) -> Tensor:
-        """exp of the mean -logprob over the last dimension's written tokens, (B,); 1 where there is none."""
-        written = self.token >= 0
-        total = torch.where(written, self.logprob, 0.0).sum(-1)
-        return torch.exp(-total / written.sum(-1).clamp(min=1))
 
     def alternatives(self, *index: int) -> list[tuple[int, float]]:
         """(id, raw log-prob) of the best entries other than the token at one index, best first."""
