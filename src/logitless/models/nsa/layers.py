@@ -1,0 +1,154 @@
+"""Native Sparse Attention in a transformers model of Qwen3's shape: its parameters, and its place in the model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from ...errors import ConfigError
+from .attention import nsa
+from .options import NSAOptions
+
+NAME = "logitless_nsa"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+UNLIKE = ("sliding_window", "attn_logit_softcapping", "sinks", "attention_chunk_size")
+
+
+class NSAParameters(nn.Module):
+    """What sparse attention adds to a layer: keys and values compressed block by block, and three gates per head.
+
+    Compression is a linear map of a block's keys end to end, so that each place in the block has weights of its own;
+    it starts as their mean. The gates are sigmoids of the layer's input and start at a half.
+    """
+
+    def __init__(self, hidden: int, heads: int, head_dim: int, options: NSAOptions) -> None:
+        super().__init__()
+        self.options = options.check()
+        self.gates = nn.Linear(hidden, 3 * heads)
+        self.compress_key = nn.Linear(options.block * head_dim, head_dim)
+        self.compress_value = nn.Linear(options.block * head_dim, head_dim)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for linear in (self.gates, self.compress_key, self.compress_value):
+            linear.weight.zero_()
+            linear.bias.zero_()
+        for linear in (self.compress_key, self.compress_value):
+            mean = torch.eye(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
+            linear.weight.copy_(mean.repeat(1, self.options.block) / self.options.block)
+
+    def compress(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(kv_heads, S, D) twice -> (kv_heads, compressed(S), D) twice."""
+        return self._compressed(key, self.compress_key), self._compressed(value, self.compress_value)
+
+    def _compressed(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        if self.options.compressed(x.shape[1]) == 0:
+            return x[:, :0]
+        return linear(x.unfold(1, self.options.block, self.options.stride).transpose(-1, -2).flatten(-2))
+
+
+def attend(
+    module: Any,
+    query: Tensor,  # (B, heads, T, D)
+    key: Tensor,  # (B, kv_heads, S, D)
+    value: Tensor,
+    attention_mask: Tensor | None,  # (B, S), padding
+    scaling: float,
+    dropout: float = 0.0,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: every document of every row by itself. Raises ConfigError for dropout."""
+    if dropout:
+        raise ConfigError(f"nsa knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config")
+    parameters, gates = module.nsa, more["nsa_gates"]
+    length, offset = query.shape[2], key.shape[2] - query.shape[2]
+    rows: list[list[Tensor]] = [[] for _ in query]
+    for row, begin, end in documents(attention_mask, more.get("position_ids"), key, length):
+        if end <= offset:  # padded at the right: none of its tokens asks
+            continue
+        asked = slice(max(begin - offset, 0), end - offset)
+        keys, values = key[row, :, begin:end], value[row, :, begin:end]
+        compressed = parameters.compress(keys, values)
+        gate = gates[row, :, :, asked]
+        done = nsa(query[row, :, asked], keys, values, compressed[0], compressed[1], gate, scaling, parameters.options)
+        before = asked.start - sum(part.shape[1] for part in rows[row])
+        rows[row] += [_nothing(query, before), done]
+    for parts in rows:
+        parts.append(_nothing(query, length - sum(part.shape[1] for part in parts)))
+    return torch.stack([torch.cat(parts, dim=1) for parts in rows]).transpose(1, 2), None
+
+
+def _nothing(query: Tensor, length: int) -> Tensor:
+    """The result of so many padded queries, (heads, length, D)."""
+    return query.new_zeros(query.shape[1], length, query.shape[3])
+
+
+def documents(mask: Tensor | None, positions: Tensor | None, key: Tensor, length: int) -> list[tuple[int, int, int]]:
+    """(row, first key, end) of each document: between padding, or where the positions of packed rows start anew."""
+    rows, keys = key.shape[0], key.shape[2]
+    if mask is not None:
+        inside = [row.nonzero().flatten() for row in mask[:, :keys]]
+        return [(i, int(at[0]), int(at[-1]) + 1) for i, at in enumerate(inside) if len(at)]
+    if positions is None or length < keys:
+        return [(row, 0, keys) for row in range(rows)]
+    found = []
+    for row, places in enumerate(positions.expand(rows, -1)):
+        starts = [0, *((places.diff() != 1).nonzero().flatten() + 1).tolist(), keys]
+        found += [(row, begin, end) for begin, end in pairwise(starts)]
+    return found
+
+
+def _gates(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before a layer's attention: its gates from its input, (B, 3, heads, T), handed on to `attend`."""
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    gates = torch.sigmoid(module.nsa.gates(hidden)).unflatten(-1, (3, -1)).permute(0, 2, 3, 1)
+    return args, {**kwargs, "nsa_gates": gates}
+
+
+def attach(model: Any, options: NSAOptions | None = None) -> Any:
+    """Gives every attention layer of a Qwen3-shaped model sparse attention; the config's `nsa` says with which sizes.
+
+    Adds `self_attn.nsa` to each layer, saved with the model; `load_parameters` reads them back. Raises ConfigError
+    for a model whose attention is of another kind, and leaves it as it was.
+    """
+    config = model.config.get_text_config()
+    options = (options or NSAOptions(**getattr(config, "nsa", None) or {})).check()
+    layers = [m for m in model.modules() if all(isinstance(getattr(m, name, None), nn.Linear) for name in PROJECTIONS)]
+    unlike = next((name for name in UNLIKE for m in layers if getattr(m, name, None)), None)
+    if not layers or unlike is not None or not hasattr(config, "num_key_value_heads"):
+        what = f"{unlike} in its attention" if unlike else "no attention layers of q_proj, k_proj, v_proj and o_proj"
+        raise ConfigError(f"nsa needs a model of Qwen3's shape; {type(model).__name__} has {what}")
+    if any(hasattr(layer, "nsa") for layer in layers):
+        raise ConfigError("this model has nsa already")
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    model.set_attn_implementation(NAME)
+    for layer in layers:
+        weight = layer.q_proj.weight
+        parameters = NSAParameters(weight.shape[1], weight.shape[0] // layer.head_dim, layer.head_dim, options)
+        layer.nsa = parameters.to(weight.device, weight.dtype)
+        layer.register_forward_pre_hook(_gates, with_kwargs=True)
+    config.nsa = options.to_dict()
+    return model
+
+
+def load_parameters(model: Any, directory: str | Path) -> Any:
+    """`attach` for a checkpoint saved with nsa: reads what `from_pretrained` had no place for. Raises ConfigError."""
+    attach(model)
+    wanted = {name for name in model.state_dict() if ".nsa." in name}
+    found: dict[str, Tensor] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118
+    if missing := wanted - found.keys():
+        raise ConfigError(f"{directory}: its config.json names nsa, but its weights have no {min(missing)}")
+    model.load_state_dict(found, strict=False)
+    return model

@@ -1,0 +1,44 @@
+"""Sizes of Native Sparse Attention (Yuan et al., arXiv 2502.11089), no torch import."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...errors import OptionError
+
+
+@dataclass(frozen=True)
+class NSAOptions:
+    """What a query sees, in tokens and blocks. Raises OptionError from `check`.
+
+    Compressed: blocks of `block` keys, one every `stride`. Selected: `selected` blocks of `selected_block` keys, the
+    first one and the two nearest always among them. Sliding: the last `window` keys.
+    """
+
+    block: int = 32
+    stride: int = 16
+    selected_block: int = 64
+    selected: int = 16
+    window: int = 512
+
+    def check(self) -> NSAOptions:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise OptionError(f"nsa {name} must be at least 1, got {value}")
+        for name in ("block", "selected_block"):
+            if getattr(self, name) % self.stride:
+                raise OptionError(f"nsa {name} must be a multiple of stride {self.stride}, got {getattr(self, name)}")
+        return self
+
+    def compressed(self, keys: int) -> int:
+        """Whole compressed blocks among so many keys."""
+        return max(0, (keys - self.block) // self.stride + 1)
+
+    def chunk(self, heads: int, keys: int, budget: int) -> int:
+        """Queries whose scores and weights, in fp32, fit `budget` bytes; at least one."""
+        per_query = 4 * 3 * heads * (self.compressed(keys) + self.window)
+        return max(1, min(keys, self.window, budget // per_query))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

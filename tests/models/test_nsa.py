@@ -1,0 +1,203 @@
+"""Native Sparse Attention: values and gradients against dense masks, query by query, in float64."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.errors import ConfigError, OptionError
+from logitless.models.instances import checkpoint_layers
+from logitless.models.nsa import attention
+from logitless.models.nsa.attention import nsa
+from logitless.models.nsa.layers import attach, documents, load_parameters
+from logitless.models.nsa.options import NSAOptions
+from tests.support import largest_allocation
+
+SMALL = NSAOptions(block=8, stride=4, selected_block=16, selected=4, window=10)
+WIDE = NSAOptions(block=32, stride=8, selected_block=16, selected=4, window=3)
+
+
+def dense_branch(query, key, value, sees, scaling):
+    scores = (query @ key.mT * scaling).masked_fill(~sees, -torch.inf)
+    weights = torch.where(sees.any(-1, keepdim=True), torch.softmax(scores, -1), 0.0)
+    return weights, weights @ value
+
+
+def naive(query, key, value, compressed_key, compressed_value, gates, scaling, options):
+    """The definition with loops over heads and queries and masks over all keys."""
+    heads, length, _ = query.shape
+    keys, group = key.shape[1], heads // key.shape[0]
+    rows = []
+    for h in range(key.shape[0]):
+        own = range(h * group, (h + 1) * group)
+        for t in range(length):
+            position = keys - length + t
+            ends = torch.arange(compressed_key.shape[1]) * options.stride + options.block
+            some = ends <= position + 1
+            branches = [[] for _ in own]
+            importance = torch.zeros(-(-keys // options.selected_block), dtype=query.dtype)
+            for i, q in enumerate(own):
+                weights, out = dense_branch(query[q, t], compressed_key[h], compressed_value[h], some, scaling)
+                branches[i].append(out)
+                for block, weight in enumerate(weights.detach()):
+                    for token in range(block * options.stride, block * options.stride + options.block, options.stride):
+                        importance[token // options.selected_block] += weight
+            here = position // options.selected_block
+            importance[here + 1 :] = -torch.inf
+            for forced in {0, here, max(here - 1, 0)}:
+                importance[forced] = torch.inf
+            chosen = [b for b in importance.topk(min(options.selected, len(importance))).indices.tolist() if b <= here]
+            token = torch.arange(keys)
+            selected = torch.isin(token // options.selected_block, torch.tensor(chosen)) & (token <= position)
+            near = (token <= position) & (token > position - options.window)
+            for i, q in enumerate(own):
+                branches[i] += [dense_branch(query[q, t], key[h], value[h], s, scaling)[1] for s in (selected, near)]
+                rows.append(sum(gates[b, q, t] * out for b, out in enumerate(branches[i])))
+    ordered = [rows[(h // group * length + t) * group + h % group] for h in range(heads) for t in range(length)]
+    return torch.stack(ordered).unflatten(0, (heads, length))
+
+
+def problem(keys, queries, heads, kv_heads, options, dim=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(keys)
+    blocks = options.compressed(keys)
+    shapes = (
+        (heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim), (kv_heads, blocks, dim),
+        (kv_heads, blocks, dim), (3, heads, queries),
+    )  # fmt: skip
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize(
+    ("keys", "queries", "heads", "kv_heads", "options"),
+    [
+        (1, 1, 2, 1, SMALL),
+        (7, 7, 2, 2, SMALL),  # shorter than one block
+        (16, 16, 4, 2, SMALL),
+        (131, 131, 4, 2, SMALL),
+        (131, 3, 4, 1, SMALL),  # the last queries of a cached sequence
+        (97, 97, 2, 1, WIDE),
+        (5, 5, 2, 1, WIDE),  # a compressed block longer than a selected one
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [1, 40_000, 64 << 20])
+def test_values_and_gradients_equal_the_definition(keys, queries, heads, kv_heads, options, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_BYTES", chunk_bytes)
+    tensors = problem(keys, queries, heads, kv_heads, options)
+    ours = nsa(*tensors, 0.7, options)
+    theirs = naive(*tensors, 0.7, options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, tensors, upstream)
+    wanted = torch.autograd.grad(theirs, tensors, upstream, allow_unused=True)
+    for a, b, tensor in zip(found, wanted, tensors, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(tensor) if b is None else b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_that_of_the_dtype(dtype):
+    exact = problem(70, 70, 4, 2, SMALL)
+    rounded = [t.detach().to(dtype).requires_grad_() for t in exact]
+    wanted = naive(*(t.detach().double() for t in rounded), 0.5, SMALL)
+    assert (nsa(*rounded, 0.5, SMALL).double() - wanted).abs().max() < 8 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
+def test_memory_is_linear_in_the_context(monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_BYTES", 1 << 20)
+    options, keys = NSAOptions(selected=4, window=64), 4096
+    tensors = problem(keys, keys, 2, 1, options, dim=8, dtype=torch.float32)
+    assert largest_allocation(lambda: nsa(*tensors, 1.0, options).sum().backward()) < keys * keys / 4
+
+
+def model_and_ids(length=60, seed=0):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=64, max_position_embeddings=512,
+    )  # fmt: skip
+    model = attach(AutoModelForCausalLM.from_config(config, dtype=torch.float64), SMALL).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".nsa." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model, torch.randint(0, 128, (2, length))
+
+
+def test_packed_documents_are_those_documents_by_themselves():
+    model, ids = model_and_ids()
+    positions = torch.cat([torch.arange(23), torch.arange(30), torch.arange(7)]).expand(2, -1)
+    packed = model(input_ids=ids, position_ids=positions).logits
+    apart = [model(input_ids=part).logits for part in ids.split([23, 30, 7], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1))
+
+
+def test_generation_with_a_cache_and_padding_equals_whole_forwards():
+    model, ids = model_and_ids(20)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    for row, begin in ((0, 7), (1, 0)):
+        whole = model(input_ids=text[row : row + 1, begin:]).logits[0]
+        assert whole[19 - begin : -1].argmax(-1).tolist() == text[row, 20:].tolist()
+
+
+def test_checkpointed_layers_give_the_same_gradients():
+    found = []
+    for checkpointed in (False, True):
+        model, ids = model_and_ids()
+        if checkpointed:
+            checkpoint_layers(model)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(p is not None and p.abs().sum() > 0 for name, p in found[0].items() if ".nsa." in name)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_a_saved_model_comes_back(tmp_path):
+    model, ids = model_and_ids()
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(load_parameters(plain, tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_weights_without_nsa_are_named(tmp_path):
+    model, _ = model_and_ids()
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".nsa." not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"names nsa, but its weights have no model\.layers\.0\.self_attn\.nsa"):
+        load_parameters(plain, tmp_path)
+
+
+def test_documents_of_a_batch():
+    key = torch.zeros(2, 1, 6, 4)
+    mask = torch.tensor([[False, False, True, True, True, True], [True, True, True, True, False, False]])
+    assert documents(mask, None, key, 6) == [(0, 2, 6), (1, 0, 4)]
+    assert documents(None, None, key, 6) == [(0, 0, 6), (1, 0, 6)]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    assert documents(None, positions, key, 6) == [(0, 0, 3), (0, 3, 5), (0, 5, 6), (1, 0, 6)]
+    assert documents(None, torch.tensor([[5]]), key, 1) == [(0, 0, 6), (1, 0, 6)]
+
+
+@pytest.mark.parametrize(("change", "message"), [({"block": 30}, "multiple of stride 16"), ({"window": 0}, "at least")])
+def test_sizes_without_a_meaning(change, message):
+    with pytest.raises(OptionError, match=message):
+        NSAOptions(**change).check()
+
+
+def test_models_of_another_shape_are_refused_and_left_alone():
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    other = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="no attention layers of q_proj"):
+        attach(other)
+    assert not any(".nsa." in name for name, _ in other.named_parameters())
+    model, _ = model_and_ids()
+    with pytest.raises(ConfigError, match="has nsa already"):
+        attach(model)
+
+
+def test_attention_dropout_is_refused():
+    model, ids = model_and_ids()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="no attention dropout, got"):
+        model.train()(input_ids=ids)
