@@ -5,6 +5,8 @@
     trace_allocations(fn)    both, and what is still alive when fn returns: saved for backward, or its result
 
 Every operator's output is seen, in forward and in backward. Scratch memory inside one operator is not.
+
+    poison(setattr)          makes uninitialised memory hold values that no result can hide
 """
 
 import weakref
@@ -72,3 +74,28 @@ def largest_allocation(fn: Callable[[], Any]) -> int:
 
 def peak_new_bytes(fn: Callable[[], Any]) -> int:
     return trace_allocations(fn).peak
+
+
+UNINITIALISED = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def poison(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Fill what torch leaves uninitialised: NaN, large integers. `put`: `setattr`, or a monkeypatch's."""
+    for owner, name in UNINITIALISED:
+        put(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = create(*args, **kwargs)
+        if out.is_floating_point() or out.is_complex():
+            return out.detach().fill_(float("nan")).requires_grad_(out.requires_grad)
+        return out if out.dtype == torch.bool else out.fill_(torch.iinfo(out.dtype).max // 2)
+
+    return poisoned

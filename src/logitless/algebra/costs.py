@@ -13,6 +13,9 @@ CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: mor
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
+FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
+ALIGNED = 16  # entries, to which a kernel's slices are padded
+GEMM_ROWS = 128  # tokens of a product that a GPU computes as one block
 FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
 
 
@@ -114,6 +117,47 @@ def slices_of(
     tokens = _even(n_tokens, min(STREAM_TOKENS["gpu" if gpu else "cpu"], max(1, tile // 64)))
     width = max(1, min(vocab_size, tile // tokens, room // (tiles * tokens + converted)))
     return Slices(tokens, width, itemsize * width * (tiles * tokens + converted))
+
+
+def fused_slices_of(
+    n_tokens: int,
+    vocab_size: int,
+    *,
+    budget: int,
+    itemsize: int = 4,
+    heads: int = 1,
+    bases: int = 0,
+    converted: int = 0,
+    whole: bool = False,
+) -> Slices:
+    """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
+
+    bases: products that accumulate during the fold, whose weights lie over the slice, a second one's beside it; the
+    rest as `slices_of`.
+    """
+    room = max(1, budget // itemsize)
+    tiles = heads + max(0, bases - 1)
+    if whole:
+        width = max(1, min(vocab_size, room // (4 * converted))) if converted else vocab_size
+        row = tiles * -(-vocab_size // width) * aligned(width)
+        tokens = _even_blocks(n_tokens, max(1, (room - converted * width) // row))
+        return Slices(tokens, width, itemsize * (tokens * row + converted * width))
+    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, room // tiles // 64)))
+    width = max(1, min(vocab_size, room // (tiles * tokens + converted), FUSED_WIDTH if bases else vocab_size))
+    width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
+    return Slices(tokens, width, itemsize * (tiles * tokens * aligned(width) + converted * width))
+
+
+def aligned(width: int) -> int:
+    """The entries that a row of a kernel's slice takes."""
+    return -(-width // ALIGNED) * ALIGNED
+
+
+def _even_blocks(n_tokens: int, most: int) -> int:
+    """`_even`, in whole blocks of a GPU's products where there are several."""
+    tokens = _even(n_tokens, most)
+    blocks = -(-tokens // GEMM_ROWS) * GEMM_ROWS
+    return blocks if GEMM_ROWS < tokens and blocks <= min(most, n_tokens) else tokens
 
 
 def _even(n_tokens: int, most: int) -> int:

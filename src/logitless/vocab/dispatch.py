@@ -7,19 +7,28 @@ import importlib
 from types import ModuleType
 
 from ..errors import BackendError
+from .backends import triton_support
 
-BACKENDS = {"eager": "logitless.vocab.backends.eager"}
+BACKENDS = {"eager": "logitless.vocab.backends.eager", "triton": "logitless.vocab.backends.triton"}
 
 
 def choose(name: str | None, device: str) -> str:
     """The backend's name for tensors on `device`."""
     if name is None:
-        return "eager"
+        return "triton" if device == "cuda" and why_not("triton", device) is None else "eager"
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {name!r}{hint}")
+    reason = why_not(name, device)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} cannot run here: {reason}; backend=None takes one that can")
     return name
+
+
+def why_not(name: str, device: str) -> str | None:
+    """The reason why a backend cannot run on this type of device, None where it can."""
+    return triton_support.why_not(device) if name == "triton" else None
 
 
 def load(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, slices_of, tiles_of
+from ..algebra.costs import Price, Slices, fused_slices_of, slices_of, tiles_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
 from .backends.chunk import Chunk, Folded, Grads, Scratch
@@ -23,8 +23,8 @@ from .ranks import Ranks, layout_of
 from .shard import VocabShard
 
 
-def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False) -> Slices:
-    """The slice sizes that a call gets."""
+def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False, bases: int = 0) -> Slices:
+    """The slice sizes that a call gets; `bases`: how many products accumulate during the fold."""
     compute, reference = compute_dtype(inputs.hidden), inputs.ref_weight is not None
     converted = sum(
         w.shape[1]
@@ -32,18 +32,20 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: boo
         if w is not None and (w.dtype != operand_dtype(inputs.hidden, w.dtype, compute) or spec.operand)
     )
     converted += sum(x.shape[1] for x in (inputs.up, inputs.ref_up) if x is not None and x.dtype != compute)
-    return slices_of(
-        n_tokens,
-        _widest(spec, inputs),
-        budget=spec.budget,
-        device=inputs.hidden.device.type,
-        itemsize=compute.itemsize,
-        heads=1 + reference,
-        tiles=tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k),
-        converted=converted,
-        whole=whole,
-        wide=wide,
+    size, same = (
+        (n_tokens, _widest(spec, inputs)),
+        {
+            "budget": spec.budget,
+            "itemsize": compute.itemsize,
+            "heads": 1 + reference,
+            "converted": converted,
+            "whole": whole,
+        },
     )
+    if spec.backend == "triton":
+        return fused_slices_of(*size, **same, bases=bases)
+    tiles = tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k)
+    return slices_of(*size, **same, device=inputs.hidden.device.type, tiles=tiles, wide=wide)
 
 
 def _widest(spec: Spec, inputs: Inputs) -> int:
@@ -57,13 +59,13 @@ def _widest(spec: Spec, inputs: Inputs) -> int:
 class Pass:
     """A problem with its slices, buffers and the head's summed rows."""
 
-    def __init__(self, problem: Problem, whole: bool, wide: bool = False) -> None:
+    def __init__(self, problem: Problem, whole: bool, wide: bool = False, bases: int = 0) -> None:
         self.problem = problem
         self.backend = load(problem.spec.backend)
         if problem.shard is not None:
             self.backend = Parallel(self.backend, problem.shard, problem.head.rows)
         i = problem.inputs
-        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide)
+        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide, bases)
         self.scratch = Scratch(problem.compute, i.hidden.device)
         self._sums: list[Tensor] | None = None
 
@@ -162,7 +164,7 @@ def _exact(driver: F) -> F:
 @_exact
 def values(problem: Problem, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
-    run = Pass(problem, price.whole_rows)
+    run = Pass(problem, price.whole_rows, bases=len(price.bases))
     out: dict[str, Tensor] = {}
     saved = Saved({}, {}, {})
 
@@ -246,7 +248,9 @@ def gradients(
     problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, ...]:
     """(dhidden, dweight, dbias, dlow, dup) for upstream gradients of the statistics, (N, ...) each."""
-    run = Pass(problem, price.whole_rows)  # the fold's slices: other shapes of a GEMM round differently
+    run = Pass(
+        problem, price.whole_rows, bases=len(price.bases)
+    )  # the fold's slices: other shapes of a GEMM round differently
     total = Accumulator(problem, needs)
     for rows, chunk in run.chunks():
         grads = total.chunk(chunk.n_tokens)

@@ -68,7 +68,7 @@ def explain(
     needs = needs_of(flat)
     price = price_of(spec.want, **grads_of(needs), loss=True) if loss else stats_price(spec, flat, needs)
     n, itemsize = flat.hidden.shape[0], compute_dtype(flat.hidden).itemsize
-    slices = slices_for(spec, flat, n, price.whole_rows)
+    slices = slices_for(spec, flat, n, price.whole_rows, bases=len(price.bases))
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (flat.up, flat.ref_up))
     flop = price.gemms * gemm_flop(n, head.hidden_size, head.rows) + low_rank_flop(
         price, n, head.rows, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
@@ -88,5 +88,5 @@ def _gradient_bytes(flat: Inputs, needs: Needs, itemsize: int) -> int:
         total += needs.low * flat.hidden.shape[0] * flat.up.shape[1] * itemsize
     for x, wanted in ((flat.weight, needs.weight), (flat.bias, needs.bias), (flat.up, needs.up)):
         if wanted and x is not None:
-            total += sum(weight_gradient_bytes(x.shape[0], x.numel() // x.shape[0], x.itemsize))
+            total += sum(weight_gradient_bytes(x.shape[0], x.shape[1:].numel(), x.itemsize))
     return total

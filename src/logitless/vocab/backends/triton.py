@@ -1,0 +1,203 @@
+"""The pass on a GPU: products by the device's own library, and one kernel per slice that reads them in place.
+
+A slice's products with W stay as they are, in fp32; the kernels apply the head's scale, bias, softcap and temperature
+to what they read. The gradient of bf16 operands is written in bf16 over the products. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...algebra.fold import Fold, Totals
+from ...algebra.stats import DENSE, Slope
+from . import triton_kernels
+from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
+from .eager import label_coefficient, normalised
+from .tiles import Operands, add_product
+from .triton_best import Best
+from .triton_slices import Heads, buffer, narrow, of_slice, slice_of
+from .triton_tuned import launch, table_for
+
+__all__ = ["fold", "label_coefficient", "mixture_sums", "part", "second_look", "unfold"]
+kernels: Any = triton_kernels  # a launch turns plain numbers into what a kernel's signature says
+MERGED = 64  # partial folds that one program merges
+
+
+class Running:
+    """The running folds of a chunk's tokens, of several parts of every slice where there are few tokens."""
+
+    def __init__(self, chunk: Chunk, bases: tuple[str, ...], final: bool) -> None:
+        self.chunk, self.bases, self.heads, n = chunk, bases, Heads(chunk), chunk.n_tokens
+        like = {"dtype": chunk.policy.compute, "device": self.heads.device}
+        sizes = self.sizes = table_for(self.heads.device)["fold"]
+        self.blocks = triton.cdiv(n, sizes["rows"])
+        parts = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
+        self.parts = 1 if bases else max(1, parts)
+        self.flags = {
+            "WITH_T": "t" in chunk.sums,
+            "WITH_R": "r" in chunk.sums,
+            "RANK": "above" in chunk.sums,
+            "WITH_SUM": "zsum" in chunk.sums,
+        }
+        self.reference = {"REF": chunk.reference is not None, "WITH_QE": "qe" in chunk.sums}
+        fields = len(kernels.FIELDS) if chunk.reference is not None else kernels.ALONE
+        self.state = torch.empty(fields, self.parts, n, **like)
+        self.best = Best(chunk.top_k, n, self.parts, **like)
+        self.final = (final or self.best.reads_logits) and not self.heads.plain
+        self.growth = torch.empty(3, n, **like)
+        self.widths = chunk.policy.widths
+        self.products = {basis: torch.zeros(n, sum(self.widths), **like) for basis in bases}
+
+    def add(self, tile: Tile, w: Operands) -> None:
+        """Fold one slice in."""
+        sizes, best = self.sizes, self.best
+        blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
+        weights = [self.room(tile, w, k) for k in range(len(self.bases))]
+        out0, out1 = (*weights, tile.z, tile.z)[:2]
+        names = (*self.bases, "", "")
+        kernels.fold_slice[(self.blocks, self.parts)](
+            **of_slice(tile), **self.heads.tensors, **self.heads.flags, **self.flags, **launch(sizes),
+            state=self.state, best_keys=best.keys, label_logits=self.heads.label_logits, out0=out0, out1=out1,
+            out0_stride=out0.stride(0), out1_stride=out1.stride(0), growth=self.growth, n_parts=self.parts,
+            part_width=blocks * sizes["block"], FIRST=tile.v.start == 0, WRITE_BACK=self.final,
+            WITH_QE=self.reference["WITH_QE"], BEST=best.in_kernel, TOP=best.lanes,
+            BASIS0=kernels.BASES[names[0]], BASIS1=kernels.BASES[names[1]], ROWS=sizes["rows"],
+            BLOCK=triton.next_power_of_2(tile.z.shape[1]) if self.bases else sizes["block"],
+        )  # fmt: skip
+        tile.raw = not (self.final or self.heads.plain)
+        best.add(tile)
+        self.rescale()
+        for basis, x in zip(self.bases, weights, strict=True):
+            for part, out in zip(w, self.products[basis].split(self.widths, 1), strict=True):
+                add_product(x, part.to(x.dtype), out)
+
+    def room(self, tile: Tile, w: Operands, k: int) -> Tensor:
+        """Where the k-th basis' weights go: over the products, but for a second one that is as wide as they are."""
+        if k == 0 or w[0].dtype != tile.z.dtype:
+            return narrow(tile.z, w[0].dtype, k)
+        return buffer(self.chunk, "weights", tile.z.shape[1])
+
+    def rescale(self) -> None:
+        """The products relative to the new maximum."""
+        for basis, total in self.products.items():
+            if basis == "plogp":  # with p, from which it gains
+                continue
+            plogp = self.products.get("plogp") if basis == "p" else None
+            growth = self.growth[2:] if basis == "q" else self.growth
+            n, width = total.shape
+            kernels.rescale[(n,)](
+                total, total if plogp is None else plogp, growth, n, width,
+                PLOGP=plogp is not None, SQUARED=basis == "p2", BLOCK=1024,
+            )  # fmt: skip
+
+    def merged(self) -> Fold:
+        """The fold of all parts; also sets `zsum`."""
+        state = merge(self.state, self.flags | self.reference)
+        rows = dict(zip(kernels.FIELDS, state[:, 0], strict=False))
+        self.zsum = rows.pop("zsum")
+        for name, given in (("t", "WITH_T"), ("r", "WITH_R"), ("above", "RANK")):
+            if not self.flags[given]:
+                del rows[name]
+        if "a_ref" in rows and not self.reference["WITH_QE"]:
+            del rows["a_ref"]
+        out = Fold(**rows)
+        out.above = None if out.above is None else out.above.long()
+        return out
+
+    def result(self) -> Part:
+        whole = self.merged()
+        return Part(
+            whole,
+            partial(normalised, self.products, whole),
+            self.zsum if self.flags["WITH_SUM"] else None,
+            self.best.result() if self.chunk.top_k else None,
+        )
+
+
+def merge(state: Tensor, flags: dict[str, bool]) -> Tensor:
+    """(fields, parts, n) -> (fields, 1, n)."""
+    fields, parts, n = state.shape
+    while parts > 1:
+        group = min(parts, MERGED)
+        count = triton.cdiv(parts, group)
+        out = torch.empty(fields, count, n, dtype=state.dtype, device=state.device)
+        kernels.merge_parts[(triton.cdiv(n, 16), count)](
+            state, out, n, parts, count, group, **flags, PARTS=triton.next_power_of_2(group), ROWS=16
+        )
+        state, parts = out, count
+    return state
+
+
+def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
+    """One pass over the vocabulary; with `keep` whole rows stay in `chunk.kept`, as logits where it says so."""
+    return part(chunk, bases, keep).folded(chunk)
+
+
+def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Part:
+    """`fold` of the rows here, unfinished: what ranks that share a vocabulary merge."""
+    run = Running(chunk, bases, final=keep == "logits")
+    for i, v in enumerate(chunk.vocabulary()):
+        w = chunk.policy.operand(v)
+        tile = slice_of(chunk, v, w, str(i) if keep else "")
+        run.add(tile, w)
+        if keep:
+            chunk.kept.append(tile)
+    return run.result()
+
+
+def _rows_of(names: Iterable[str], values: dict[str, Tensor], zero: Tensor) -> Tensor:
+    """(len(names), n), 0 where there is no value."""
+    return torch.stack([values.get(name, zero) for name in names])
+
+
+def second_look(chunk: Chunk, totals: Totals) -> None:
+    """jsd and KL(p‖M) into `totals`, from the kept rows: both need the log-sum-exps first. No GEMM."""
+    put_mixture(chunk, totals, *mixture_sums(chunk, totals))
+
+
+def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
+    """The kept rows' shares of jsd and of KL(p‖M), the label's left out."""
+    heads, sizes = Heads(chunk), table_for(totals.m.device)["look"]
+    numbers = _rows_of(kernels.TOTALS, dict(totals.items()), torch.zeros_like(totals.m))
+    out = torch.zeros(2, chunk.n_tokens, dtype=totals.m.dtype, device=totals.m.device)
+    for tile in chunk.kept:
+        kernels.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+            **of_slice(tile), labels=heads.tensors["labels"], n=chunk.n_tokens, totals=numbers, out=out,
+            beta=chunk.jsd_beta, LABEL=heads.flags["LABEL"], ROWS=sizes["rows"], BLOCK=sizes["block"], **launch(sizes),
+        )  # fmt: skip
+    return out[0], out[1]
+
+
+def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
+    """Add the dense bases' share of every gradient to `grads`: rows kept by `fold`, or recomputed."""
+    capped = chunk.policy.outer is not None
+    if not any(basis in slope for basis in DENSE) and not (capped and "one" in slope):
+        return
+    heads, zero = Heads(chunk), torch.zeros_like(totals.m)
+    slopes = _rows_of(kernels.SLOPES, {basis: chunk.policy.chain(c) for basis, c in slope.items()}, zero)
+    numbers = _rows_of(kernels.TOTALS, dict(totals.items()), zero)
+    sizes = table_for(totals.m.device)["unfold"]
+    flags = {name.upper(): name in slope for name in kernels.SLOPES[1:]}
+    kept = iter(chunk.kept)
+    for v in chunk.vocabulary():
+        w = chunk.policy.operand(v)
+        tile = next(kept) if chunk.kept else slice_of(chunk, v, w, "")
+        dz = narrow(tile.z, w[0].dtype)
+        kernels.unfold_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+            **of_slice(tile), **heads.tensors, **heads.flags, **flags, **launch(sizes), out=dz,
+            out_stride=dz.stride(0), totals=numbers, slopes=slopes, beta=chunk.jsd_beta, RAW=tile.raw,
+            ROWS=sizes["rows"], BLOCK=sizes["block"],
+        )  # fmt: skip
+        if grads.bias is not None:
+            grads.bias[v] += dz.sum(0, dtype=grads.bias.dtype)
+        for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
+            if tokens is not None:
+                add_product(dz, part.to(dz.dtype), tokens)
+            if entries is not None:
+                add_product(dz.t(), factor.tokens.to(dz.dtype), entries[v])

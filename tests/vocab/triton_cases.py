@@ -1,0 +1,413 @@
+"""What the Triton backend must get right, each case held against the dense float64 oracle, on whatever device.
+
+    python -m tests.vocab.triton_cases [--device cuda] [NAME ...]
+
+runs them without pytest: on a GPU as they are, on a CPU with TRITON_INTERPRET=1 under Triton's interpreter. With
+`--serve` the names come on standard input, one a line, and each answer is a line of JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.vocab.backends import tiles
+from logitless.vocab.checks import flatten
+from logitless.vocab.engine import Pass
+from logitless.vocab.head import LowRank
+from logitless.vocab.problem import Problem
+from logitless.vocab.reference import dense_token_stats
+from tests.support import poison, trace_allocations
+from tests.vocab.comparing import ALONE, EVERYTHING, PAIRED, Operands, compare, operands
+
+DEVICE = "cpu"
+BUDGETS = (None, 40_000, 200_000)  # bytes: whole rows, slices of some and of all tokens that do not divide V
+BF16_GRADIENT = 1.5e-2  # of the largest entry: dz is rounded to bf16 before the products
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Puts a function into CASES."""
+
+    def put(function: Callable[[], None]) -> Callable[[], None]:
+        CASES[name] = function
+        return function
+
+    return put
+
+
+def moved(ops: Operands) -> Operands:
+    """The operands as leaves on the device."""
+    if DEVICE == "cpu":
+        return ops
+
+    def to(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+
+    adapters = tuple(LowRank(to(x.a), to(x.b), x.scaling, x.dropout) for x in ops.adapters)
+    labels = None if ops.labels is None else ops.labels.to(DEVICE)
+    ref = None if ops.ref is None else moved(ops.ref)
+    named = {name: to(getattr(ops, name)) for name in ("hidden", "weight", "bias")}
+    return replace(ops, **named, labels=labels, ref=ref, adapters=adapters)
+
+
+def check(ops: Operands, want: tuple[str, ...] = ("logprob",), **options: object) -> None:
+    """`compare` on the device with this backend."""
+    candidates = options.get("candidates")
+    if candidates is not None:
+        options["candidates"] = candidates.to(DEVICE)
+    compare(moved(ops), want, backend="triton", **options)
+
+
+def _add_statistics() -> None:
+    def statistic(name: str, dtype: torch.dtype, budget: int | None) -> Callable[[], None]:
+        def run() -> None:
+            ops = operands((13,), 7, 1031, dtype=dtype, reference=name in PAIRED)
+            check(ops, (name,), memory_budget=budget)
+
+        return run
+
+    for name in EVERYTHING:
+        CASES[f"{name}, fp64"] = statistic(name, torch.float64, 100_000)
+        CASES[f"{name}, fp32"] = statistic(name, torch.float32, 200_000)
+
+
+_add_statistics()
+
+
+def _add_all_at_once() -> None:
+    def every(budget: int | None, dtype: torch.dtype) -> Callable[[], None]:
+        def run() -> None:
+            ops = operands((13,), 7, 1031, dtype=dtype, reference=True)
+            ops.labels[[2, 7]] = -100
+            candidates = torch.randint(1031, (13, 4))
+            candidates[:, 3] = candidates[:, 1]  # the same id twice
+            candidates[:, 2] = ops.labels.clamp_min(0)  # the label among the candidates
+            options = {"top_k": 5, "candidates": candidates, "jsd_beta": 0.3, "memory_budget": budget}
+            check(ops, EVERYTHING, temperature=0.8, **options)
+
+        return run
+
+    for budget in BUDGETS:
+        CASES[f"all at once, budget {budget}"] = every(budget, torch.float32)
+    CASES["all at once, fp64"] = every(100_000, torch.float64)
+
+
+_add_all_at_once()
+
+
+def _add_transforms() -> None:
+    def transform(options: dict, want: tuple[str, ...], **more: object) -> Callable[[], None]:
+        return lambda: check(operands((6,), 7, 1031, reference=True, **options), want, top_k=4, temperature=1.6, **more)
+
+    for options in (
+        {"scale": 0.3},
+        {"softcap": 4.0},
+        {"scale": 0.6, "softcap": 3.0, "vocab_size": 1030},
+        {"bias": False, "vocab_size": 997},
+    ):
+        CASES[f"head {options}"] = transform(options, EVERYTHING, memory_budget=70_000)
+    CASES["head kept with a softcap"] = transform({"softcap": 4.0, "scale": 1.7}, EVERYTHING)
+
+
+_add_transforms()
+
+FROZEN = {
+    "log-prob": ("logprob", "logsumexp", "self_certainty"),
+    "entropy": ("logprob", "entropy"),
+    "KL": ("kl",),
+    "Σp²": ("sum_sq_prob",),
+    "reverse KL": ("reverse_kl",),
+}
+
+
+def _add_frozen_heads() -> None:
+    def frozen(want: tuple[str, ...], softcap: float | None, dtype: torch.dtype) -> Callable[[], None]:
+        def run() -> None:
+            reference = bool(set(want) & set(PAIRED))
+            ops = operands((13,), 7, 1031, dtype=dtype, reference=reference, softcap=softcap, ranks=(2,))
+            check(ops.training("hidden", "a"), tuple(w for w in want if w != "self_certainty" or not softcap),
+                  memory_budget=30_000, temperature=0.9)  # fmt: skip
+
+        return run
+
+    for name, want in FROZEN.items():
+        CASES[f"frozen head, {name}"] = frozen(want, None, torch.float64)
+    CASES["frozen head, entropy, softcap"] = frozen(FROZEN["entropy"], 4.0, torch.float32)
+
+
+_add_frozen_heads()
+
+
+@case("adapters on the head")
+def adapters() -> None:
+    check(operands((9,), 7, 523, reference=True, ranks=(2, 3)), ("logprob", "entropy", "kl"), memory_budget=30_000)
+    check(operands((9,), 7, 523, ranks=(2,), scale=0.5).training("a", "b"), ("logprob", "entropy"), temperature=0.7)
+
+
+@case("ragged sizes")
+def ragged() -> None:
+    for n, h, v in ((1, 1, 1), (1, 1, 2), (17, 33, 129), (65, 3, 257), (2, 130, 5)):
+        check(operands((n,), h, v, reference=True), EVERYTHING, top_k=min(v, 4))
+
+
+@case("no token that counts")
+def nothing() -> None:
+    check(operands((0,)), ALONE, top_k=2)
+    ops = operands((4,))
+    ops.labels[:] = -100
+    check(ops, ALONE, top_k=2)
+
+
+@case("impossible entries")
+def impossible() -> None:
+    for budget in (None, 30_000):
+        ops = operands((6,), 5, 700, reference=True)
+        with torch.no_grad():
+            ops.bias[[1, 2, 300]] = -torch.inf
+            ops.ref.bias[[2, 3]] = -torch.inf
+            ops.bias[3] = -torch.inf
+        ops.labels[:] = 5
+        check(ops, ("logprob", "entropy", "kl", "max_logit", "rank"), top_k=3, memory_budget=budget)
+
+
+@case("large logits")
+def large() -> None:
+    check(operands((9,), 7, 503, spread=300.0, reference=True), EVERYTHING, memory_budget=50_000)
+    check(operands((9,), 7, 503, spread=60.0, dtype=torch.float32), ALONE, memory_budget=30_000, tolerance=1e-4)
+
+
+@case("temperature for each token")
+def temperatures() -> None:
+    ops = operands((3, 5), reference=True)
+    ops.labels[1, 2] = -100
+    check(ops, EVERYTHING, temperature=(torch.rand(3, 5) + 0.5).to(DEVICE), top_k=2)
+
+
+@case("wide top-k and ties")
+def best() -> None:
+    ops = operands((5,), 7, 1031, dtype=torch.float32)
+    check(ops, ("logprob",), top_k=100, memory_budget=30_000)
+    weight = torch.zeros(301, 1)
+    weight[[7, 40, 41, 300]] = 1.0  # zeros and ones: the lowest ids first
+    ops = Operands(torch.ones(3, 1), weight, None, torch.tensor([0, 1, 2]))
+    for k in (6, 70):
+        stats = ll.token_stats(*(x.to(DEVICE) for x in (ops.hidden,)), moved(ops).head, None, want=("max_logit",),
+                               top_k=k, memory_budget=2_000, backend="triton")  # fmt: skip
+        assert stats.top_k_ids[1].tolist()[:6] == [7, 40, 41, 300, 0, 1]
+
+
+@case("log-probs of a peaked row")
+def peaked() -> None:
+    for margin in (5.0, 17.0, 40.0):
+        weight = torch.zeros(1031, 1)
+        weight[700] = margin + 7.0
+        ops = Operands(torch.ones(2, 1), weight, None, torch.tensor([700, 3])).training("hidden", "weight")
+        exact = -torch.log1p(1030 * torch.exp(torch.tensor(-margin - 7.0, dtype=torch.float64)))
+        stats = ll.token_stats(*_call(ops), want=("logprob", "entropy"), memory_budget=30_000, backend="triton")
+        torch.testing.assert_close(stats.logprob[0].detach().cpu().double(), exact, rtol=2e-6, atol=0)
+
+
+def _call(ops: Operands) -> tuple:
+    there = moved(ops)
+    return there.hidden, there.head, there.labels
+
+
+@case("KL of a policy next to its reference")
+def near() -> None:
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True, bias=False)
+    reference = replace(ops, hidden=ops.hidden.detach() + 1e-3 * torch.randn_like(ops.hidden), ref=None)
+    ops = moved(replace(ops, ref=reference))
+    true = ops.to(torch.float64)
+    exact = dense_token_stats(true.hidden, true.head, None, want=("kl",), reference=true.reference)["kl"]
+    kl = ll.token_stats(ops.hidden, ops.head, want=("kl",), reference=ops.reference, memory_budget=30_000,
+                        backend="triton").kl  # fmt: skip
+    torch.testing.assert_close(kl.double(), exact, rtol=2e-3, atol=0)
+    assert (kl > 0).all()
+
+
+@case("cross-entropy")
+def cross_entropy() -> None:
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-2}):
+        for budget in (None, 20_000):
+            ops = operands((11,), 7, 1031)
+            ops.labels[3] = -100
+            exact = moved(ops.to(torch.float64))
+            z = F.linear(exact.hidden, exact.weight, exact.bias)
+            wanted = F.cross_entropy(z, exact.labels, label_smoothing=options.get("label_smoothing", 0.0))
+            wanted = wanted + options.get("z_loss", 0.0) * z.logsumexp(-1)[exact.labels != -100].square().mean()
+            there = moved(ops)
+            loss = ll.linear_cross_entropy(
+                there.hidden, there.head, there.labels, memory_budget=budget, backend="triton", **options
+            )
+            torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
+            for mine, theirs in zip(
+                torch.autograd.grad(loss, list(there.leaves.values())),
+                torch.autograd.grad(wanted, list(exact.leaves.values())),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@case("token_loss, twice backward")
+def token_loss() -> None:
+    ops = moved(operands((11,), 7, 1031, reference=True))
+
+    def loss_fn(stats: ll.TokenStats, advantages: torch.Tensor) -> torch.Tensor:
+        return -(stats.logprob.exp() * advantages) - 0.1 * stats.entropy + 0.2 * stats.kl
+
+    advantages = torch.randn(11, dtype=torch.float64, device=DEVICE)
+    options = {"want": ("logprob", "entropy", "kl"), "reference": ops.reference}
+    exact = dense_token_stats(ops.hidden, ops.head, ops.labels, **options)
+    wanted = torch.autograd.grad(loss_fn(ll.TokenStats(exact), advantages).mean(), list(ops.leaves.values()))
+    loss = ll.token_loss(loss_fn, ops.hidden, ops.head, ops.labels, inputs=(advantages,), backend="triton",
+                         memory_budget=40_000, **options)  # fmt: skip
+    for _ in range(2):
+        found = torch.autograd.grad(3 * loss, list(ops.leaves.values()), retain_graph=True)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, 3 * theirs, rtol=1e-9, atol=1e-11)
+
+
+@case("kept rows are logits")
+def kept_rows() -> None:
+    """What `sample_tokens` draws from."""
+    for options in ({"bias": True, "softcap": 6.0}, {"bias": False}):
+        ops = moved(operands((7,), 5, 1031, dtype=torch.float32, **options))
+        spec, inputs = flatten(ops.hidden, ops.head, None, want=("logsumexp",), temperature=0.6, top_k=3)
+        run = Pass(Problem(replace(spec, backend="triton"), inputs), whole=True)
+        z = F.linear(ops.hidden, ops.weight, ops.bias)
+        z = (torch.tanh(z / 6) * 6 if ops.head.softcap else z) / 0.6
+        with torch.no_grad():
+            for rows, chunk in run.chunks():
+                run.fold(chunk, keep="logits")
+                kept = torch.cat([tile.z for tile in chunk.kept], 1)
+                torch.testing.assert_close(kept, z[rows], rtol=1e-5, atol=1e-5)
+
+
+@case("bf16 operands: dz over the products")
+def half() -> None:
+    """On a CPU the products of bf16 operands with fp32 results are emulated, so that the same code runs."""
+    with _emulated_products():
+        for frozen in (False, True):
+            _half(frozen)
+
+
+def _half(frozen: bool) -> None:
+    ops = operands((40,), 24, 1031, dtype=torch.bfloat16, ranks=(2,), spread=2.0)
+    ops = moved(ops.training(*(("hidden", "a") if frozen else ("hidden", "weight", "bias", "a", "b"))))
+    for want in (("logprob",), ("logprob", "entropy")):
+        exact = ops.to(torch.float64)
+        wanted = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want)
+        stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, memory_budget=100_000, backend="triton")
+        up = {name: torch.randn(40, device=DEVICE) for name in want}
+        for name in want:
+            torch.testing.assert_close(getattr(stats, name).double(), wanted[name], rtol=2e-5, atol=2e-5)
+        mine = torch.autograd.grad([getattr(stats, x) for x in want], list(ops.leaves.values()), list(up.values()))
+        true = torch.autograd.grad(
+            [wanted[x] for x in want], list(exact.leaves.values()), [x.double() for x in up.values()]
+        )
+        for name, m, t in zip(ops.leaves, mine, true, strict=True):
+            worst = float((m.double() - t).abs().max() / t.abs().max())
+            assert worst < BF16_GRADIENT, f"d {name}: off by {worst:.1e} of the largest"
+
+
+def _emulated_products() -> ExitStack:
+    stack = ExitStack()
+    if DEVICE != "cpu":
+        return stack
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(a.float() @ b.float())
+
+    def addmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.add_(a.float() @ b.float())
+
+    from logitless.vocab.backends import triton as backend
+    from logitless.vocab.backends import triton_slices
+
+    stack.enter_context(patch.object(tiles, "has_out_dtype", lambda _: True))
+    for module in (tiles, triton_slices):
+        stack.enter_context(patch.object(module, "product", mm))
+    for module in (tiles, triton_slices, backend):
+        stack.enter_context(patch.object(module, "add_product", addmm))
+    return stack
+
+
+@case("memory: slices within the budget, no more")
+def memory() -> None:
+    n, h, v, budget = 24, 8, 4099, 1 << 17
+    ops = moved(operands((n,), h, v, dtype=torch.float32, bias=False))
+
+    def run() -> None:
+        ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, memory_budget=budget, backend="triton").backward()
+
+    run()
+    if DEVICE == "cpu":
+        found = trace_allocations(run)
+        assert found.largest <= max(budget, 4 * v * h)
+        assert found.peak <= budget + 3 * 4 * v * h + 40 * 4 * n
+    want = ("logprob", "entropy")
+    with torch.no_grad():
+        found = trace_allocations(
+            lambda: ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, memory_budget=budget, backend="triton")
+        )
+    assert found.peak <= budget + 80 * 4 * n + 4 * n * h * 3
+
+
+@case("the same bits every time")
+def repeats() -> None:
+    ops = moved(operands((33,), 9, 2050, dtype=torch.float32))
+
+    def run() -> list[torch.Tensor]:
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, memory_budget=1 << 17, backend="triton")
+        return [loss, *torch.autograd.grad(loss, list(ops.leaves.values()))]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def run_case(name: str) -> str:
+    """'' or what went wrong."""
+    torch.manual_seed(0)
+    try:
+        CASES[name]()
+    except Exception:  # reported as this case's result
+        return traceback.format_exc()
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    global DEVICE
+    parser = argparse.ArgumentParser(prog="python -m tests.vocab.triton_cases", description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--serve", action="store_true")
+    options = parser.parse_args(arguments)
+    DEVICE = options.device
+    poison()
+    if options.serve:
+        for line in sys.stdin:
+            print(json.dumps({"error": run_case(line.strip())}), flush=True)
+        return 0
+    failed = 0
+    for name in options.names or CASES:
+        begin = time.perf_counter()
+        error = run_case(name)
+        failed += bool(error)
+        print(f"{'FAILED' if error else 'ok':6} {time.perf_counter() - begin:6.2f} s  {name}", flush=True)
+        if error:
+            print(error, flush=True)
+    print(f"{failed} failed of {len(options.names or CASES)} on {DEVICE}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
