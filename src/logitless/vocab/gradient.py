@@ -56,9 +56,9 @@ def unfold(
         _scatter(chunk, extra["top_ids"][:, :1], c[:, None], grads)
     if sparse["top_k_logits"] is not None:
         ids, logits = extra["top_ids"][:, : spec.top_k], extra["top_logits"][:, : spec.top_k]
-        _scatter(chunk, ids, _chain(chunk, sparse["top_k_logits"], logits), grads)
+        _scatter(chunk, ids, policy.chain(sparse["top_k_logits"], logits), grads)
     if sparse["candidate_logits"] is not None and chunk.inputs.candidates is not None:
-        c = _chain(chunk, sparse["candidate_logits"], extra.get("candidate_logits"))
+        c = policy.chain(sparse["candidate_logits"], extra.get("candidate_logits"))
         _scatter(chunk, chunk.inputs.candidates, c, grads)
     if "one" in slope and policy.outer is None:
         _constant(sums(), chunk, policy.chain(slope["one"]), grads)
@@ -71,25 +71,10 @@ def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> N
     ids, mine = chunk.policy.place(ids)
     if mine is not None:
         coefficients = torch.where(mine, coefficients, 0.0)
-    pairs = list(zip(ids.unbind(1), coefficients.unbind(1), strict=True))
     for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
-        wide = factor.tokens.to(factor.compute)
-        for column, c in pairs:
-            if tokens is not None:
-                tokens.addcmul_(factor.take(column), c[:, None])
-            if entries is not None:
-                entries.index_add_(0, column, wide * c[:, None])
+        factor.scatter(ids, coefficients, tokens, entries)
     if grads.bias is not None:
-        for column, c in pairs:
-            grads.bias.index_add_(0, column, c)
-
-
-def _chain(chunk: Chunk, g: Tensor, logits: Tensor | None) -> Tensor:
-    """`Projection.chain` for (C, K)."""
-    return torch.stack(
-        [chunk.policy.chain(column, None if logits is None else logits[:, k]) for k, column in enumerate(g.unbind(1))],
-        1,
-    )
+        grads.bias.index_add_(0, ids.flatten(), coefficients.flatten())
 
 
 def _combine(chunk: Chunk, dense: Slope, products: dict[str, Tensor], grads: Grads) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...algebra.fold import MASK
-from ..head import LMHead
+from ..head import LMHead, place
+from ..rows import dot, scatter, weighted
 
 
 @cache
@@ -52,17 +53,17 @@ class Factor:
         """A slice of the entries in the operands' dtype."""
         return self.entries[v].to(self.cast).to(self.dtype)
 
-    def take(self, ids: Tensor) -> Tensor:
-        """The entries (C, K) at `ids` (C,), rounded as the product sees them, in the compute dtype."""
-        return self.entries[ids].to(self.cast).to(self.compute)
-
     def at(self, ids: Tensor) -> Tensor:
-        """The product at given entries: ids (C, K) -> (C, K); a dot product each."""
-        z = torch.empty(ids.shape, dtype=self.compute, device=ids.device)
-        rows = self.rows.to(self.compute)
-        for k, column in enumerate(ids.unbind(1)):
-            z[:, k] = torch.linalg.vecdot(rows, self.take(column))
+        """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
+        z = dot(self.rows.to(self.compute), self.entries, ids, self.cast)
         return z if self.late is None else z * self.late
+
+    def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
+        """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
+        if tokens is not None:
+            tokens += weighted(c, self.entries, ids, self.cast)
+        if entries is not None:
+            scatter(c, self.tokens.to(self.compute), ids, entries)
 
     def total(self, entry_sum: Tensor) -> Tensor:
         """The product summed over all entries, (C,), from their sum (K,)."""
@@ -117,12 +118,8 @@ class Projection:
         return out
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(rows of the weight here, whether they are the entries) for ids; None where all are: no rank has others."""
-        if self.head.shard is None:
-            return ids, None
-        rows = ids - self.head.first
-        mine = (rows >= 0) & (rows < self.head.held)
-        return rows.clamp(0, max(0, self.head.held - 1)), mine
+        """`head.place`, with None where no rank has other rows."""
+        return (ids, None) if self.head.shard is None else place(ids, self.head.first, self.head.held)
 
     def at(self, ids: Tensor) -> Tensor:
         """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks."""
@@ -144,11 +141,12 @@ class Projection:
         return total / self.head.rows
 
     def chain(self, slope: Tensor, z: Tensor | None = None) -> Tensor:
-        """dL/d(hW) per token from dL/dz: the row factor, and the softcap's derivative where `z` is given."""
-        slope = slope * _flat(self.slope)
+        """dL/d(hW), (C,) or (C, k), from dL/dz: the row factor, and the softcap's derivative where `z` is given."""
+        wide = slope.dim() == 2
+        slope = slope * (self.slope if wide else _flat(self.slope))
         if z is None or self.outer is None:
             return slope
-        return slope * (1 - (z / (_flat(self.outer) if z.dim() == 1 else self.outer)).square())
+        return slope * (1 - (z / (self.outer if wide else _flat(self.outer))).square())
 
     def flatness(self, z: Tensor) -> Tensor:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
