@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import logitless as ll
+from logitless import relax
+from logitless.errors import OptionError
 from logitless.vocab.reference import dense_token_stats
 from logitless.vocab.shard import VocabShard
 from tests.vocab import parallel_errors
@@ -219,6 +221,47 @@ def rounding(group: Any) -> None:
     assert off[0] <= 2 * off[1] + 1e-4, off
 
 
+def soft_tokens(group: Any) -> None:
+    """The k best with noise: the one-process soft tokens, their gradients, and seeds that a generator gives alike."""
+    for sizes, transform in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 1}), (EVEN, {})):
+        one = split(group, sizes, ranks=(2,), scale=0.8, **transform)
+        noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
+        table = torch.randn(V, 6, dtype=torch.float64)
+        results = []
+        for head in (one.head, one.ops.head):
+            soft = relax.gumbel_topk(one.ops.hidden, head, 0.7, k=9, hard=True, noise=noise)
+            results.append((soft, relax.soft_embedding(soft, table)))
+        (ours, row), (alone, other) = results
+        same_on_all(row, group)
+        assert torch.equal(ours.ids, alone.ids)
+        assert torch.equal(ours.token, alone.token)
+        assert_near(ours.outside, alone.outside, 1e-10)
+        up = torch.randn(row.shape, dtype=torch.float64)
+        found, wanted = (gradients({"row": x}, one.ops.leaves, {"row": up}) for x in (row, other))
+        for name, grad in one.whole(found).items():
+            assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
+    torch.manual_seed(dist.get_rank())
+    drawn = relax.gumbel_topk(one.ops.hidden, one.head, 1.0, k=4)
+    same_on_all(drawn.weights, group)
+    parallel_errors.refused(
+        group, lambda: relax.gumbel_topk(one.ops.hidden, one.head, 1.0, k=0, embeddings=(table,)),
+        "the k best entries of a head that is sharded", kind=OptionError,
+    )  # fmt: skip
+
+
+def dropout(group: Any) -> None:
+    """Ranks drop the same elements, whatever their own generators hold."""
+    one = split(group, UNEVEN, ranks=(2,))
+    one.ops.adapters = tuple(replace(x, dropout=0.5) for x in one.ops.adapters)
+    torch.manual_seed(dist.get_rank())
+    loss = ll.linear_cross_entropy(one.ops.hidden, one.head, one.ops.labels)
+    same_on_all(loss, group)
+    for x in torch.autograd.grad(loss, (one.ops.hidden, one.ops.adapters[0].a)):
+        same_on_all(x, group)
+    again = ll.linear_cross_entropy(one.ops.hidden, one.head, one.ops.labels)
+    assert loss != again
+
+
 def dtensors(group: Any) -> None:
     """A weight that says itself which rows are here, one of them padding; its gradient is a DTensor too."""
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -244,6 +287,8 @@ CASES: dict[str, Case] = {
     "hard rows": hard_rows,
     "losses": losses,
     "rounding": rounding,
+    "soft tokens": soft_tokens,
+    "dropout": dropout,
     "dtensors": dtensors,
     **parallel_errors.CASES,
 }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from ..vocab.head import LMHead
+from ..vocab.head import LMHead, place
 from ..vocab.lowrank import up_of, with_low_rank
 from ..vocab.problem import Inputs, compute_dtype
+from ..vocab.ranks import spread, summed
+from ..vocab.shard import VocabShard
 from .rows import rows_dot
 
 
@@ -25,6 +28,8 @@ class Terms:
     n: int
     scale: float
     softcap: float | None
+    shard: VocabShard | None = None  # whose rows the tables are
+    held: int = 0  # how many of these exist
 
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead) -> Terms:
@@ -32,9 +37,10 @@ class Terms:
         low, up = with_low_rank(Inputs(hidden, head.weight), head, None).low, up_of(head)
         bias = [] if head.bias is None else [head.bias]
         x = hidden.to(compute_dtype(hidden))
+        rest = head.scale, head.softcap, head.shard, head.held
         if low is None or up is None:
-            return cls((x, head.weight, *bias), 1, head.scale, head.softcap)
-        return cls((x, low, head.weight, up, *bias), 2, head.scale, head.softcap)
+            return cls((x, head.weight, *bias), 1, *rest)
+        return cls((x, low, head.weight, up, *bias), 2, *rest)
 
     def holding(self, tensors: Sequence[Tensor]) -> Terms:
         """The same head with other tensors."""
@@ -53,11 +59,21 @@ class Terms:
         return self.tensors[-1] if len(self.tensors) > 2 * self.n else None
 
     def at(self, ids: Tensor) -> Tensor:
-        """z at ids (N, k): a gather of k rows, 2·N·k·H flop."""
-        z = rows_dot(self.xs[0], self.tables[0], ids)
-        for x, table in zip(self.xs[1:], self.tables[1:], strict=True):
-            z = z + rows_dot(x, table, ids)
-        return self._finish(z, None if self.bias is None else self.bias[ids])
+        """z at ids (N, k): a gather of k rows, 2·N·k·H flop. Of a sharded head (N, k) numbers from every rank."""
+        if self.shard is None:
+            return self._finish(self._at_rows(self.xs, ids), None)
+        rows, mine = place(ids, self.shard.offset, self.held)
+        xs = [spread(x, self.shard) for x in self.xs]
+        if self.held == 0:  # no product here, but a graph: in backward the others wait for this rank
+            nothing = reduce(torch.add, (x[:0].sum() for x in (*xs, *self.tensors[self.n :])))
+            return self._finish(summed(nothing.expand(ids.shape), self.shard), None)
+        return self._finish(summed(torch.where(mine, self._at_rows(xs, rows), 0.0), self.shard), None)
+
+    def _at_rows(self, xs: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """The products and the bias at rows (N, k) of the tables."""
+        pairs = zip(xs, self.tables, strict=True)
+        z = reduce(torch.add, (rows_dot(x, table, rows) for x, table in pairs))
+        return z if self.bias is None else z + self.bias[rows]
 
     def logits(self) -> Tensor:
         """z at all rows of the tables, (N, V), of tensors of one dtype."""

@@ -14,6 +14,7 @@ from ..vocab.api import explain, token_stats
 from ..vocab.checks import check_logits
 from ..vocab.head import LMHead
 from ..vocab.noise import Noise
+from ..vocab.ranks import first_on_all
 from .full import soft_whole
 from .terms import Terms
 from .tokens import SoftTokens, check_table, soft_embedding
@@ -46,7 +47,8 @@ def gumbel_topk(
     noise: the sequences' own seeds and the positions, so that no slice, rank or batch order changes a token; without
     it, seeds are drawn from `generator` (under activation checkpointing give `noise`: recomputation draws anew).
     Differentiable with respect to hidden, head and its adapters (and weights to tables); adapters' dropout changes the
-    logits, not which entries are the k best; which ids are the best has no gradient.
+    logits, not which entries are the k best; which ids are the best has no gradient. Of a head that is sharded over
+    ranks every rank gets the same tokens (k=0 is refused).
     Price: one GEMM of 2·N·H·V flop, without gradient, for the ids; 2·N·k·H for the logits, and again for each of
     dhidden and dweight. k=0: 2·N·(H + ΣE)·V; backward that again, and 2·N·H·V for each of the two.
     Raises what `token_stats` raises, and OptionError, NotFiniteError. Memory: slices within the budget, O(N·k); dweight
@@ -54,7 +56,9 @@ def gumbel_topk(
     for alignment: GRADE, arXiv 2601.11574.
     """
     _check(hidden, head, tau, k, embeddings, memory_budget)
-    noise = Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+    given, noise = noise, Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+    if given is None:
+        first_on_all(noise.seeds, head.shard)
     if k == 0:
         return soft_whole(hidden, head, float(tau), noise, embeddings, hard, memory_budget)
     tokens = _soft_best(hidden, head, float(tau), k, hard, noise, memory_budget)
@@ -95,7 +99,7 @@ def soft_at(
         best = (ids == token[..., None]).int().argmax(-1, keepdim=True)
     if hard:  # soft - soft is exactly 0: the forward weights are exactly one-hot
         weights = torch.zeros_like(weights).scatter(-1, best, 1.0) + (weights - weights.detach())
-    return SoftTokens(ids, weights, ids.gather(-1, best).squeeze(-1), outside, head.rows, head.weight.shape[0])
+    return SoftTokens(ids, weights, ids.gather(-1, best).squeeze(-1), outside, head.rows, head.padded_rows)
 
 
 def _check(
@@ -108,10 +112,12 @@ def _check(
         raise OptionError(f"k: expected a whole number in 0..{head.rows} (the vocabulary; 0 is all of it), got {k!r}")
     if not isinstance(embeddings, tuple):
         raise OptionError(f"embeddings: expected a tuple of tables, got {type(embeddings).__name__}")
+    if k == 0 and head.shard is not None:
+        raise OptionError("k: expected the k best entries of a head that is sharded over ranks, got 0; pass k=256")
     if k == 0 and not embeddings:
         raise OptionError("embeddings: expected the tables whose soft rows are wanted with k=0, got none")
     for table in embeddings:
-        check_table(table, head.rows, head.weight.shape[0], hidden.device)
+        check_table(table, head.rows, head.padded_rows, hidden.device)
     finite = hidden.detach().isfinite().all(-1)
     if not finite.all():
         wrong = finite.numel() - int(finite.sum())

@@ -142,6 +142,12 @@ class LMHead:
         return head_of(module)
 
 
+def place(ids: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
+    """(rows here, whether these are the entries) for vocabulary ids, of `held` rows from id `first` on."""
+    rows = ids - first
+    return rows.clamp(0, max(0, held - 1)), (rows >= 0) & (rows < held)
+
+
 def _check_whole(name: str, x: Tensor) -> None:
     """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
     if type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .head import LMHead, LowRank
 from .problem import Inputs, compute_dtype, full_precision
+from .ranks import first_on_all
+from .shard import VocabShard
 
 BLOCK = 2048  # tokens whose hidden states are widened at a time
 
@@ -21,10 +23,10 @@ BLOCK = 2048  # tokens whose hidden states are widened at a time
 def with_low_rank(inputs: Inputs, head: LMHead, reference: LMHead | None) -> Inputs:
     """The inputs with the adapters' products of the hidden states in them; the reference's are constants."""
     if head.adapters:
-        inputs = inputs._replace(low=_low(inputs.hidden, head.adapters))
+        inputs = inputs._replace(low=_low(inputs.hidden, head))
     if reference is not None and reference.adapters and inputs.ref_hidden is not None:
         with torch.no_grad():
-            inputs = inputs._replace(ref_low=_low(inputs.ref_hidden, reference.adapters))
+            inputs = inputs._replace(ref_low=_low(inputs.ref_hidden, reference))
     return inputs
 
 
@@ -45,16 +47,20 @@ def up_of(head: LMHead) -> Tensor | None:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _low(hidden: Tensor, adapters: tuple[LowRank, ...]) -> Tensor:  # (N, R)
-    parts = [_scaled(hidden, x) for x in adapters]
+def _low(hidden: Tensor, head: LMHead) -> Tensor:  # (N, R)
+    parts = [_scaled(hidden, x, head.shard) for x in head.adapters]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _scaled(hidden: Tensor, x: LowRank) -> Tensor:
+def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None) -> Tensor:
     """scaling · dropout(hidden) · aᵀ in the compute dtype."""
-    keep = None
+    keep = generator = None
+    if x.dropout and shard is not None:  # one mask for all ranks
+        seed = torch.randint(2**63 - 1, (1,), device=hidden.device)
+        generator = torch.Generator(hidden.device).manual_seed(int(first_on_all(seed, shard)))
     if x.dropout:
-        keep = torch.empty(hidden.shape, dtype=torch.bool, device=hidden.device).bernoulli_(1 - x.dropout)
+        keep = torch.empty(hidden.shape, dtype=torch.bool, device=hidden.device)
+        keep.bernoulli_(1 - x.dropout, generator=generator)
     with full_precision(hidden.device.type):
         if torch.compiler.is_compiling():
             low = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()

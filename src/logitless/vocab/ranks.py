@@ -69,6 +69,47 @@ class Ranks:
             ) from error
 
 
+def first_on_all(x: Tensor, shard: VocabShard | None) -> Tensor:
+    """The first rank's numbers on all ranks, in place, where there are several: random numbers must be the same."""
+    ranks = Ranks.of(shard)
+    if ranks is not None:
+        ranks.first_(x)
+    return x
+
+
+def summed(x: Tensor, shard: VocabShard) -> Tensor:
+    """The sum over ranks, (C, ...); all go on with it alike, so that its gradient is each one's own."""
+    return _Summed.apply(x, shard)  # pyright: ignore[reportReturnType]
+
+
+def spread(x: Tensor, shard: VocabShard) -> Tensor:
+    """`x`, which all ranks hold alike, for each to use in its own way: its gradient is the sum over ranks."""
+    return _Spread.apply(x, shard)  # pyright: ignore[reportReturnType]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        return Ranks(VocabShard.parse(shard.key).group).total([x])[0]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard = shard
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        g = g.clone(memory_format=torch.contiguous_format)
+        Ranks(VocabShard.parse(ctx.shard.key).group).add_(g)
+        return g, None
+
+
 def in_order(parts: Iterable[Tensor]) -> Tensor:
     """The sum from first to last."""
     first, *rest = parts
