@@ -1,18 +1,23 @@
 """Runs of alignment through soft tokens, end to end: learning, resuming, refusing."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
+from logitless.train import grade_all
 from logitless.train.files import read_lines
-from logitless.train.grade import run
+from logitless.train.grade import run, show
+from logitless.train.grade_compare import interval
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_data import SPLITS, batch_of, prose_and_code, texts_of, train_classifier
 from logitless.train.grade_methods import method_of
@@ -49,6 +54,7 @@ def small(tmp_path_factory) -> SimpleNamespace:
         beta=0.01,
         top_k=40,
         evaluation_prompts=8,
+        variance_samples=0,
         lora_rank=4,
         device="cpu",
         output_dir=root / "run",
@@ -61,7 +67,8 @@ def of(small, name: str, **changes) -> GradeConfig:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"), [("ste", {"max_steps": 12}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})]
+    ("method", "changes"),
+    [("ste", {"max_steps": 12, "variance_samples": 2}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})],
 )
 def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
     config = of(small, method, method=method, **changes)
@@ -221,3 +228,64 @@ def test_the_score_function_has_no_bias(small):
     mean = sum(share * found[r] for share, r in zip(p.tolist(), rewards.tolist(), strict=True))
     assert len({round(r, 6) for r in found}) == 4
     torch.testing.assert_close(mean, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
+
+
+def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, monkeypatch):
+    config = of(small, "all", method="all", seeds=2, max_steps=2, completion_length=3, variance_samples=2)
+    place = config.output_dir
+    real, ran = grade_all.run_one, []
+
+    def until(method: str | None):
+        def run_one(config, console):
+            if config.method == method:
+                raise KeyboardInterrupt
+            ran.append((config.method, config.seed))
+            return real(config, console)
+
+        return run_one
+
+    monkeypatch.setattr(grade_all, "run_one", until("ppo"))
+    with pytest.raises(Interrupted, match=f"--resume {place}"):
+        run(config)
+    assert ran == [("ste", 0), ("gumbel", 0), ("reinforce", 0)]
+    ran.clear()
+    monkeypatch.setattr(grade_all, "run_one", until(None))
+    summary = run(dataclasses.replace(config, output_dir=None, resume=place))
+    methods = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
+    assert ran == [*((m, 0) for m in methods[3:]), *((m, 1) for m in methods)]
+    assert tuple(summary["methods"]) == methods
+    assert summary == json.loads((place / "summary.json").read_text())
+    for name, found in summary["methods"].items():
+        reward = found["test_reward"]
+        assert reward["low"] <= reward["mean"] <= reward["high"]
+        assert len(reward["values"]) == 2
+        assert found["grad_variance"] > 0
+        assert (name == "ste") == ("test_reward_minus_ste" not in found)
+    before = {found["val_reward_before"] for found in summary["methods"].values()}
+    assert len(before) == 1  # one policy, one reward, one evaluation
+    ste, legacy = summary["methods"]["ste"], summary["methods"]["ste_legacy"]
+    assert legacy["coverage"] == 1.0 > ste["coverage"]
+    records = read_lines(place / "metrics.jsonl")
+    assert {(x["method"], x["seed"], x["step"]) for x in records} == {
+        (m, s, i) for m in methods for s in (0, 1) for i in range(3)
+    }
+    assert (place / "comparison.png").stat().st_size > 10_000
+    console = Console(file=io.StringIO(), width=160)
+    show(summary, console)
+    assert all(name in console.file.getvalue() for name in methods)
+
+
+def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypatch):
+    monkeypatch.setattr("logitless.train.grade_legacy.free_bytes", lambda device: 0)
+    summary = run(of(small, "tight", method="all", max_steps=1, completion_length=2, variance_samples=0))
+    assert set(summary["left_out"]) == {"ste_legacy", "gumbel_legacy"}
+    assert "a batch needs" in summary["left_out"]["ste_legacy"]
+    assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}
+
+
+def test_intervals_over_seeds_are_students():
+    found = interval([1.0, 2.0, 4.0])
+    assert found["high"] - found["mean"] == pytest.approx(4.303 * stdev([1, 2, 4]) / 3**0.5)
+    many = interval([float(i % 2) for i in range(31)])  # 30 degrees of freedom: 2.042
+    assert many["high"] - many["mean"] == pytest.approx(2.042 * stdev(many["values"]) / 31**0.5, rel=3e-3)
+    assert "low" not in interval([1.0])

@@ -10,7 +10,9 @@ from typing import Literal
 from .align_config import DEFAULT_MODEL
 from .config import RunOptions, require
 
-GRADE_METHODS = ("ste", "gumbel", "reinforce", "ppo", "gumbel_legacy", "ste_legacy")
+LEGACY = ("ste_legacy", "gumbel_legacy")
+METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
+GRADE_METHODS = (*METHODS_COMPARED, "all")
 DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 3e-3, 1e-6, 1e-5
 
 
@@ -21,11 +23,11 @@ class GradeConfig(RunOptions):
     Lengths count tokens. Raises OptionError from `check`.
     """
 
-    method: Literal["ste", "gumbel", "reinforce", "ppo", "gumbel_legacy", "ste_legacy"] = "ste"
+    method: Literal["ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy", "all"] = "ste"
     """ste and gumbel backpropagate the reward through the generated tokens, one-hot (straight-through) or soft;
     reinforce is the score function with a moving-average baseline, and ppo four clipped steps with a value head, on the
-    same rewards. The two legacy methods keep
-    every distribution over the vocabulary and T graphs, as a widely copied implementation does, to compare with."""
+    same rewards. The two legacy methods keep every distribution over the vocabulary and T graphs, as a widely copied
+    implementation does, to compare with. all runs and compares them, the legacy ones where they fit."""
     model: str = DEFAULT_MODEL
     """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
     reward_model: str | None = None
@@ -63,7 +65,7 @@ class GradeConfig(RunOptions):
     """Entries of the vocabulary that a soft token is made of."""
     baseline_decay: float = 0.9
     """Of reinforce's moving-average baseline."""
-    variance_samples: int = 0
+    variance_samples: int = 8
     """Draws of the noise that the variance of one batch's gradient is measured over, five times a run. 0: not."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
@@ -74,7 +76,9 @@ class GradeConfig(RunOptions):
     memory_budget: str = "256MiB"
     """What slices of the logits may take."""
     seed: int = 0
-    """Of the prompts' order and the noise."""
+    """Of the adapters' start, the prompts' order and the noise."""
+    seeds: int = 1
+    """Of --method all: how many, from --seed on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the weights. auto: the checkpoint's own."""
     device: str = "auto"
@@ -102,7 +106,7 @@ class GradeConfig(RunOptions):
 
     def check(self) -> GradeConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        self.check_shared("prompt_length", "completion_length", "top_k", "evaluation_prompts")
+        self.check_shared("prompt_length", "completion_length", "top_k", "evaluation_prompts", "seeds")
         for name in ("tau_start", "tau_end", "max_grad_norm"):
             value = getattr(self, name)
             require(0 < value < math.inf, name, "positive", value)

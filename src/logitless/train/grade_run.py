@@ -110,10 +110,11 @@ def _step(state: Run) -> dict[str, Any]:
     config, began = state.config, time.perf_counter()
     tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
     parts, train = config.gradient_accumulation_steps, state.prompts["train"]
+    order = Random(f"{config.seed} order").sample(train, len(train))
     batches = []
     for part in range(parts):
         at = (state.step * parts + part) * config.batch_size
-        chosen = [train[(at + i) % len(train)] for i in range(config.batch_size)]
+        chosen = [order[(at + i) % len(order)] for i in range(config.batch_size)]
         batches.append(state.batch(chosen, "train", state.step, part))
     state.norms.clear()
     outcomes = state.method.step(batches, tau, state.apply)
@@ -137,7 +138,7 @@ def _looks(state: Run) -> dict[str, float]:
     found = evaluation(state, "validation")
     if config.variance_samples > 1:
         tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
-        batch = state.batch(state.prompts["train"][:VARIANCE_BATCH], "variance")
+        batch = state.batch(state.prompts["train"][: min(VARIANCE_BATCH, config.batch_size)], "variance")
         varied = gradient_variance(state.method, batch, tau, config.variance_samples)
         found |= {"grad_variance": varied["variance"], "grad_mean_square": varied["mean_square"]}
     return found

@@ -1,0 +1,107 @@
+"""`--method all`: every method on one task, seed by seed, and how they compare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import OptionError
+from .files import read_lines, write_json, write_lines
+from .grade_compare import draw, show, table
+from .grade_config import LEGACY, METHODS_COMPARED, GradeConfig
+from .grade_setup import PROMPTS_FILE, REWARD, materials, policy_of
+from .grade_single import SCHEMA, run_one
+from .model import align_tokens, build
+from .progress import say
+from .rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from .sft import METRICS_FILE
+
+PLOT_FILE = "comparison.png"
+__all__ = ["run_all", "show"]
+
+
+def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
+    """Runs each method with each seed, on the same prompts and reward, and returns how they compare.
+
+    Writes METHOD-SEED, a run's directory each, metrics.jsonl (all of theirs), comparison.png and summary.json. Resumed,
+    it goes on with what is not finished. The legacy methods are left out, with the reason, where they do not fit.
+    """
+    source, tokenizer = policy_of(config, console)
+    place = claim(config, "all")
+    with explained(place, "align"):
+        model = build(config, source).eval()
+        align_tokens(model, tokenizer)
+        materials(config, place, model, tokenizer, console)
+        del model
+        record(config, place)
+        left_out: dict[str, str] = {}
+        for seed in range(config.seed, config.seed + config.seeds):
+            for method in METHODS_COMPARED:
+                if method not in left_out:
+                    _one(config, place, method, seed, left_out, console)
+        return _conclude(config, place, left_out, console)
+
+
+def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dict[str, str], console: Console) -> None:
+    """One method's run, unless it is finished; from where it was killed, if it was."""
+    place = whole / f"{method}-{seed}"
+    if (place / SUMMARY_FILE).exists():
+        return
+    say(console, f"{method}, seed {seed} ...")
+    reward = config.reward_model or str(whole / REWARD)
+    given = replace(config, method=method, seed=seed, seeds=1, reward_model=reward, json=None, config=None)
+    if (place / RUN_FILE).exists():
+        given = replace(stored(place, given), resume=place, output_dir=None)
+    else:
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(whole / PROMPTS_FILE, place / PROMPTS_FILE)
+        given = replace(given, resume=None, output_dir=place)
+    try:
+        run_one(given, console)
+    except OptionError as error:
+        if method not in LEGACY:
+            raise
+        left_out[method] = str(error)
+        say(console, f"{method} is left out: {error}")
+
+
+def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], console: Console) -> dict[str, Any]:
+    """The comparison of all that ran, as numbers and as a plot."""
+    runs = {
+        (method, seed): place / f"{method}-{seed}"
+        for method in METHODS_COMPARED
+        for seed in range(config.seed, config.seed + config.seeds)
+        if method not in left_out
+    }
+    records = [
+        {"method": method, "seed": seed, **x}
+        for (method, seed), run in runs.items()
+        for x in read_lines(run / METRICS_FILE)
+    ]
+    write_lines(place / METRICS_FILE, records)
+    summary = {
+        "schema": SCHEMA,
+        "method": "all",
+        "model": config.model,
+        "reward_model": config.reward_model or str(place / REWARD),
+        "data": config.data or "stdlib",
+        "steps": config.max_steps,
+        "seeds": config.seeds,
+        **table([_summary(run) for run in runs.values()], records),
+        "left_out": left_out,
+        "versions": {name: version(name) for name in ("logitless", "torch", "transformers", "peft")},
+        "output_dir": str(place),
+    }
+    draw(place / PLOT_FILE, records)
+    write_json(place / SUMMARY_FILE, summary)
+    return summary
+
+
+def _summary(place: Path) -> dict[str, Any]:
+    return json.loads((place / SUMMARY_FILE).read_text(encoding="utf-8"))
