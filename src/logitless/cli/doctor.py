@@ -1,0 +1,171 @@
+"""`logitless doctor`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import DeviceError, OptionError
+from ..memory.units import format_bytes, parse_bytes
+from . import options
+from .output import deliver
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+DESCRIPTION = """What this machine has, which backends can run on it, and what typical calls would cost.
+
+Computes nothing: prices and slices are those that the calls themselves would get."""
+PACKAGES = (
+    "logitless", "torch", "triton", "transformers", "trl", "peft", "accelerate", "jax", "liger-kernel",
+    "cut-cross-entropy", "quack-kernels",
+)  # fmt: skip
+# name: statistics, what is trained, whether the loss is known in the forward pass, whether there is a reference
+CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool, bool]] = {
+    "cross-entropy, trainable head": (("logprob",), ("hidden", "weight"), True, False),
+    "cross-entropy, frozen head": (("logprob",), ("hidden",), True, False),
+    "log-prob + entropy, values": (("logprob", "entropy"), (), False, False),
+    "log-prob, any upstream, frozen head": (("logprob",), ("hidden",), False, False),
+    "log-prob, any upstream, trainable head": (("logprob",), ("hidden", "weight"), False, False),
+    "PPO + entropy + KL, trainable head": (("logprob", "entropy", "kl"), ("hidden", "weight"), True, True),
+}
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Options of `logitless doctor`."""
+
+    tokens: int = 8192
+    """Of the typical calls."""
+    hidden_size: int = 4096
+    """Of the typical calls."""
+    vocab_size: int = 151_936
+    """Of the typical calls."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the typical calls' hidden states and head."""
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the typical calls would run. auto: a GPU if torch sees one."""
+    json: Path | None = None
+    """Write all of it as JSON to this file (- for standard output)."""
+
+    def check(self) -> DoctorConfig:
+        """Itself; OptionError for a size that means nothing."""
+        for name in ("tokens", "hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        return self
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Looks, shows, writes; 0 whatever it finds."""
+    config = options.parse(DoctorConfig, prog="logitless doctor", description=DESCRIPTION, arguments=arguments).check()
+    budget = parse_bytes(config.memory_budget, "--memory-budget")
+    import torch  # below, so that --help needs no torch
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(there if config.device == "auto" else config.device)
+    found = {
+        "schema": 1,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "torch_built_for": torch.version.cuda and f"CUDA {torch.version.cuda}",
+        "devices": list(_devices()),
+        "backends": list(_backends()),
+        "calls": list(_calls(config, where, budget)),
+    }
+    deliver(found, config.json, lambda console: show(found, config, where, console))
+    return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[dict[str, Any]]:
+    import torch
+
+    name = platform.processor() or platform.machine()
+    yield {"device": "cpu", "name": name, "threads": torch.get_num_threads(), "bytes": None, "capability": None}
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        capability = f"{p.major}.{p.minor}"
+        yield {
+            "device": f"cuda:{i}", "name": p.name, "threads": None, "bytes": p.total_memory, "capability": capability,
+        }  # fmt: skip
+
+
+def _backends() -> Iterator[dict[str, Any]]:
+    import torch
+
+    from ..vocab.dispatch import BACKENDS, why_not
+
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        for name in BACKENDS:
+            reason = why_not(name, device)
+            yield {"backend": name, "device": device, "runs": reason is None, "reason": reason}
+
+
+def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[dict[str, Any]]:
+    import torch
+
+    import logitless as ll
+
+    dtype = getattr(torch, config.dtype)
+
+    def shape(*sizes: int) -> torch.Tensor:
+        """A tensor of this shape in the memory of one number."""
+        return torch.zeros(1, dtype=dtype, device=where).expand(sizes)
+
+    n, h, v = config.tokens, config.hidden_size, config.vocab_size
+    labels = torch.zeros(1, dtype=torch.long, device=where).expand(n)
+    for name, (want, trained, loss, against) in CALLS.items():
+        x = {"hidden": shape(n, h), "weight": shape(v, h)}
+        for part in trained:
+            x[part].requires_grad_()
+        reference = (shape(n, h), ll.LMHead(shape(v, h))) if against else None
+        said = ll.explain(
+            x["hidden"], ll.LMHead(x["weight"]), labels, loss=loss, want=want, reference=reference, memory_budget=budget
+        )
+        yield {
+            "call": name, "backend": said.backend, "gemms": said.price.gemms, "method": said.price.method,
+            "tflop": said.flop / 1e12, "slice_tokens": said.slices.tokens, "slice_entries": said.slices.width,
+            "buffer_bytes": said.buffer_bytes, "kept_bytes": said.kept_bytes, "gradient_bytes": said.gradient_bytes,
+            "dense_bytes": said.dense_bytes,
+        }  # fmt: skip
+
+
+def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, console: Console) -> None:
+    """Three tables."""
+    from rich.table import Table
+
+    have = [f"{name} {number}" for name, number in found["versions"].items() if number]
+    console.print(f"Python {found['python']}, {', '.join(have)}", highlight=False)
+    table = Table("device", "name", "memory", "eager", "triton", title="Backends", title_justify="left")
+    states = {(b["device"], b["backend"]): "runs" if b["runs"] else b["reason"] for b in found["backends"]}
+    for d in found["devices"]:
+        kind = d["device"].partition(":")[0]
+        size = "" if d["bytes"] is None else format_bytes(d["bytes"])
+        table.add_row(d["device"], d["name"], size, states[kind, "eager"], states[kind, "triton"])
+    console.print(table)
+    title = f"{config.tokens:,} tokens, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, "
+    title += f"{config.dtype}, on {where}"
+    names = ("call", "backend", "GEMMs", "TFLOP", "slices", "buffers", "kept", "gradients", "dense logits")
+    table = Table(*names, title=title, title_justify="left")
+    for c in found["calls"]:
+        sizes = (format_bytes(c[f"{kind}_bytes"]) for kind in ("buffer", "kept", "gradient", "dense"))
+        slices = f"{c['slice_tokens']:,} x {c['slice_entries']:,}"
+        gemms = f"{c['gemms']} ({c['method']})"
+        table.add_row(c["call"], c["backend"], gemms, f"{c['tflop']:.2f}", slices, *sizes)
+    console.print(table)

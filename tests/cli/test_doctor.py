@@ -1,0 +1,80 @@
+"""`logitless doctor`: what it says of this machine, and that its prices are those of the calls."""
+
+import json
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.cli.doctor import CALLS
+from logitless.cli.main import main
+from logitless.vocab.backends import triton_support
+
+SMALL = ["--tokens", "64", "--hidden-size", "16", "--vocab-size", "301", "--dtype", "float32", "--device", "cpu"]
+
+
+def report(capsys, *arguments):
+    assert main(["doctor", *arguments, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_tables(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    assert all(name in out for name in CALLS)
+    assert "8,192 tokens, hidden 4,096, vocabulary 151,936, bfloat16, on cpu" in out
+    assert "3 (in-forward)" in out
+
+
+def test_each_backend_runs_or_says_why_not(capsys):
+    found = report(capsys, *SMALL)
+    assert found["schema"] == 1
+    for b in found["backends"]:
+        assert b["runs"] == (b["reason"] is None)
+    states = {(b["device"], b["backend"]): b for b in found["backends"]}
+    assert states["cpu", "eager"]["runs"]
+    assert "needs a CUDA device, got cpu" in states["cpu", "triton"]["reason"]
+    assert found["versions"]["torch"] == torch.__version__
+
+
+def test_without_triton(capsys, monkeypatch):
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: None)
+    reasons = [b["reason"] for b in report(capsys, *SMALL)["backends"] if b["backend"] == "triton"]
+    assert all("triton is not installed" in reason for reason in reasons)
+
+
+def test_prices_and_slices_are_those_of_the_calls(capsys):
+    found = {c["call"]: c for c in report(capsys, *SMALL, "--memory-budget", "100KB")["calls"]}
+    prices = [1 if not CALLS[name][1] else c["gemms"] for name, c in found.items()]
+    assert prices == [3, 2, 1, 2, 4, 4]
+    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(301, 16, requires_grad=True)
+    labels = torch.randint(301, (64,))
+    said = ll.explain(hidden, ll.LMHead(weight), labels, memory_budget=100_000)
+    call = found["log-prob, any upstream, trainable head"]
+    assert (call["slice_tokens"], call["slice_entries"]) == (said.slices.tokens, said.slices.width)
+    assert (call["buffer_bytes"], call["gradient_bytes"]) == (said.buffer_bytes, said.gradient_bytes)
+    assert call["tflop"] == said.flop / 1e12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--memory-budget", "much"], "--memory-budget must be a size"),
+        (["--device", "tpu"], "--device"),
+    ],
+)
+def test_bad_input(arguments, line, capsys):
+    assert main(["doctor", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["doctor", "--device", "cuda"]) == 2
+    assert "this torch sees no GPU" in capsys.readouterr().err
