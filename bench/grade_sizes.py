@@ -76,6 +76,7 @@ class Subject:
     """One method in a process of its own."""
 
     def __init__(self, sizes: Sizes, method: str, carry: str) -> None:
+        torch.set_num_threads(1)  # the harness' two would wait for each other where others run
         self.task = task_of(sizes, method, carry)
         self.method, self.sizes = method_of(self.task, method, carry), sizes
 
