@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from logitless.relax import anneal
-from logitless.train.grade import set_up
+from logitless.train.grade_setup import set_up
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_run import Run
