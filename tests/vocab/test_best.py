@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.best import keep_best
+from logitless.vocab.backends.best import GROUP, keep_best
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 40])
@@ -20,6 +20,22 @@ def test_equal_entries_come_by_lowest_id(k, width):
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values[:, :k])
     assert torch.equal(ids, expected.indices[:, :k])
+
+
+@pytest.mark.parametrize("k", [1, 4, 10])
+@pytest.mark.parametrize("levels", [3, 1000, 10**9])
+def test_wide_slices(k, levels):
+    """Best entries from the best groups of neighbours, ties across groups and a ragged end included."""
+    z = (torch.randint(levels, (7, 40 * GROUP * k + 37)) - levels // 2).double()
+    z[0, :] = -math.inf
+    z[0, [5, 4 * GROUP]] = 2.0
+    values, ids = torch.full((7, k), -math.inf, dtype=torch.float64), torch.full((7, k), -1)
+    keep_best(values, ids, z, 0)
+    expected = z.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :k])
+    live = values > -math.inf
+    assert torch.equal(ids[live], expected.indices[:, :k][live])
+    assert all(len(set(row)) == k and min(row) >= 0 for row in ids.tolist())
 
 
 def test_entries_without_probability_are_still_entries():

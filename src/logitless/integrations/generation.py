@@ -127,7 +127,11 @@ class Recorder:
         return input_ids
 
     def _write(self, drawn: SampleRecord, alive: Tensor, step: int) -> None:
-        if self.record is not None:
+        if self.record is None:
+            return
+        if bool(alive.all()):
+            self.record.write((slice(None), step), drawn)
+        else:
             rows = alive.nonzero().squeeze(1).to(drawn.token.device)
             self.record.write((rows, step), drawn[rows])
 

@@ -86,6 +86,8 @@ class Rows:
 
     def at(self, ids: Tensor) -> Tensor:
         """The logit of one entry of each row."""
+        if len(self.tiles) == 1:
+            return self.tiles[0].z.gather(1, ids[:, None])[:, 0]
         found = torch.zeros_like(self.m)
         for tile in self.tiles:
             inside = (ids >= tile.v.start) & (ids < tile.v.stop)
@@ -212,17 +214,17 @@ def recorded(
     if change is not None:  # relative to the token's raw logit
         log_sum = log_sum - (rows.at(drawn.token) - logit) / draw.warm
     return SampleRecord(
-        token=drawn.token,
+        token=drawn.token.int(),
         token_logit=logit,
-        rank=raw.rank(logit),
+        rank=raw.rank(logit).int(),
         topk_logits=raw.top_logits[:, :keep],
-        topk_ids=raw.top_ids[:, :keep],
+        topk_ids=raw.top_ids[:, :keep].int(),
         logsumexp=totals.logsumexp,
         mean_logit=raw.mean(live),
         entropy=totals.entropy,
         temperature=heat,
         logsumexp_at_temperature=torch.where(draw.greedy, 0.0, log_sum),
         log_kept_mass=drawn.log_kept_mass,
-        n_kept=drawn.n_kept,
+        n_kept=drawn.n_kept.int(),
         vocab_size=raw.size,
     )

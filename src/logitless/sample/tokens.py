@@ -93,6 +93,8 @@ def draw_tokens(
             folded = run.fold(chunk, keep="logits")
             some, warmth = Noise(seeds[rows], positions[rows]), heat[rows].to(problem.compute)
             part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
+            if part.shape == record.shape:
+                return part.reshape(*lead)
             record.write(rows, part)
     return record.reshape(*lead)
 
