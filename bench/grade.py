@@ -3,7 +3,8 @@
 python -m bench.grade --part memory|storage|time|curves|variance|learning [...] [--out FILE]
 
 memory, storage and time are of random models with a real vocabulary; curves, variance and learning of the embedded
-task of `logitless align`, on the policy that --model names. Each part is one line of the file, with the machine and
+task of `logitless align`, on the policy that --model names; learning reads what `logitless align --method all` left in
+the folder --run. Each part is one line of the file, with the machine and
 versions; a part that is measured again replaces its line.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.grade_runs import curves, variance
+from bench.grade_runs import curves, learning, variance
 from bench.grade_sizes import Sizes, memory, storage, timing
 from bench.harness import SCHEMA, environment, read_lines
 from logitless.train.align_config import DEFAULT_MODEL
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "time": lambda o: timing(sizes_of(o), o.rounds),
     "curves": lambda o: curves(config_of(o), o.rounds),
     "variance": lambda o: variance(config_of(o), o.samples, o.blocks),
+    "learning": lambda o: learning(o.run),
 }
 
 
@@ -67,6 +69,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--reward-model")
     parser.add_argument("--data")
+    parser.add_argument("--run", type=Path, default=Path("runs/all"))
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args(argv)
 

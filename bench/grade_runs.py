@@ -1,5 +1,6 @@
 """What methods do on the embedded task: the legacy's curves, gradient variance, and what is learned."""
 
+import json
 import tempfile
 from dataclasses import replace
 from itertools import pairwise
@@ -11,21 +12,22 @@ from rich.console import Console
 from torch import Tensor
 
 from logitless.relax import anneal
-from logitless.train.grade_setup import set_up
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_run import Run
+from logitless.train.grade_setup import policy_of, set_up
 from logitless.train.grade_step import Batch, Method, Outcome
-from logitless.train.model import load_tokenizer, resolve
+from logitless.train.rundir import SUMMARY_FILE, stored
 
 Record = dict[str, Any]
 
 
 def opened(config: GradeConfig) -> Run:
     """The embedded task as a run would start on it."""
-    source = resolve(config.model)
+    console = Console(stderr=True)
+    source, tokenizer = policy_of(config, console)
     with tempfile.TemporaryDirectory() as place:
-        return set_up(config, Path(place), source, load_tokenizer(source), Console(stderr=True))
+        return set_up(config, Path(place), source, tokenizer, console)
 
 
 def method_of(run: Run, method: str, **changes: Any) -> Method:
@@ -127,7 +129,17 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
+def learning(place: Path) -> Record:
+    """What a finished `logitless align --method all --seeds N` came to."""
+    summary = json.loads((place / SUMMARY_FILE).read_text("utf-8"))
+    kept = ("steps", "seeds", "methods", "intervals", "test_samples", "left_out")
+    return {"config": told(stored(place, GradeConfig())), **{name: summary[name] for name in kept}}
+
+
 def told(config: GradeConfig) -> Record:
     """The options that are not about places."""
-    kept = ("prompt_length", "completion_length", "batch_size", "top_k", "beta", "tau_start", "tau_end", "lora_rank")
+    kept = (
+        "prompt_length", "completion_length", "batch_size", "gradient_accumulation_steps", "top_k", "beta", "tau_start",
+        "tau_end", "lora_rank",
+    )  # fmt: skip
     return {name: getattr(config, name) for name in kept} | {"rate": config.rate}

@@ -202,6 +202,52 @@ def noise(row: Record) -> float:
     return row["variance"] / row["mean_square"] if row["mean_square"] else float("inf")
 
 
+# what is learned
+
+
+def learning(record: Record) -> str:
+    head = ["method", "test reward", "less `ste`'s", "in training less test", "KL, nats", "seconds a step", "coverage"]
+    rows = []
+    for name, m in record["methods"].items():
+        less = m.get("test_reward_minus_ste")
+        rows.append(
+            [
+                f"`{name}`", within(m["test_reward"]), within(less) if less else "", within(m["generalisation_gap"]),
+                within(m["test_kl"]), f"{m['seconds_per_step']:.1f}", f"{m['coverage']:.1%}",
+            ]
+        )  # fmt: skip
+    c, before = record["config"], next(iter(record["methods"].values()))["val_reward_before"]
+    samples = record["steps"] * c["batch_size"] * c["gradient_accumulation_steps"]
+    out = "".join(f" `{name}` was left out: {why}." for name, why in record["left_out"].items())
+    return "\n\n".join(
+        [
+            grid(head, rows),
+            f"{record['seeds']} seeds, {record['steps']} steps, {samples:,} continuations of "
+            f"{c['completion_length']} tokens for every method, {record['test_samples']} test prompts; means, and "
+            f"{record['intervals']}. Before, the reward was {before:.3f}.{out}",
+            machine(record),
+        ]
+    )
+
+
+def within(x: Record) -> str:
+    return f"{x['mean']:.3f}" + (f" ({x['low']:.3f} to {x['high']:.3f})" if "low" in x else "")
+
+
+def learning_claims(record: Record) -> list[list[str]]:
+    rows = []
+    for name in ("reinforce", "ppo"):
+        if (less := record["methods"].get(name, {}).get("test_reward_minus_ste")) and "low" in less:
+            shown = said(less["high"] < 0) if less["high"] < 0 or less["low"] > 0 else "not shown either way"
+            measured = f"{-less['mean']:+.3f} ({-less['high']:+.3f} to {-less['low']:+.3f})"
+            rows.append([f"test reward, `ste` less `{name}` at equal samples", "above 0", measured, shown])
+    less = record["methods"].get("ste_legacy", {}).get("test_reward_minus_ste")
+    if less and "low" in less:
+        equal = said(less["low"] <= 0 <= less["high"])
+        rows.append(["test reward, `ste_legacy` less `ste`", "0 within its interval", within(less), equal])
+    return rows
+
+
 # all of it
 
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
@@ -210,6 +256,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "time": ("Time", timing),
     "curves": ("The same curves", curves),
     "variance": ("Gradient variance", variance),
+    "learning": ("What is learned", learning),
 }
 
 
@@ -239,7 +286,7 @@ def claims(found: dict[str, Record]) -> list[list[str]]:
         rows.append(["time of a step, `ste`", "no slower than legacy", f"{ratio:.2f} of legacy's", said(ratio <= 1)])
     if "variance" in found:
         rows += [variance_claim(found["variance"])]
-    return rows
+    return rows + (learning_claims(found["learning"]) if "learning" in found else [])
 
 
 def variance_claim(record: Record) -> list[str]:

@@ -9,14 +9,16 @@ import pytest
 from transformers import Qwen3ForSequenceClassification
 
 from bench.grade import main, write
-from bench.grade_runs import cosine, curves, draw, gradient, method_of, opened, variance
+from bench.grade_runs import cosine, curves, draw, gradient, learning, method_of, opened, variance
 from bench.grade_sizes import PAIRS, Sizes, storage, timing
 from bench.harness import read_lines
 from docs.grade_tables import grade, off
+from logitless.train.grade_compare import table
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_soft import StraightThrough
 from logitless.train.grade_step import gradient_variance
+from logitless.train.rundir import record
 from tests.train.micro import line_corpus, micro_directory, micro_model
 
 TINY = Sizes(vocab=300, hidden=64, layers=1, prompt=4, steps=4, k=16)
@@ -116,6 +118,34 @@ def test_every_pair_takes_turns():
     assert [row["method"] for row in found["rows"]] == list(PAIRS)
     assert all(len(row["ratios"]) == 2 for row in found["rows"])
     assert "time of a step, `ste`" in page("time", found)
+
+
+def test_what_is_learned_is_read_from_a_comparison(small):
+    own, near = (0.6, 0.7, 0.62), (0.61, 0.69, 0.63)
+    rewards = {"ste": own, "reinforce": (0.3, 0.31, 0.32), "ppo": near, "ste_legacy": own}
+    rows = [
+        {
+            "method": name, "before": {"val/reward_mean": 0.25}, "generalisation_gap": 0.01 * i,
+            "after": {
+                "val/reward_mean": 0.5, "test/reward_mean": x, "test/reward_std": 0.2, "test/kl": 1.0, "test/samples": 8
+            },
+            "seconds_per_step": 2.0, "peak_memory_bytes": 1, "coverage": 0.9,
+        }
+        for name, values in rewards.items()
+        for i, x in enumerate(values)
+    ]  # fmt: skip
+    place = small.root / "all"
+    place.mkdir()
+    record(small.config, place)
+    summary = {"steps": 10, "seeds": 3, "left_out": {"gumbel_legacy": "too large"}, **table(rows, [])}
+    (place / "summary.json").write_text(json.dumps(summary))
+    text = page("learning", learning(place))
+    assert "| `ste` | 0.640 (" in text
+    assert "320 continuations of 4 tokens for every method, 8 test prompts" in text
+    assert "`gumbel_legacy` was left out: too large." in text
+    claims = [line for line in text.splitlines() if line.startswith("| test reward")]
+    assert ["| holds |" in line for line in claims] == [True, False, True]
+    assert "not shown either way" in claims[1]
 
 
 @pytest.mark.slow

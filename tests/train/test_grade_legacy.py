@@ -9,7 +9,7 @@ from transformers import Qwen3ForSequenceClassification
 from logitless.errors import OptionError
 from logitless.models.instances import with_adapters
 from logitless.train import grade_legacy
-from logitless.train.grade_config import GRADE_METHODS, GradeConfig
+from logitless.train.grade_config import METHODS_COMPARED, GradeConfig
 from logitless.train.grade_data import batch_of
 from logitless.train.grade_methods import METHODS, method_of
 from logitless.train.grade_models import SoftReward
@@ -62,7 +62,7 @@ def test_the_kl_is_in_the_loss():
 
 
 def test_every_method_has_its_name_in_the_options():
-    assert set(METHODS) == set(GRADE_METHODS)
+    assert set(METHODS) == set(METHODS_COMPARED)
 
 
 def test_what_would_not_fit_is_refused_before_it_runs(monkeypatch):
