@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -97,7 +96,7 @@ class Parts:
         open_: dict[str, Any] | None = None
         for number in range(count):
             table, pieces = _read(self.part(number))
-            position, row = np.array(table["position"]), 0
+            position, row = table["position"].to_numpy().copy(), 0
             for piece in pieces:
                 if open_ is not None and open_["document"] == piece["document"]:
                     position[row : row + piece["rows"]] += open_["rows"]

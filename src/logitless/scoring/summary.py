@@ -50,6 +50,9 @@ def conclude(
     options = config.deciding() | {"context_length": scorer.context, "stride": scorer.stride, "bos": scorer.bos}
     metadata = {"schema": SCHEMA, "vocab_size": vocab_size, **options}
     sums = Sums()
+    if count == 0:
+        parts.remove()
+        raise DataError(f"--data {config.data}: no document in it; expected text, .jsonl or .parquet")
     if config.documents is None:
         parts.merge(count, metadata, sums)
     else:
