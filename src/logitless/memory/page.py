@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..models.catalog import CONFIGS, shape_of
+from ..pages import fill, script_value
 from .plan import Plan, at_length, both
 from .plots import CATEGORIES, category
 from .report import headline, lives, notes
@@ -33,12 +32,12 @@ def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units:
         "title": html.escape(_title(plan, profile or {}, units)),
         "style": _asset("page.css"),
         "planner": translate(formulas(None if plan is None else plan.setting)),
-        "profile": _json(profile),
-        "units": _json(units),
+        "profile": script_value(profile),
+        "units": script_value(units),
         "script": "\n".join(_asset(name) for name in SCRIPTS),
         "footer": f"Made by logitless {version('logitless')}. All sizes are those of one GPU.",
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
+    return fill(ASSETS / "page.html", parts)
 
 
 def _title(plan: Plan | None, profile: dict[str, Any], units: str) -> str:
@@ -63,7 +62,3 @@ def formulas(setting: Setting | None) -> dict[str, Any]:
 
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value).replace("<", "\\u003c")  # no "</script>" inside the page

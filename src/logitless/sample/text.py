@@ -1,0 +1,100 @@
+"""Tokens as text: what each adds to what stands before it, what it is called alone, and how to show it safely."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+BROKEN = "\ufffd"  # what decoding puts where bytes are no whole character
+LONGEST = 4  # bytes of a character in UTF-8
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MARKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+# Control characters, and those that turn the direction of all that follows: shown, never obeyed.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token in its place: the text that it completes ("" where a later token completes the character)."""
+
+    text: str
+    special: bool
+
+
+def pieces(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> list[Piece]:
+    """What each of `ids` adds to the text of `before`; the texts of all together are what decoding gives.
+
+    tokenizer: transformers'. Tokens that hold a part of a character add nothing, the one that ends it adds it.
+    """
+    special, found = set(tokenizer.all_special_ids), []
+    known, held = list(before[-2 * LONGEST :]), []
+    start = _decoded(tokenizer, known)
+    for token in ids:
+        held.append(token)
+        text = _decoded(tokenizer, known + held)
+        whole = not text.endswith(BROKEN) or len(held) >= LONGEST or token in special
+        found.append(Piece(text[len(start) :] if whole else "", token in special))
+        if whole:
+            known, held = held, []
+            start = _decoded(tokenizer, known)
+    if held:  # ends within a character
+        found[-1] = Piece(text[len(start) :], found[-1].special)
+    return found
+
+
+def name_of(tokenizer: Any, token: int) -> str:
+    r"""A token by itself, on one line: `␣the`, `\n`, `<eos>`, and bytes that are no whole character as `\xe4\xb8`."""
+    return shown_alone(raw_name(tokenizer, token))
+
+
+def raw_name(tokenizer: Any, token: int) -> str:
+    """A token's own text; bytes that are no whole character escaped."""
+    stored = tokenizer.convert_ids_to_tokens(token)
+    if stored is None:
+        return f"<{token}>"  # a row of the head that the tokenizer does not know
+    if token in tokenizer.all_special_ids:
+        return stored
+    text = _decoded(tokenizer, [token])
+    if BROKEN not in text:
+        return " " + text if stored.startswith("\u2581") and not text.startswith(" ") else text
+    one = BYTE.fullmatch(stored)
+    if one:
+        return f"\\x{one[1].lower()}"
+    table = _byte_alphabet()
+    if all(letter in table for letter in stored):
+        return bytes(table[letter] for letter in stored).decode("utf-8", "backslashreplace")
+    return text
+
+
+def shown(text: str) -> str:
+    """Text that is safe to print among other text; line breaks and tabs stay."""
+    return UNSAFE.sub(_escaped, text)
+
+
+def shown_alone(text: str) -> str:
+    """Text that is safe to print on one line, its outer spaces visible."""
+    marked = UNSAFE.sub(_escaped, "".join(MARKS.get(letter, letter) for letter in text))
+    inner = marked.strip(" ")
+    lead = len(marked) - len(marked.lstrip(" "))
+    tail = len(marked) - lead - len(inner)
+    return "␣" * lead + inner + "␣" * tail
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The letters that byte-level vocabularies (GPT-2's and its heirs) write bytes with."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
