@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from logitless.vocab.api import linear_cross_entropy as linear_cross_entropy
     from logitless.vocab.api import token_loss as token_loss
     from logitless.vocab.api import token_stats as token_stats
+    from logitless.vocab.counting import count_tokens as count_tokens
     from logitless.vocab.head import LMHead as LMHead
     from logitless.vocab.head import LowRank as LowRank
     from logitless.vocab.shard import VocabShard as VocabShard
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "LMHead": "logitless.vocab.head",
     "LowRank": "logitless.vocab.head",
     "VocabShard": "logitless.vocab.shard",
+    "count_tokens": "logitless.vocab.counting",
     "TokenStats": "logitless.vocab.api",
     "token_stats": "logitless.vocab.api",
     "token_loss": "logitless.vocab.api",

@@ -262,6 +262,29 @@ def dropout(group: Any) -> None:
     assert loss != again
 
 
+def shards_of_sequences(group: Any) -> None:
+    """Context parallelism: each rank has a part of every sequence, and its share of one loss."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    ops = operands(lead=(2, 8), v=V)
+    ops.labels[0, :3], ops.labels[1, 5] = -100, -100  # unlike numbers of tokens that count
+    dense = torch.nn.functional.cross_entropy(
+        (ops.hidden @ ops.weight.T + ops.bias).flatten(0, 1), ops.labels.flatten()
+    )
+    wanted = torch.autograd.grad(dense, [ops.hidden, ops.weight])
+    hidden, labels = (x.chunk(size, 1)[rank] for x in (ops.hidden, ops.labels))
+    total = ll.count_tokens(labels, DeviceMesh.from_group(group, "cpu"))
+    assert int(total) == 12
+    cross = ll.linear_cross_entropy(hidden, ops.head, labels, denominator=total)
+    own = ll.token_loss(lambda s: -s.logprob, hidden, ops.head, labels, reduction="sum") / total
+    for share in (cross, own):
+        grads = torch.autograd.grad(share, [ops.hidden, ops.weight])
+        for x, expected in zip((share.detach().clone(), *grads), (dense.detach(), *wanted), strict=True):
+            dist.all_reduce(x, group=group)
+            assert_near(x, expected, 1e-10)
+    assert int(ll.count_tokens(torch.full((3,), -100), group)) == 1
+    assert int(ll.count_tokens(labels)) == int((labels != -100).sum())
+
+
 def dtensors(group: Any) -> None:
     """A weight that says itself which rows are here, one of them padding; its gradient is a DTensor too."""
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -290,6 +313,7 @@ CASES: dict[str, Case] = {
     "soft tokens": soft_tokens,
     "dropout": dropout,
     "dtensors": dtensors,
+    "shards of sequences": shards_of_sequences,
     **parallel_errors.CASES,
 }
 

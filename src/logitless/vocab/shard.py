@@ -38,24 +38,7 @@ class VocabShard:
         for name, x in (("offset", self.offset), ("total", self.total)):
             if isinstance(x, bool) or not isinstance(x, int) or x < 0:
                 raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
-        group: Any = self.group
-        if self.dim is not None or hasattr(group, "mesh_dim_names"):
-            group = self._of_mesh()
-        if not hasattr(group, "group_name"):
-            got = type(group).__name__
-            raise ConfigError(f"VocabShard: group must be a process group that this rank is in, or a mesh; got {got}")
-        object.__setattr__(self, "name", group.group_name)
-
-    def _of_mesh(self) -> Any:
-        """The process group of a mesh's dimension."""
-        mesh: Any = self.group
-        names = getattr(mesh, "mesh_dim_names", None) or ()
-        if self.dim is not None and self.dim not in names:
-            found = ", ".join(map(repr, names)) or "no named dimension"
-            raise ConfigError(f"VocabShard: expected a mesh with a dimension {self.dim!r}, got one with {found}")
-        if self.dim is None and mesh.ndim != 1:
-            raise ConfigError(f"VocabShard: expected dim, one of the mesh's {mesh.ndim} dimensions {tuple(names)}")
-        return mesh.get_group(self.dim)
+        object.__setattr__(self, "name", process_group("VocabShard", self.group, self.dim).group_name)
 
     @property
     def key(self) -> str:
@@ -70,6 +53,22 @@ class VocabShard:
         name, offset, total = key.rsplit("@", 2)
         find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
         return cls(find(name), int(offset), int(total))
+
+
+def process_group(what: str, group: Any, dim: str | None) -> Any:
+    """The process group that `group` is, or that a mesh has along `dim`. Raises ConfigError."""
+    if dim is None and not hasattr(group, "mesh_dim_names"):
+        if not hasattr(group, "group_name"):
+            got = type(group).__name__
+            raise ConfigError(f"{what}: group must be a process group that this rank is in, or a mesh; got {got}")
+        return group
+    names = getattr(group, "mesh_dim_names", None) or ()
+    if dim is not None and dim not in names:
+        found = ", ".join(map(repr, names)) or "no named dimension"
+        raise ConfigError(f"{what}: expected a mesh with a dimension {dim!r}, got one with {found}")
+    if dim is None and group.ndim != 1:
+        raise ConfigError(f"{what}: expected dim, one of the mesh's {group.ndim} dimensions {tuple(names)}")
+    return group.get_group(dim)
 
 
 def is_dtensor(x: object) -> bool:
