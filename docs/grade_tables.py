@@ -72,6 +72,15 @@ def per_entry(record: Record) -> tuple[float, float]:
     return min(found), max(found)
 
 
+def kept_per_entry(record: Record) -> tuple[float, float]:
+    """By how many bytes what a rollout keeps grows with each step and entry, at the least and the greatest T."""
+    found = []
+    for t in (min(r["steps"] for r in record["rows"]), max(r["steps"] for r in record["rows"])):
+        row = {r["k"]: r["kept_bytes"] for r in record["rows"] if r["steps"] == t}
+        found.append((row[max(row)] - row[min(row)]) / (t * (max(row) - min(row)) * record["sizes"]["batch"]))
+    return found[0], found[1]
+
+
 def storage(record: Record) -> str:
     ks = sorted({r["k"] for r in record["rows"]})
     rows: dict[int, dict[int, Record]] = {}
@@ -81,12 +90,14 @@ def storage(record: Record) -> str:
     for t, of in rows.items():
         sizes = [*(of[k]["soft_bytes"] for k in ks), t * record["whole_bytes_per_step"]]
         table.append([str(t), *(f"{x / 1e3:,.0f} kB" for x in sizes)])
-    low, high = per_entry(record)
+    (low, high), kept = per_entry(record), kept_per_entry(record)
     return "\n\n".join(
         [
             grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}"], table),
             f"Bytes of ids, weights, tokens and coverage that a rollout holds: {low:.2f} to {high:.2f} for each step "
-            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor.",
+            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. All that a rollout keeps for its "
+            f"backward grows by {kept[0]:.1f} bytes with each step and entry at the least T, by {kept[1]:.1f} at the "
+            "greatest; the rest of it is the activations of one pass.",
             machine(record),
         ]
     )
