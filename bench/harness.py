@@ -71,6 +71,15 @@ def machine_busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
+def timed(run: Callable[[], Any], calls: int = 1) -> tuple[float, float]:
+    """Wall seconds of one call, and the part of the machine that others kept busy meanwhile."""
+    wall, own, all_ = time.perf_counter(), time.process_time(), machine_busy_seconds()
+    for _ in range(calls):
+        run()
+    wall, own, all_ = time.perf_counter() - wall, time.process_time() - own, machine_busy_seconds() - all_
+    return wall / calls, max(0.0, all_ - own) / (wall * (os.cpu_count() or 1))
+
+
 def release_memory() -> None:
     """Hand freed heap back to the system, so that a baseline holds nothing of the run before."""
     gc.collect()

@@ -5,7 +5,6 @@ methods take turns in a different order each time. One process computes at a tim
 """
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -23,9 +22,9 @@ from bench.harness import (
     Worker,
     WorkerError,
     environment,
-    machine_busy_seconds,
     release_memory,
     resident_bytes,
+    timed,
     write_line,
 )
 from bench.peers import METHODS, Method
@@ -58,12 +57,7 @@ class Subject:
         return peak.above_mb, (resident_bytes() - peak.baseline) / MB, seconds
 
     def seconds(self, calls: int) -> tuple[float, float]:
-        """Wall seconds of one call, and the part of the machine that others kept busy meanwhile."""
-        wall, own, all_ = time.perf_counter(), time.process_time(), machine_busy_seconds()
-        for _ in range(calls):
-            self.step()
-        wall, own, all_ = time.perf_counter() - wall, time.process_time() - own, machine_busy_seconds() - all_
-        return wall / calls, max(0.0, all_ - own) / (wall * (os.cpu_count() or 1))
+        return timed(self.step, calls)
 
 
 class Oracle:
