@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-all test-deepspeed test-browser lint docs wheel-test bench clean
+.PHONY: demo test test-all test-deepspeed test-trackers test-browser lint docs wheel-test bench clean
 
 demo: .venv/train.stamp
 	$(BIN)/logitless train
@@ -29,6 +29,14 @@ test-deepspeed: .venv/dev.stamp
 	$(BIN)/python -m pip --python build/deepspeed install --quiet --disable-pip-version-check \
 		--constraint constraints.txt deepspeed
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/test_deepspeed.py
+
+# The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
+test-trackers: .venv/dev.stamp
+	$(BIN)/python -m venv --without-pip build/trackers
+	$(BIN)/python -c "$(SITE)" > "$$(build/trackers/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m pip --python build/trackers install --quiet --disable-pip-version-check \
+		tensorboard 'trackio>=0.40' wandb
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/trackers/bin/python -m pytest -rs tests/train/test_trackers.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import logitless
-from logitless.errors import DtypeError, LabelError, LogitlessError, ShapeError
+from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, ShapeError
 from logitless.integrations.lm_head import causal_lm, forward_with, output_head, through_head
 from logitless.integrations.transformers import choose
 from tests.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
@@ -182,21 +182,59 @@ def test_an_error_inside_leaves_the_model_whole():
     assert model(**batch).loss.isfinite()
 
 
-def test_no_token_counts():
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_no_token_of_the_batch_counts(items):
     model, batch = installed(), batch_for("")
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    for items in (None, 0, torch.tensor(0)):
-        loss = model(**batch, num_items_in_batch=items).loss
-        loss.backward()
-        assert loss.item() == 0
+    with pytest.raises(LabelError, match="expected a token that counts, got 24 targets of -100") as caught:
+        model(**batch, num_items_in_batch=items)
+    assert "\n" not in str(caught.value)
+    assert model(**batch_for("")).loss.isfinite()
+
+
+@pytest.mark.parametrize("items", [7, torch.tensor(7)])
+def test_no_token_of_a_part_of_the_batch_counts(items):
+    """As in gradient accumulation, and on one of several ranks."""
+    model, batch = installed(), batch_for("")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = model(**batch, num_items_in_batch=items).loss
+    loss.backward()
+    assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_nan_shows_in_the_loss():
+def test_nan_in_the_hidden_states():
     model, batch = installed(), batch_for("")
+    weight = model.model.norm.weight
+    was = weight[3].item()
     with torch.no_grad():
-        model.model.norm.weight[3] = float("nan")
-    assert model(**batch).loss.isnan()
+        weight[3] = float("nan")
+    with pytest.raises(NotFiniteError, match="hidden states: expected finite numbers, got a loss of NaN") as caught:
+        model(**batch)
+    assert "\n" not in str(caught.value)
+    assert "forward" not in model.lm_head.__dict__
+    with torch.no_grad():
+        weight[3] = was
+    assert model(**batch).loss.isfinite()
+
+
+def test_a_loss_that_is_not_at_hand_is_looked_at_before_the_next():
+    """On a device whose numbers the host would have to wait for."""
+    from logitless.integrations.bad_batches import Watch
+
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    watch = Watch()
+    watch.before()
+    watch.after(torch.tensor(1.0).as_subclass(Elsewhere))
+    watch.before()
+    watch.after(torch.tensor(float("nan")).as_subclass(Elsewhere))
+    with pytest.raises(NotFiniteError):
+        watch.before()
+    watch.before()  # said once
 
 
 def test_compute_inside_the_heads_call():

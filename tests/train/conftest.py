@@ -1,12 +1,16 @@
 """One micro model and corpus for all training tests."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from logitless.train import sft
+from logitless.train.align_config import AlignConfig
 from logitless.train.config import TrainConfig
-from tests.train.micro import CONTEXT, micro_corpus, micro_directory
+from tests.train.micro import CONTEXT, line_corpus, micro_corpus, micro_directory
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +29,20 @@ def micro(tmp_path_factory) -> SimpleNamespace:
         device="cpu",
     )
     return SimpleNamespace(model=model, data=data, config=config)
+
+
+@pytest.fixture(scope="session")
+def start(micro, tmp_path_factory) -> AlignConfig:
+    """Options of an alignment run of a few seconds, on a micro model that knows a little."""
+    root: Path = tmp_path_factory.mktemp("align")
+    data = line_corpus(root / "data")
+    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")}
+    sft.run(replace(micro.config, data=str(data), max_steps=30, output_dir=root / "base"), Console(quiet=True))
+    sft.measure = measure
+    return AlignConfig(
+        model=str(root / "base" / "model"), data=str(data), prompt_length=24, completion_length=12, batch_size=4,
+        generations_per_prompt=2, max_steps=4, learning_rate=2e-3, device="cpu",
+    )  # fmt: skip
 
 
 @pytest.fixture

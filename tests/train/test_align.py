@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from logitless.train.align_config import AlignConfig
 from logitless.train.checkpoints import last_checkpoint
 from logitless.train.files import read_lines
 from logitless.train.rundir import Interrupted, stored
-from tests.train.micro import line_corpus
+from tests.train.processes import flags, killed_at
 
 QUIET = Console(quiet=True)
 TRL_METRICS = {
@@ -31,20 +29,6 @@ TRL_METRICS = {
             "mean_token_accuracy", "num_tokens"),
 }  # fmt: skip
 MEMORY = ("memory/peak_bytes", "memory/dense_would_need_bytes")
-
-
-@pytest.fixture(scope="module")
-def start(micro, tmp_path_factory) -> AlignConfig:
-    """Options of a run of a few seconds, on a micro model that knows a little."""
-    root: Path = tmp_path_factory.mktemp("align")
-    data = line_corpus(root / "data")
-    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")}
-    sft.run(replace(micro.config, data=str(data), max_steps=30, output_dir=root / "base"), QUIET)
-    sft.measure = measure
-    return AlignConfig(
-        model=str(root / "base" / "model"), data=str(data), prompt_length=24, completion_length=12, batch_size=4,
-        generations_per_prompt=2, max_steps=4, learning_rate=2e-3, device="cpu",
-    )  # fmt: skip
 
 
 def steps(place: Path) -> list[dict]:
@@ -85,6 +69,17 @@ def test_the_other_methods(start, method, tmp_path):
     if method == "dpo":
         assert all(row["chosen"] and row["rejected"] for row in rows)
         assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+def test_the_exact_kl(start, finished, tmp_path):
+    """The same completions of the first step, where policy and reference are the same: only later does it differ."""
+    place = tmp_path / "exact"
+    summary = run(replace(start, exact_kl=True, output_dir=place), QUIET)
+    assert summary["exact_kl"] is True
+    exact, sampled = steps(place), steps(finished[0])
+    assert exact[0]["reward"] == pytest.approx(sampled[0]["reward"], rel=1e-5)
+    assert exact[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert 0 < exact[-1]["kl"] != sampled[3]["kl"]
 
 
 def test_metrics_have_trls_names(finished):
@@ -136,28 +131,9 @@ def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch):
     assert run(replace(stored(place, AlignConfig()), resume=place), QUIET)["steps"] == 4
 
 
-KILLED = """
-import os, signal, sys
-from logitless.cli.main import main
-from logitless.train import callbacks
-
-log = callbacks.Records.on_log
-def on_log(self, args, state, control, **kw):
-    log(self, args, state, control, **kw)
-    if state.global_step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-callbacks.Records.on_log = on_log
-raise SystemExit(main(sys.argv[1:]))
-"""
-
-
 def test_a_killed_run_resumes_with_the_same_completions(start, finished, tmp_path):
     place = tmp_path / "killed"
-    options = ["--model", start.model, "--data", start.data, "--prompt-length", 24, "--completion-length", 12]
-    options += ["--batch-size", 4, "--generations-per-prompt", 2, "--max-steps", 8, "--learning-rate", 2e-3]
-    command = [sys.executable, "-c", KILLED, "align", *options, "--device", "cpu", "--output-dir", place]
-    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_at(5, "align", *flags(replace(start, max_steps=8)), "--output-dir", place)
     assert last_checkpoint(place) == (place / "checkpoint-4", 4)
     run(replace(stored(place, AlignConfig()), resume=place), QUIET)
     for name in ("reward", "self_certainty/mean", "loss"):
@@ -198,19 +174,6 @@ def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
     assert summary["output_dir"] == "runs/intuitor"
     run(replace(start, model=AlignConfig().model, max_steps=1), QUIET)
     assert len(seen) == 1
-
-
-@pytest.mark.slow
-def test_two_ranks(start, tmp_path):
-    """torchrun with two gloo ranks: one run, one summary, twice the completions."""
-    options = ["--model", start.model, "--data", start.data, "--prompt-length", 24, "--completion-length", 12]
-    options += ["--batch-size", 4, "--generations-per-prompt", 2, "--max-steps", 3, "--device", "cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29_613, "-m"]
-    command = [*launch, "logitless.cli", "align", *options, "--output-dir", tmp_path / "two"]
-    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("held-out rows:") == 1
-    assert [record["step"] for record in steps(tmp_path / "two")] == [1, 2, 3]
 
 
 @pytest.mark.slow

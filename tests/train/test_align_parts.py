@@ -41,6 +41,8 @@ class TestOptions:
             ({"method": "dpo", "rewards": "python_lines"}, "dpo learns from pairs"),
             ({"method": "dpo", "repetition_guard": 1.0}, "dpo learns from pairs"),
             ({"method": "grpo", "self_certainty_weight": 0.5}, "--self-certainty-weight is intuitor's"),
+            ({"method": "rloo", "exact_kl": True}, "--exact-kl is of intuitor and grpo"),
+            ({"exact_kl": True, "beta": 0.0}, "--exact-kl with --beta 0 has no KL"),
             ({"self_certainty_weight": 0.0}, "leaves intuitor without a reward"),
             ({"resume": Path("a"), "output_dir": Path("b")}, "leave out --output-dir"),
         ],

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from logitless.errors import OptionError
+from logitless.errors import NotFiniteError, OptionError
 from logitless.train.checkpoints import checkpoints, last_checkpoint
 from logitless.train.config import TrainConfig
 from logitless.train.data import load
@@ -22,6 +22,7 @@ from logitless.train.files import read_lines
 from logitless.train.rundir import Interrupted, OutOfSpace, stored
 from logitless.train.sft import run
 from tests.train.micro import CONTEXT
+from tests.train.processes import killed_at
 
 QUIET = Console(quiet=True)
 
@@ -176,34 +177,23 @@ class TestShortRuns:
         assert checkpoints(place) == [place / "checkpoint-2"]
         assert not (place / "checkpoint-4").exists()
 
-    def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path):
-        with pytest.raises(OptionError, match=r"the loss is nan at step .*lower --learning-rate"):
-            run(replace(micro.config, learning_rate=1e30, output_dir=tmp_path / "nan"), QUIET)
-
-
-KILLED = """
-import os, signal, sys
-from logitless.cli.main import main
-from logitless.train import callbacks, sft
-
-log = callbacks.Records.on_log
-def on_log(self, args, state, control, **kw):
-    log(self, args, state, control, **kw)
-    if state.global_step == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-callbacks.Records.on_log = on_log
-sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("chunked", "dense")}
-raise SystemExit(main(sys.argv[1:]))
-"""
+    @pytest.mark.parametrize(
+        ("loss", "error", "message"),
+        [
+            ("chunked", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
+            ("dense", OptionError, r"the loss is nan at step .*lower --learning-rate"),
+        ],
+    )
+    def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path, loss, error, message):
+        with pytest.raises(error, match=message):
+            run(replace(micro.config, loss=loss, learning_rate=1e30, output_dir=tmp_path / "nan"), QUIET)
 
 
 def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     place = tmp_path / "killed"
     options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 10]
     options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "chunked", "--device", "cpu"]
-    command = [sys.executable, "-c", KILLED, "train", *map(str, options), "--output-dir", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_at(7, "train", *options, "--output-dir", place)
     assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
     (place / "checkpoint-8").mkdir()  # as a process killed while saving leaves it
     (place / "checkpoint-8" / "trainer_state.json").write_text('{"global_step"')

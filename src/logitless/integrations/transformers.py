@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import MethodType
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ..algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ..errors import ConfigError, DtypeError, OptionError
 from ..vocab.api import linear_cross_entropy
 from ..vocab.head import LMHead
+from .bad_batches import Watch, check_counts
 from .lm_head import HandedOn, causal_lm, forward_with, handed_on, output_head, replaced, through_head
 
 Method = Literal["dense", "chunked"]
@@ -38,6 +39,7 @@ class Installed:
     previous: Callable[..., Any] | None  # forward of the instance, where it had one
     on: bool = True
     verified: bool = False  # the model changes its logits as its LMHead says
+    watch: Watch = field(default_factory=Watch)
 
     def dense(self, model: Any) -> Callable[..., Any]:
         return self.previous or functools.partial(type(model).forward, model)
@@ -67,7 +69,8 @@ def install(
     The model runs its own forward, auxiliary losses and output class included; only its head hands the hidden states
     on and its loss function streams them. Calls without labels, with logits_to_keep, and `generate` are as before.
     With labels, `use_cache` is off unless given: a cache makes transformers forget the mask of packed documents.
-    Where no token counts the loss is 0 with a live graph; a NaN in the hidden states is a NaN in the loss.
+    A part of a batch without a token that counts has loss 0 with a live graph. A batch without one is a LabelError,
+    hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
     transformers Trainer, whose label smoothing is then streamed too. loss: "chunked", "dense", or "auto": dense where
     the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
@@ -104,10 +107,8 @@ def uninstall(model: Any) -> None:
     state: Installed | None = inner.__dict__.get(STATE)
     if state is None:
         return
-    state.on, state.smoothing = (
-        False,
-        0.0,
-    )  # enough where somebody wrapped the installed forward, as accelerate's autocast does
+    # enough where somebody wrapped the installed forward, as accelerate's autocast does
+    state.on, state.smoothing = False, 0.0
     if getattr(inner.__dict__.get("forward"), STATE, False):
         del inner.forward
         if state.previous is not None:
@@ -263,6 +264,8 @@ def _loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that the head handed on."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    check_counts(targets, ignore_index, num_items_in_batch)
+    state.watch.before()
     items = None if isinstance(num_items_in_batch, int) and num_items_in_batch == 0 else num_items_in_batch
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -274,7 +277,9 @@ def _loss(
             memory_budget=state.budget,
         )  # fmt: skip
 
-    return through_head(model, compute, seen.hidden(), targets)
+    loss = through_head(model, compute, seen.hidden(), targets)
+    state.watch.after(loss)
+    return loss
 
 
 def _check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:

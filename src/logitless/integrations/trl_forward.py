@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError, OptionError
 from ..vocab.head import LMHead
+from .bad_batches import Watch
 from .lm_head import handed_on, through_head
 from .trl_contract import Settings
 from .trl_kl import ExactKL
@@ -63,6 +64,7 @@ class Fused:
     unread: bool = False  # a reference whose log-probs nobody reads
     pair_means: Callable[[LMHead, Tensor], Tensor] | None = None  # in the place of each token's mean logit
     on: bool = False
+    watch: Watch = field(default_factory=Watch)
 
     def method(self, model: Any) -> Any:
         """The model's new forward, with the old one's signature, which `generate` looks at."""
@@ -90,11 +92,13 @@ class Fused:
         if self.unread:
             return TokenOutput(log_probs=torch.zeros_like(targets[:, :width], dtype=torch.float32))
         kwargs["use_cache"] = False
+        self.watch.before()
         with self.autocast():
             reference = None if self.exact is None else self.exact.reference(model, self.before, kwargs)
             with handed_on(model) as seen:
                 own = self.before(*args, **kwargs)
             numbers = self._scores(model, seen.hidden(), targets, reference)
+        self.watch.after(numbers["logprob"].detach().sum())
         means = numbers.pop("pair_means", None)
         numbers = {name: x[:, :width] for name, x in numbers.items()}
         if self.exact is not None and reference is not None:

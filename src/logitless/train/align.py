@@ -18,7 +18,7 @@ from transformers import PrinterCallback
 from ..errors import ConfigError, DeviceError
 from ..integrations.trl import install
 from ..memory.resident import reset_peak
-from .align_callbacks import AlignProgress, HeldOutRows, MemoryMetrics
+from .align_callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .align_config import AlignConfig
 from .align_data import ROWS_FILE, Row, load, rows_of, save
 from .align_pairs import MOST_PAIRS, with_rejected
@@ -60,7 +60,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
         parts, model = _set_up(config, place[0], source, tokenizer, console)
         trainer = trainer_of(parts, model)
-        install(trainer, memory_budget=config.memory_budget_bytes)
+        install(trainer, exact_kl=config.exact_kl, memory_budget=config.memory_budget_bytes)
         weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
 
@@ -109,13 +109,14 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
-    trainer.callback_handler.callbacks.insert(0, MemoryMetrics(dense, config.context_length))
+    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), HeldOutAfter(held_out)]
     for callback in (records, *([stop] if alone else []), held_out, bar):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
+            arguments.report_to = []  # the trackers' run has ended
             held_out.conclude(arguments, found[1])
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
@@ -148,6 +149,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "dtype": dtype,
         "learning_rate": config.rate,
         "beta": config.kl_weight,
+        "exact_kl": config.exact_kl,
         "temperature": config.temperature,
         "rewards": dict(zip(names, trainer.reward_weights.tolist(), strict=True)) if names else {},
         **numbers(config.method, records),

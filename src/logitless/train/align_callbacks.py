@@ -29,7 +29,7 @@ class MemoryMetrics(TrainerCallback):
 
 
 class HeldOutRows(TrainerCallback):
-    """The trainer's own evaluation of the held-out rows, before the first step and after the last."""
+    """The trainer's own evaluation of the held-out rows before the first step; `HeldOutAfter`: after the last."""
 
     def __init__(self, evaluate: Callable[[], dict[str, float]], path: Any) -> None:
         self.evaluate, self.path = evaluate, path
@@ -38,10 +38,6 @@ class HeldOutRows(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == 0 and not self.measured:
             self._record(args, {"step": 0})
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self.conclude(args, state.global_step)
 
     def conclude(self, args: TrainingArguments, step: int) -> None:
         """Measures and records what the trained policy does."""
@@ -52,6 +48,17 @@ class HeldOutRows(TrainerCallback):
         if args.process_index == 0:
             held_out = {k.removeprefix("eval_"): v for k, v in found.items() if isinstance(v, int | float)}
             append_line(self.path, {**record, "held_out": held_out})
+
+
+class HeldOutAfter(TrainerCallback):
+    """The same after the last step; comes before the trackers of --report-to, whose runs end with the training."""
+
+    def __init__(self, held_out: HeldOutRows) -> None:
+        self.held_out = held_out
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            self.held_out.conclude(args, state.global_step)
 
 
 class AlignProgress(ProgressBar):

@@ -30,6 +30,7 @@ METHODS: dict[str, Method] = {
     "rloo": Method("REINFORCE with a leave-one-out baseline", beta=0.05, rewards="python_lines"),
     "dpo": Method("direct preference optimisation", beta=0.1, rollouts=False),
 }
+EXACT_KL = ("intuitor", "grpo")  # rloo puts its KL into the reward, dpo has none
 DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 1e-4, 1e-6, 1e-5
 
 
@@ -65,6 +66,8 @@ class AlignConfig(RunOptions):
     """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""
     beta: float | None = None
     """Weight of the KL to the model that the run starts from. Default: 0.04, rloo 0.05, dpo 0.1."""
+    exact_kl: bool = False
+    """For intuitor and grpo: the KL over the whole vocabulary, in the place of its estimate from the sampled tokens."""
     temperature: float = 1.0
     """Of sampling, of the log-probs, and of self-certainty."""
     rewards: str | None = None
@@ -126,6 +129,12 @@ class AlignConfig(RunOptions):
             value = getattr(self, name)
             require(value is None or 0 <= value < math.inf, name, "0 or more", value)
         require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
+        if self.exact_kl and self.method not in EXACT_KL:
+            raise OptionError(
+                f"--exact-kl is of {' and '.join(EXACT_KL)}, whose loss has a KL; got it with {self.method}"
+            )
+        if self.exact_kl and not self.kl_weight:
+            raise OptionError("--exact-kl with --beta 0 has no KL to be exact about: leave one of them out")
         if self.kind.rollouts:
             self._check_groups()
         elif self.rewards or self.repetition_guard:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from logitless.errors import OptionError
+from logitless.errors import NotFiniteError, OptionError
 from logitless.integrations.trl_contract import settings_of
 from logitless.integrations.trl_forward import STATISTIC_OF, Fused, TokenOutput
 from logitless.integrations.trl_scores import Wanted
@@ -148,6 +148,14 @@ def test_what_trl_lacks():
     for found, exact in ((out.logsumexp, lse), (out.self_certainty, certainty)):
         torch.testing.assert_close(found, exact.masked_fill(~counted, 0).float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(out.top_k_ids[counted], z.topk(3).indices[counted])
+
+
+def test_nan_in_the_hidden_states():
+    ours, _ = both("llama")
+    with torch.no_grad():
+        ours.model.norm.weight[3] = float("nan")
+    with pytest.raises(NotFiniteError, match="hidden states: expected finite numbers, got a loss of NaN"):
+        ours(**batch_for("llama"), fused_lm_head=True)
 
 
 def test_labels_are_needed():
