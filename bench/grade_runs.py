@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from logitless.relax import anneal
+from logitless.relax import anneal, generate, online_kl
 from logitless.train.grade_config import GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_run import Run
@@ -54,7 +54,7 @@ def curves(config: GradeConfig, steps: int) -> Record:
     model, vocab = run.task.model, run.task.vocab_size
     legacy = method_of(run, "ste_legacy")
     others = {"all": method_of(run, "ste", top_k=vocab), "few": method_of(run, "ste")}
-    rows = []
+    rows, late = [], late_kl(run, run.batch(run.prompts["train"][: config.batch_size], "late"))
     for step in range(steps):
         tau = anneal(step, steps, config.tau_start, config.tau_end)
         size = config.batch_size
@@ -73,7 +73,16 @@ def curves(config: GradeConfig, steps: int) -> Record:
         rows.append(row)
         place_gradient(model, exact)
         run.apply()
-    return {"config": told(config), "vocab": vocab, "rows": rows}
+    return {"config": told(config), "vocab": vocab, "rows": rows, "late_kl": late}
+
+
+@torch.no_grad()
+def late_kl(run: Run, batch: Batch) -> float:
+    """Nats per token of an unchanged policy against a reference that has read one token more."""
+    reference = run.task.readers()[1]
+    rollout = generate(reference, batch.prompts, batch.mask, batch.seeds, run.task.sampling())
+    hidden, head = rollout.hidden, reference.head()
+    return float(online_kl(hidden[:, :-1], head, (hidden[:, 1:], head)).mean())
 
 
 def place_gradient(model: Any, flat: Tensor) -> None:

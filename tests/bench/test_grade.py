@@ -59,6 +59,7 @@ def test_curves_of_all_entries_lie_on_the_legacys(small):
     assert max(off(found, "all")) < 1e-4 < max(off(found, "few"))
     assert found["rows"][0]["few"]["outside"] > 0.01
     assert found["rows"][0]["tau"] == 2.0
+    assert found["late_kl"] > 0.1
     text = page("curves", found)
     assert "| `ste` at k=V against legacy, step by step | fp32 rounding |" in text
     assert text.count("| holds |") == 1
