@@ -147,7 +147,8 @@ def curves(record: Record) -> str:
         r = rows[i]
         cells = [f"{fmean(of[key]):.{digits}f}" for key, digits in (("reward", 6), ("kl", 5)) for of in three(r)]
         table.append([str(r["step"] + 1), f"{r['tau']:.2f}", *cells, f"{1 - r['few']['outside']:.2%}"])
-    k = record["config"]["top_k"]
+    c = record["config"]
+    k = c["top_k"]
     head = ["step", "τ", *(f"{what}, {who}" for what in ("reward", "KL") for who in ("legacy", "k=V", f"k={k}"))]
     whole, few = off(record, "all"), off(record, "few")
     return "\n\n".join(
@@ -162,8 +163,8 @@ def curves(record: Record) -> str:
                 ],
             ),
             f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
-            f"{record['config']['batch_size']}, T={record['config']['completion_length']}. At the first step the "
-            f"KL is 0; against a reference that has read one token more it would be {record['late_kl']:.1f} nats a token.",
+            f"{c['batch_size']}, T={c['completion_length']}. At the first step the KL is 0; against a reference that has "
+            f"read one token more it would be {record['late_kl']:.1f} nats a token.",
             machine(record),
         ]
     )
