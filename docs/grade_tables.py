@@ -163,8 +163,8 @@ def curves(record: Record) -> str:
                 ],
             ),
             f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
-            f"{c['batch_size']}, T={c['completion_length']}. At the first step the KL is 0; against a reference that has "
-            f"read one token more it would be {record['late_kl']:.1f} nats a token.",
+            f"{c['batch_size']}, T={c['completion_length']}. At the first step the KL is 0; against a reference that "
+            f"has read one token more it would be {record['late_kl']:.1f} nats a token.",
             machine(record),
         ]
     )
