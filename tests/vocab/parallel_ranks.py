@@ -249,6 +249,33 @@ def soft_tokens(group: Any) -> None:
     )  # fmt: skip
 
 
+def sampled_tokens(group: Any) -> None:
+    """The record of one process, under every kind of rule, and the same tokens for any number of ranks."""
+    rules = (
+        {}, {"temperature": 0}, {"top_k": 5, "temperature": 0.6}, {"top_p": 0.7}, {"top_p": 0.999, "temperature": 3.0},
+        {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01, "temperature": torch.rand(7) + 0.3},
+    )  # fmt: skip
+    for sizes, transform in ((UNEVEN, {"softcap": 9.0, "vocab_size": V - 2}), (EVEN, {"bias": False})):
+        one = split(group, sizes, ranks=(2,), scale=0.8, **transform)
+        if one.ops.bias is not None:
+            one.ops.bias.data[4:8] = -torch.inf
+        noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
+        for rule in rules:
+            for keep, budget in ((3, None), (0, 1)) if rule in rules[3:5] else ((2, None),):
+                ours, alone = (
+                    ll.sample_tokens(one.ops.hidden, head, keep=keep, noise=noise, memory_budget=budget, **rule)
+                    for head in (one.head, one.ops.head)
+                )
+                for name, x in ours.to_dict().items():
+                    expected = getattr(alone, name)
+                    if name != "vocab_size":
+                        same_on_all(getattr(ours, name), group)
+                    x = torch.tensor(x, dtype=torch.float64)
+                    assert_near(x, torch.as_tensor(expected).double().reshape(x.shape), 1e-9, f"{name} {rule}")
+    torch.manual_seed(dist.get_rank())
+    same_on_all(ll.sample_tokens(one.ops.hidden, one.head).token, group)
+
+
 def dropout(group: Any) -> None:
     """Ranks drop the same elements, whatever their own generators hold."""
     one = split(group, UNEVEN, ranks=(2,))
@@ -311,6 +338,7 @@ CASES: dict[str, Case] = {
     "losses": losses,
     "rounding": rounding,
     "soft tokens": soft_tokens,
+    "sampled tokens": sampled_tokens,
     "dropout": dropout,
     "dtensors": dtensors,
     "shards of sequences": shards_of_sequences,

@@ -15,7 +15,10 @@ from ..errors import NotFiniteError, OptionError, ShapeError
 from ..vocab.backends.best import keep_best
 from ..vocab.backends.chunk import Chunk, Folded, Tile
 from ..vocab.checks import check_logits
+from ..vocab.head import place
 from ..vocab.noise import Noise
+from ..vocab.ranks import best_of_all, summed, whole_rows
+from ..vocab.shard import VocabShard
 from .record import SampleRecord
 from .rules import Rules
 
@@ -35,24 +38,31 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Rows:
-    """Whole rows of logits in slices, MASK for -inf, with their maximum and their best entries."""
+    """Whole rows of logits in slices, MASK for -inf, with their maximum and their best entries.
+
+    Of a head that is sharded over ranks the slices are those of this rank's entries, and sums are over all ranks.
+    """
 
     tiles: list[Tile]
     m: Tensor  # (C,)
     top_logits: Tensor  # (C, R) best first
     top_ids: Tensor  # (C, R)
     may_be_infinite: bool
+    size: int  # entries, of all ranks
+    shard: VocabShard | None = None
 
     @classmethod
     def folded(cls, chunk: Chunk, folded: Folded) -> Rows:
         """The rows of a chunk that its fold has left in the buffers."""
         if folded.top_logits is None or folded.top_ids is None:
             raise OptionError("Rows: expected a fold with its best entries, got none; pass top_k ≥ 1")
-        return cls(chunk.kept, folded.totals.m, folded.top_logits, folded.top_ids, chunk.may_be_infinite)
+        head = chunk.policy.head
+        best = folded.top_logits, folded.top_ids
+        return cls(chunk.kept, folded.totals.m, *best, chunk.may_be_infinite, head.rows, head.shard)
 
     def changed(self, change: Change) -> Rows:
         """Rows of what `change` makes of these."""
-        z = torch.cat([tile.z for tile in self.tiles], 1)
+        z = self.whole(slice(None))
         z.masked_fill_(z <= MASK, -math.inf)
         shape = tuple(z.shape)
         z = change(z)
@@ -64,44 +74,55 @@ class Rows:
         values = torch.full_like(self.top_logits, -math.inf)
         ids = torch.full_like(self.top_ids, -1)
         keep_best(values, ids, z, 0)
-        return Rows([Tile(slice(0, shape[1]), z.clamp_(min=MASK))], m, values, ids, may_be_infinite=True)
+        return Rows([Tile(slice(0, shape[1]), z.clamp_(min=MASK))], m, values, ids, True, self.size)
 
-    @property
-    def size(self) -> int:
-        return self.tiles[-1].v.stop
+    def whole(self, rows: Tensor | slice) -> Tensor:
+        """All logits of some rows, (n, V)."""
+        parts = [tile.z[rows] for tile in self.tiles]
+        if self.shard is None:
+            return torch.cat(parts, 1)
+        return whole_rows(torch.cat([self.m[rows][:, None][:, :0], *parts], 1), self.shard, self.size)
+
+    def ids(self, tile: Tile) -> slice:
+        """A slice's vocabulary ids."""
+        first = 0 if self.shard is None else self.shard.offset
+        return slice(first + tile.v.start, first + tile.v.stop)
+
+    def added(self, of: Callable[[Tile], Tensor], like: Tensor) -> Tensor:
+        """Σ of(slice) over the slices, which are `like` this."""
+        parts = [of(tile) for tile in self.tiles]
+        total = torch.stack(parts).sum(0) if parts else torch.zeros_like(like)
+        return total if self.shard is None else summed(total, self.shard)
 
     def live(self) -> Tensor:
         """How many logits are finite."""
         live = torch.full_like(self.top_ids[:, 0], self.size)
-        if self.may_be_infinite:
-            live -= torch.stack([(tile.z <= MASK).sum(1) for tile in self.tiles]).sum(0)
-        return live
+        return live - self.added(lambda tile: (tile.z <= MASK).sum(1), live) if self.may_be_infinite else live
 
     def mean(self, live: Tensor) -> Tensor:
         """The mean logit."""
-        total = torch.stack([tile.z.sum(1) for tile in self.tiles]).sum(0)
+        total = self.added(lambda tile: tile.z.sum(1), self.m)
         if self.may_be_infinite:
             total = torch.where(live < self.size, -math.inf, total)
         return total / self.size
 
     def at(self, ids: Tensor) -> Tensor:
         """The logit of one entry of each row."""
-        if len(self.tiles) == 1:
+        if len(self.tiles) == 1 and self.shard is None:
             return self.tiles[0].z.gather(1, ids[:, None])[:, 0]
-        found = torch.zeros_like(self.m)
-        for tile in self.tiles:
-            inside = (ids >= tile.v.start) & (ids < tile.v.stop)
-            column = (ids - tile.v.start).clamp(0, tile.z.shape[1] - 1)
-            found = torch.where(inside, tile.z.gather(1, column[:, None])[:, 0], found)
-        return found
+
+        def found(tile: Tile) -> Tensor:
+            columns, inside = place(ids, self.ids(tile).start, tile.z.shape[1])
+            return torch.where(inside, tile.z.gather(1, columns[:, None])[:, 0], 0.0)
+
+        return self.added(found, self.m)
 
     def rank(self, logit: Tensor) -> Tensor:
         """1 + how many logits are higher."""
         rank = (self.top_logits > logit[:, None]).sum(1) + 1
         rows = (logit < self.top_logits[:, -1]).nonzero().squeeze(1)
         if rows.numel():
-            above = [(tile.z[rows] > logit[rows, None]).sum(1) for tile in self.tiles]
-            rank[rows] = torch.stack(above).sum(0) + 1
+            rank[rows] = self.added(lambda tile: (tile.z[rows] > logit[rows, None]).sum(1), rows) + 1
         return rank
 
 
@@ -139,7 +160,7 @@ class Draw:
     def _log_sum(self) -> Tensor:
         if self.log_s is not None and bool((self.warm == 1).all()):
             return self.log_s
-        return torch.stack([self._scaled(tile.z).exp_().sum(1) for tile in self.rows.tiles]).sum(0).log_()
+        return self.rows.added(lambda tile: self._scaled(tile.z).exp_().sum(1), self.rows.m).log_()
 
     def _best(self, rows: Tensor, kept: Tensor | None = None) -> Tensor:
         """The token of some rows (n,), of all entries or of those in `kept` (n, V): the best after noise.
@@ -157,16 +178,16 @@ class Draw:
         for tile in self.rows.tiles:
             some = tile.z if rows.numel() == tile.z.shape[0] else tile.z[rows]
             peak = torch.minimum(self.rows.top_logits[rows, -1], some.amax(1))  # of what is not retained
-            n, where = noise.reaching(tile.v, most - self._scaled(peak[:, None], rows)[:, 0])
+            n, where = noise.reaching(self.rows.ids(tile), most - self._scaled(peak[:, None], rows)[:, 0])
             if kept is not None:
                 n, where = (x[kept[n, where]] for x in (n, where))
-            lifted = self._scaled(some[n, where - tile.v.start][:, None], rows[n])
+            lifted = self._scaled(some[n, where - self.rows.ids(tile).start][:, None], rows[n])
             lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
             higher = most.scatter_reduce(0, n, lifted, "amax")
             token = torch.where(higher > most, size, token)
             first = torch.where(lifted == higher[n], where, size)
             token, most = token.scatter_reduce(0, n, first, "amin"), higher
-        return token
+        return token if self.rows.shard is None else best_of_all(token, most, self.rows.shard)
 
     def _noise(self, rows: Tensor) -> Noise:
         return Noise(self.noise.seeds[rows], self.noise.positions[rows])
@@ -178,7 +199,7 @@ class Draw:
         block = max(1, budget // (LOOKED_AT * self.rows.size))
         for rows in open_.nonzero().squeeze(1).split(block):
             if rows.numel():
-                z = torch.cat([tile.z[rows] for tile in self.rows.tiles], 1)
+                z = self.rows.whole(rows)
                 x = self._scaled(z, rows).masked_fill_(z <= MASK, -math.inf)
                 kept = torch.stack([rules.mask(row, total) for row, total in zip(x, log_sum[rows], strict=True)])
                 token[rows], n_kept[rows] = self._best(rows, kept), kept.sum(1)

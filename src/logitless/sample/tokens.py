@@ -16,6 +16,7 @@ from ..vocab.head import LMHead
 from ..vocab.lowrank import with_low_rank
 from ..vocab.noise import Noise
 from ..vocab.problem import Problem, full_precision
+from ..vocab.ranks import first_on_all
 from .draw import Change, recorded
 from .record import SampleRecord
 from .rules import Rules
@@ -47,7 +48,8 @@ def sample_tokens(
     (...). top_k (0 is all), top_p, min_p: exact, in that order. keep: how many of the best entries the record holds.
     The token is the best of z / temperature + Gumbel noise, noise that depends on nothing but a sequence's own seed, a
     position and a vocabulary id: noise: Noise(seeds, positions), so that no slice, batch order or rank changes a
-    token; without it, a seed for each token is drawn from `generator`. No gradient.
+    token; without it, a seed for each token is drawn from `generator`. Of a head that is sharded over ranks every rank
+    gets the same record. No gradient.
     Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
     has its row, still in the buffer, read again, with no GEMM: nothing is approximate. Without rules noise is made in
     full for those entries only that it can lift above the best ones.
@@ -81,10 +83,13 @@ def draw_tokens(
     lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
     heat = _temperatures(temperature, lead, hidden).reshape(n)
     seeds, positions = (x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator))
+    if noise is None:
+        seeds = first_on_all(seeds, head.shard)
     budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
     problem = Problem(spec, with_low_rank(inputs, head, None))
     record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=problem.compute, device=hidden.device)
     problem = replace(problem, spec=replace(spec, budget=budget, top_k=rules.retained(keep, head.rows)))
+    problem.meet()
     run = Pass(problem, whole=True, wide=True)
     if change is not None:
         run.slices = replace(run.slices, tokens=max(1, n))

@@ -41,10 +41,14 @@ class Ranks:
 
     def gather_all(self, parts: list[Tensor]) -> list[Tensor]:  # (R, C, ...) each
         """Several tensors (C, ...) of every rank in one collective, to the bit, whatever their dtypes."""
-        flat = [x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous().view(torch.int32) for x in parts]
-        words = self.gather(torch.cat(flat, 1)).split([x.shape[1] for x in flat], 2)
+        sizes = [math.prod(x.shape[1:]) * x.itemsize // 4 for x in parts]
+        flat = [  # a clone's strides are canonical, of a single token too
+            x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32).view(x.shape[0], n)
+            for x, n in zip(parts, sizes, strict=True)
+        ]
+        words = self.gather(torch.cat(flat, 1)).split(sizes, 2)
         pairs = zip(words, parts, strict=True)
-        return [w.contiguous().view(x.dtype).view(self.size, *x.shape) for w, x in pairs]
+        return [w.reshape(-1).view(x.dtype).view(self.size, *x.shape) for w, x in pairs]
 
     def total(self, parts: list[Tensor]) -> list[Tensor]:  # (C, ...) each
         """The sums over all ranks, added up in their order."""
@@ -85,6 +89,21 @@ def summed(x: Tensor, shard: VocabShard) -> Tensor:
 def spread(x: Tensor, shard: VocabShard) -> Tensor:
     """`x`, which all ranks hold alike, for each to use in its own way: its gradient is the sum over ranks."""
     return _Spread.apply(x, shard)  # pyright: ignore[reportReturnType]
+
+
+def best_of_all(token: Tensor, value: Tensor, shard: VocabShard) -> Tensor:
+    """Of each rank's token (C,) that with the highest value, of equals the lowest."""
+    tokens, values = Ranks(VocabShard.parse(shard.key).group).gather_all([token, value])
+    return torch.where(values == values.amax(0), tokens, tokens.max()).amin(0)
+
+
+def whole_rows(z: Tensor, shard: VocabShard, rows: int) -> Tensor:
+    """The logits (C, V) of all ranks from those of the existing rows here, (C, held)."""
+    layout = layout_of(shard, rows)
+    sent = z.new_zeros(z.shape[0], layout.widest)
+    sent[:, : z.shape[1]] = z
+    each = Ranks(VocabShard.parse(shard.key).group).gather(sent)
+    return torch.cat([each[rank, :, : layout.rows[rank]] for rank in layout.holding], 1)
 
 
 class _Summed(torch.autograd.Function):
