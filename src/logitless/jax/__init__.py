@@ -1,10 +1,23 @@
-"""The pass in JAX: losses, statistics and the best tokens of a head, without its logits. Depends on jax alone.
+"""The pass in JAX: losses, statistics, tokens and the best entries of a head, without its logits. Depends on jax alone.
 
 Pure functions under jit, grad, vmap, while_loop and shard_map; one derivative. Arrays have any sizes.
 """
 
 from .head import LMHead
 from .loss import linear_cross_entropy
+from .noise import Noise
+from .record import SampleRecord
+from .sample import sample_tokens
 from .stats import TokenStats, TopK, linear_topk, token_stats
 
-__all__ = ["LMHead", "TokenStats", "TopK", "linear_cross_entropy", "linear_topk", "token_stats"]
+__all__ = [
+    "LMHead",
+    "Noise",
+    "SampleRecord",
+    "TokenStats",
+    "TopK",
+    "linear_cross_entropy",
+    "linear_topk",
+    "sample_tokens",
+    "token_stats",
+]

@@ -11,7 +11,7 @@ from jax import Array
 from ..algebra.fold import MASK, Totals, difference
 from .mesh import from_owner, varies, varying
 from .problem import Operands, Spec, first_row, local_rows
-from .tiles import Projection, column, compute_dtype, window, windows
+from .tiles import Projection, Window, column, compute_dtype, window, windows
 
 Kept = Any  # the logits of all slices: (slices, C, S) each for policy and reference
 
@@ -84,12 +84,8 @@ class Chunk:
 
     def tile(self, i: Array, kept: Kept = None) -> Tile:
         """The i-th slice, from `kept` logits where there are."""
-        place = window(i, self.width, self.rows)
-        ids = self.first + place.start + jnp.arange(self.width, dtype=place.start.dtype)
-        fresh, exists = place.fresh, None
-        if self.spec.axis is not None:
-            exists = ids < self.spec.rows
-            fresh = fresh & exists
+        place, ids = self.place(i)
+        exists = None if self.spec.axis is None else ids < self.spec.rows
         w = self.policy.operand(place.start, self.width, exists)
         if kept is not None:
             z, z_ref = kept
@@ -98,7 +94,13 @@ class Chunk:
             if self.reference is not None:
                 z_ref = self.reference.logits(self.reference.operand(place.start, self.width, exists), place.start)
         at_label = None if self.labels is None else ids[None, :] == self.labels[:, None]
-        return Tile(place.start, w, z, z_ref, fresh, at_label)
+        return Tile(place.start, w, z, z_ref, place.fresh, at_label)
+
+    def place(self, i: Array) -> tuple[Window, Array]:
+        """Where the i-th slice lies in this device's rows, and its ids; fresh: those that exist."""
+        place = window(i, self.width, self.rows)
+        ids = self.first + place.start + jnp.arange(self.width, dtype=place.start.dtype)
+        return place if self.spec.axis is None else place._replace(fresh=place.fresh & (ids < self.spec.rows)), ids
 
     def slices(self) -> Array:
         return jnp.arange(windows(self.width, self.rows), dtype=jnp.int32)

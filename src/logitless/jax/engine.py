@@ -35,7 +35,7 @@ def values(spec: Spec, save: bool, x: Operands) -> tuple[Stats, Any]:
         folded = fold(chunk)
         return carry, (read(chunk, folded), _saved(folded) if save else None)
 
-    return _by_chunks(step, slices.tokens, None, x.tokens)[1]
+    return by_chunks(step, slices.tokens, None, x.tokens)[1]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -50,7 +50,7 @@ def gradients(spec: Spec, x: Operands, saved: Any, g: Stats) -> Operands:
         dh, into = unfold(chunk, Totals(**totals), best, masked, Grads(*into))
         return (into.weight, into.bias), _narrow(dh, x)
 
-    (dw, db), dh = _by_chunks(step, slices.tokens, _no_gradient(x), (x.tokens, saved, g))
+    (dw, db), dh = by_chunks(step, slices.tokens, _no_gradient(x), (x.tokens, saved, g))
     return cotangents(x, dh, dw, db, jnp.ones((), dw.dtype))
 
 
@@ -68,7 +68,7 @@ def formed(spec: Spec, recipe: Recipe, x: Operands, scale: Array) -> tuple[Array
         dh, into = unfold(chunk, folded.totals, best, g, Grads(*into), folded.kept)
         return (into.weight, into.bias), (_where(chunk.counts, loss, 0), _narrow(dh, x))
 
-    (dw, db), (loss, dh) = _by_chunks(step, slices.tokens, _no_gradient(x), x.tokens)
+    (dw, db), (loss, dh) = by_chunks(step, slices.tokens, _no_gradient(x), x.tokens)
     return loss, (dh, dw, db)
 
 
@@ -132,7 +132,7 @@ def _narrow(dh: Array, x: Operands) -> Array:
     return dh if shared or dtype == jnp.float16 else dh.astype(dtype)
 
 
-def _by_chunks(step: Callable[..., Any], size: int, carry: Any, tokens: Any) -> tuple[Any, Any]:
+def by_chunks(step: Callable[..., Any], size: int, carry: Any, tokens: Any) -> tuple[Any, Any]:
     """(carry, outputs of all tokens) of carry, outputs = step(carry, fresh, some tokens) over all chunks."""
     n = jax.tree.leaves(tokens)[0].shape[0]
 

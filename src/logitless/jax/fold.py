@@ -11,6 +11,7 @@ from ..algebra.fold import EMPTY, MASK, Fold, Totals, difference, finish, merge,
 from ..algebra.stats import mixture_shares
 from .chunk import Chunk, Kept, Tile
 from .mesh import merged, varying
+from .topk import best_of_all, better
 
 
 @dataclass
@@ -37,7 +38,9 @@ def fold(chunk: Chunk, keep: bool = False) -> Folded:
         if zsum is not None:
             zsum = zsum + jnp.where(tile.fresh, tile.z, 0.0).sum(1)
         if best is not None:
-            best = _better(best, jnp.where(tile.fresh, tile.z, -jnp.inf), tile.start + chunk.first)
+            # above what stands for no entry, so that entries of -inf have ids of their own
+            live = jnp.where(tile.fresh, jnp.maximum(tile.z, MASK), -jnp.inf)
+            best = better(best, live, tile.start + chunk.first)
         return (dict(run.items()), zsum, best), (tile.z, tile.z_ref) if keep else None
 
     zsum = like if "zsum" in spec.sums else None
@@ -51,7 +54,9 @@ def fold(chunk: Chunk, keep: bool = False) -> Folded:
     if zsum is not None:
         totals.mean_logit = (zsum if spec.axis is None else lax.psum(zsum, spec.axis)) / spec.rows
     if best is not None and spec.axis is not None:
-        best = _best_of_all(best, spec.axis)
+        best = best_of_all(best, spec.axis)
+    if best is not None:
+        best = jnp.where(best[0] <= MASK, -jnp.inf, best[0]), best[1]
     if spec.whole:
         _second_look(chunk, totals, kept)
     return Folded(totals, best, kept if keep else None)
@@ -94,29 +99,6 @@ def _part(chunk: Chunk, tile: Tile, shift: Array | None) -> Fold:
         part.b = times(w, jnp.expm1(-e), jnp).sum(1)
         part.a_ref = times(w_ref, e, jnp).sum(1) if "qe" in sums else None
     return part
-
-
-def _better(best: tuple[Array, Array], z: Array, first: Array) -> tuple[Array, Array]:
-    """The best entries with a slice's merged in; sorted only where one of the slice's is better."""
-    k = best[0].shape[1]
-
-    def merge_in(best: tuple[Array, Array]) -> tuple[Array, Array]:
-        new, where = lax.top_k(z, min(k, z.shape[1]))
-        return _best_of(jnp.concatenate([best[0], new], 1), jnp.concatenate([best[1], where + first], 1), k)
-
-    return lax.cond((z.max(1) > best[0][:, -1]).any(), merge_in, lambda best: best, best)
-
-
-def _best_of(values: Array, ids: Array, k: int) -> tuple[Array, Array]:
-    top, order = lax.top_k(values, k)
-    return top, jnp.take_along_axis(ids, order, 1)
-
-
-def _best_of_all(best: tuple[Array, Array], axis: str) -> tuple[Array, Array]:
-    """The best entries among those of every device."""
-    k = best[0].shape[1]
-    values, ids = (jnp.concatenate(list(lax.all_gather(x, axis, to="invarying")), 1) for x in best)
-    return _best_of(values, ids, k)
 
 
 def _second_look(chunk: Chunk, totals: Totals, kept: Kept) -> None:

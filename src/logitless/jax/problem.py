@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,9 @@ from jax import Array, lax
 
 from ..algebra.costs import Slices, slices_of, tiles_of
 from ..algebra.stats import sums_of
-from .tiles import compute_dtype
+from .tiles import compute_dtype, operand_dtype, windows
+
+COPY_COST = 3  # a copy of W's slices takes as long as passing over the logits of H / 3 tokens
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,23 @@ def slices_for(spec: Spec, x: Operands, whole: bool) -> Slices:
     """The tokens and entries at a time."""
     hidden = x.tokens.hidden
     heads = [w for w in (x.weight, x.ref_weight) if w is not None]
-    return slices_of(
-        hidden.shape[0],
-        local_rows(spec, x),
+    n, rows, itemsize = hidden.shape[0], local_rows(spec, x), compute_dtype(hidden).itemsize
+    tiles = tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k)
+    as_it_is = all(w.shape[0] == rows and w.dtype == operand_dtype(hidden, w) for w in heads)
+    if as_it_is and n <= hidden.shape[1] // COPY_COST:
+        size = itemsize * n * rows * (len(heads) + tiles)
+        if size <= spec.budget:
+            return Slices(n, rows, size)
+    found = slices_of(
+        n,
+        rows,
         budget=spec.budget,
         device="cpu" if jax.default_backend() == "cpu" else "gpu",
-        itemsize=compute_dtype(hidden).itemsize,
+        itemsize=itemsize,
         heads=len(heads),
-        tiles=tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k),
+        tiles=tiles,
         converted=sum(w.shape[1] for w in heads),  # XLA copies a slice of W before it multiplies
         whole=whole,
     )
+    even = -(-rows // windows(found.width, rows))  # the last slice is moved back: what it shares is computed twice
+    return replace(found, width=even)

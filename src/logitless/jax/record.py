@@ -1,0 +1,73 @@
+"""`SampleRecord`: what is kept of each token's distribution in the place of its logits, as a pytree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..algebra.record import Derived
+from ..errors import OptionError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class SampleRecord(Derived):
+    """Tokens, and enough of the distributions that they come from: 40 + 8·k bytes a token.
+
+    The fields of `logitless.SampleRecord`, by the same names and with the same meaning; a pytree, so that it can be
+    part of a loop's state. Floating fields are fp32 (fp64 where the hidden states are), integers int32.
+    """
+
+    xp = jnp
+
+    token: Array  # (...)
+    token_logit: Array
+    rank: Array  # 1 + how many logits are higher
+    topk_logits: Array  # (..., k) the best raw logits
+    topk_ids: Array
+    logsumexp: Array  # of all raw logits, as are
+    mean_logit: Array
+    entropy: Array
+    temperature: Array
+    logsumexp_at_temperature: Array
+    log_kept_mass: Array  # log of the share that the rules kept
+    n_kept: Array
+    vocab_size: int = field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], *, keep: int, vocab_size: int, dtype: Any = jnp.float32) -> SampleRecord:
+        """A record of `shape` for `write` to fill; tokens are -1 until they are written. Raises OptionError."""
+        check_keep(keep, vocab_size)
+        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
+        made = {name: whole if name in ("rank", "n_kept") else real for name in names()}
+        best = (*shape, keep)
+        made |= {"token": whole - 1, "topk_logits": jnp.zeros(best, dtype), "topk_ids": jnp.full(best, -1, jnp.int32)}
+        return cls(**made, vocab_size=vocab_size)
+
+    def write(self, index: Any, part: SampleRecord) -> SampleRecord:
+        """The record with `part` at an index of (...), as in `record = record.write((slice(None), t), step)`."""
+        return jax.tree.map(lambda x, y: x.at[index].set(y), self, part)
+
+    def __getitem__(self, index: Any) -> SampleRecord:
+        """Some of the tokens: an index of (...)."""
+        return jax.tree.map(lambda x: x[index], self)
+
+    def reshape(self, *lead: int) -> SampleRecord:
+        """The same tokens in another shape (...)."""
+        trailing = self.token.ndim
+        return jax.tree.map(lambda x: x.reshape((*lead, *x.shape[trailing:])), self)
+
+
+def names() -> list[str]:
+    """The arrays of a record."""
+    return [f.name for f in fields(SampleRecord) if f.name != "vocab_size"]
+
+
+def check_keep(keep: int, vocab_size: int) -> None:
+    """Raise OptionError for a number of best entries that the vocabulary does not have."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= vocab_size:
+        raise OptionError(f"keep: expected a whole number in 0..{vocab_size} (the vocabulary), got {keep!r}")

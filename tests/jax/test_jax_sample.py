@@ -1,0 +1,226 @@
+"""`logitless.jax.sample_tokens` against the dense float64 oracle, against torch's, and as a distribution."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+
+import logitless as ll  # noqa: E402
+from logitless.jax import LMHead, Noise, SampleRecord, sample_tokens  # noqa: E402
+from logitless.jax.noise import _gumbel_of, philox  # noqa: E402
+from logitless.jax.record import names  # noqa: E402
+from logitless.jax.topk import top_k  # noqa: E402
+from logitless.vocab import noise as torch_noise  # noqa: E402
+from tests.jax.comparing import array  # noqa: E402
+from tests.sample.dense import dense_record, some_noise  # noqa: E402
+
+N, H, V = 13, 7, 211
+RULES = {
+    "all": {},
+    "warm": {"temperature": 0.6},
+    "greedy": {"temperature": 0.0, "top_p": 0.5},
+    "top_k": {"top_k": 5, "keep": 3},
+    "top_p": {"top_p": 0.8, "keep": 0},
+    "top_p far": {"top_p": 0.99, "temperature": 3.0},
+    "min_p": {"min_p": 0.02},
+    "min_p far": {"min_p": 0.001, "temperature": 3.0},
+    "together": {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3, "keep": 30},
+    "top_p of a top_k": {"top_k": 90, "top_p": 0.9, "keep": 2},
+}
+
+
+def problem(dtype=torch.float64, v=V, **options):
+    torch.manual_seed(0)
+    bias = torch.randn(v, dtype=dtype)
+    return torch.randn(N, H, dtype=dtype), ll.LMHead(torch.randn(v, H, dtype=dtype), bias, **options)
+
+
+def in_jax(head):
+    plain = {name: getattr(head, name) for name in ("scale", "softcap", "vocab_size")}
+    return LMHead(array(head.weight), array(head.bias), **plain)
+
+
+def noise_of(noise):
+    return Noise(noise.seeds.numpy(), noise.positions.numpy())
+
+
+def compare(hidden, head, noise, tolerance, **options):
+    """Every field of the record equals the dense one, whatever the slices."""
+    dense = {name: x for name, x in options.items() if name != "memory_budget"}
+    expected = dense_record(hidden, head, noise, **dense)
+    heat = options.pop("temperature", 1.0)
+    noise = noise_of(noise).expand((hidden.shape[0],))
+    words = Noise(noise.low, np.asarray(noise.position).astype(np.int32), noise.high)
+    heat = array(heat)
+    record = jax.jit(lambda h, w, n: sample_tokens(h, w, n, temperature=heat, **options))(
+        array(hidden), in_jax(head), words
+    )
+    for name, want in expected.items():
+        got = np.asarray(getattr(record, name))
+        assert got.shape == want.shape, name
+        if want.dtype == torch.int64:
+            assert got.dtype == np.int32, name
+            np.testing.assert_array_equal(got, want.numpy(), err_msg=name)
+        else:
+            np.testing.assert_allclose(got, want.numpy(), tolerance, tolerance, err_msg=name)
+    return record
+
+
+FAST = ("warm", "greedy", "top_p far", "together")
+
+
+@pytest.mark.parametrize(
+    "rules", [pytest.param(r, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, r in RULES.items()]
+)
+def test_every_rule(rules):
+    with jax.enable_x64(True):
+        compare(*problem(), some_noise((N,)), 1e-10, **rules)
+
+
+@pytest.mark.parametrize("name", ["all", "top_p far", pytest.param("together", marks=pytest.mark.slow)])
+def test_slices_and_chunks(name):
+    with jax.enable_x64(True):
+        compare(*problem(), some_noise((N,)), 1e-10, memory_budget=30_000, **RULES[name])
+
+
+@pytest.mark.parametrize("head", [{"softcap": 2.0}, {"vocab_size": 200, "scale": 0.5}], ids=["softcap", "padded"])
+def test_every_head(head):
+    with jax.enable_x64(True):
+        compare(*problem(**head), some_noise((N,)), 1e-10, top_p=0.9, temperature=1.5)
+
+
+def test_temperature_per_token():
+    heat = torch.tensor([0.0, 0.5, 1.0, 2.0] * 3 + [0.0], dtype=torch.float64)
+    with jax.enable_x64(True):
+        compare(*problem(), some_noise((N,)), 1e-10, temperature=heat, top_p=0.9)
+
+
+@pytest.mark.parametrize("rules", [{}, pytest.param({"top_p": 0.999}, marks=pytest.mark.slow)])
+def test_extreme_logits_ties_and_forbidden_entries(rules):
+    hidden, head = problem()
+    equal = ll.LMHead(head.weight[torch.arange(V) // 4], torch.zeros(V, dtype=torch.float64))  # four of each row
+    bias = torch.full((V,), -math.inf, dtype=torch.float64)
+    bias[[3, 50, 200]] = 0.0
+    with jax.enable_x64(True):
+        compare(hidden, equal, some_noise((N,)), 1e-10, **rules)
+        compare(300 * hidden, head, some_noise((N,)), 1e-9, **rules)
+        few = compare(hidden, ll.LMHead(head.weight, bias), some_noise((N,)), 1e-10, **rules)
+    assert set(np.asarray(few.token).tolist()) <= {3, 50, 200}
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 0.8}, {"temperature": 0.0}])
+def test_the_same_record_as_torch(rules):
+    hidden, head = problem(torch.float32, v=1009, softcap=5.0)
+    noise = some_noise((N,))
+    expected = ll.sample_tokens(hidden, head, noise=noise, **rules)
+    got = sample_tokens(array(hidden), in_jax(head), noise_of(noise), **rules)
+    for name in names():
+        want, x = getattr(expected, name).numpy(), np.asarray(getattr(got, name))
+        assert (x.dtype, x.shape) == (want.dtype, want.shape), name
+        np.testing.assert_allclose(x, want, 2e-6, 2e-6, err_msg=name)
+    for name in ("logprob", "behaviour_logprob", "topk_logprob", "self_certainty", "tail_mass"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), 1e-5, 5e-6, err_msg=name)
+
+
+def test_bf16_operands():
+    hidden, head = problem(torch.float32)
+    narrow, rows = array(hidden).astype(jnp.bfloat16), jax.tree.map(lambda x: x.astype(jnp.bfloat16), in_jax(head))
+    noise = some_noise((N,))
+    exact = ll.LMHead(head.weight.bfloat16().double(), head.bias.bfloat16().double())
+    want = dense_record(hidden.bfloat16().double(), exact, noise, top_k=9)
+    got = sample_tokens(narrow, rows, noise_of(noise), top_k=9)
+    np.testing.assert_array_equal(got.token, want["token"])
+    np.testing.assert_allclose(got.logsumexp, want["logsumexp"], 1e-5)
+
+
+def test_frequencies():
+    """Chi-square of 20,000 draws with nine degrees of freedom, from all entries and from a nucleus."""
+    v, n = 10, 20_000
+    head = LMHead(jax.random.normal(jax.random.key(0), (v, 3)))
+    hidden = jnp.broadcast_to(jnp.array([1.0, -0.5, 2.0]), (n, 3))
+    p = np.asarray(jax.nn.softmax(head.weight @ hidden[0] / 1.7), np.float64)
+    draw = jax.jit(sample_tokens, static_argnames=("temperature", "top_p"))
+    counts = np.bincount(draw(hidden, head, Noise(7, jnp.arange(n)), temperature=1.7).token, minlength=v)
+    assert ((counts - n * p) ** 2 / (n * p)).sum() < 27.9  # one in a thousand
+    got = draw(hidden, head, jax.random.key(1), temperature=1.7, top_p=0.8)
+    kept = np.argsort(-p)[: int(got.n_kept[0])]
+    assert 2 <= len(kept) < v
+    assert p[kept[:-1]].sum() < 0.8 <= p[kept].sum() + 1e-6
+    q = n * p[kept] / p[kept].sum()
+    assert ((np.bincount(got.token, minlength=v)[kept] - q) ** 2 / q).sum() < 27.9
+
+
+def test_while_loop_and_vmap():
+    """A decoding loop whose state carries the record, for two sequences of seeds of their own."""
+    head = LMHead(jax.random.normal(jax.random.key(0), (19, 8)))
+    table = jax.random.normal(jax.random.key(1), (19, 8))
+
+    def one(seed):
+        def step(state):
+            t, h, kept = state
+            part = sample_tokens(h, head, Noise(seed, t), keep=3, top_p=0.9)
+            return t + 1, jnp.tanh(h + table[part.token]), kept.write(t, part)
+
+        start = 0, jnp.ones(8), SampleRecord.empty((6,), keep=3, vocab_size=19)
+        return jax.lax.while_loop(lambda state: state[0] < 5, step, start)[2]
+
+    kept = jax.jit(jax.vmap(one))(jnp.array([3, 4]))
+    h = jnp.ones(8)
+    for t in range(5):
+        z = head.weight @ h
+        np.testing.assert_allclose(kept.logsumexp[1, t], jax.nn.logsumexp(z), 1e-5)
+        np.testing.assert_allclose(kept.topk_logits[1, t], jax.lax.top_k(z, 3)[0], 1e-4)
+        np.testing.assert_allclose(kept.token_logit[1, t], z[kept.token[1, t]], 1e-4)
+        h = jnp.tanh(h + table[kept.token[1, t]])
+    assert kept.token[:, 5].tolist() == [-1, -1]
+    assert kept[0].shape == (6,)
+    assert kept.reshape(12).keep == 3
+    assert float(kept[1].perplexity) > 1
+
+
+def test_the_words_are_torchs():
+    low, high, first, second = (torch.randint(2**32, (50,)) for _ in range(4))
+    ids = torch.randint(2**34, (50,)) >> 2
+    seeds, positions = low + (high << 32), first + (second << 32)
+    want = torch_noise._blocks(seeds, positions, ids)
+    words = [jnp.asarray(x.numpy().astype(np.uint32)) for x in (ids, first, second, 0 * low, low, high)]
+    got = jax.jit(lambda a, b, c, d, k, l: philox((a, b, c, d), (k, l)))(*words)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+
+
+@pytest.mark.parametrize("first", [0, 77])
+def test_noise_is_torchs(first):
+    seeds, positions = np.array([3, -1, 2**62, 0]), np.array([0, 5, 7, 2**40])
+    keys = Noise(seeds, positions).expand((4,))
+    want = torch_noise.gumbel(torch.tensor(seeds), torch.tensor(positions), slice(first, first + 901)).numpy()
+    run, each = (jax.jit(f) for f in (lambda k, i: k.gumbel_from(i, 901), lambda k, ids: k.gumbel(ids)))
+    np.testing.assert_allclose(run(keys, first), want, 1e-6, 1e-6)
+    np.testing.assert_allclose(each(keys, jnp.arange(first, first + 901)), want, 1e-6, 1e-6)
+
+
+def test_noise_at_both_ends():
+    words = np.concatenate([np.arange(50), 2**32 - 1 - np.arange(50), 2**31 - 25 + np.arange(50)]).astype(np.int64)
+    want = torch_noise._gumbel_of(torch.tensor(words)).numpy()
+    np.testing.assert_allclose(_gumbel_of(jnp.asarray(words.astype(np.uint32))), want, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize(("v", "k"), [(5, 5), (1000, 3), (4096, 10), (5003, 64)])
+def test_two_levels_are_lax_top_k(v, k):
+    """Many equal entries: the same ids."""
+    z = jax.random.randint(jax.random.key(v), (6, v), 0, 50).astype(jnp.float32)
+    z = z.at[1].set(0.0).at[2].set(-jnp.inf).at[3, ::2].set(-jnp.inf)
+    for got, want in zip(top_k(z, k), jax.lax.top_k(z, k), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_no_temporary_of_the_logits_size():
+    hidden, head = jnp.ones((512, 64)), LMHead(jnp.ones((8192, 64)))
+    run = jax.jit(lambda h, w, n: sample_tokens(h, w, n, top_p=0.9, memory_budget=1 << 21))
+    noise = Noise(jnp.arange(512), jnp.zeros(512, int))
+    assert run.lower(hidden, head, noise).compile().memory_analysis().temp_size_in_bytes < 1 << 22  # of 2²⁴
