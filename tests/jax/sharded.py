@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from logitless.jax import LMHead, linear_cross_entropy, token_stats
+from logitless.jax import LMHead, Noise, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
 EVERYTHING = ("logprob", "entropy", "mean_logit", "max_logit", "rank", "sum_sq_prob", "kl", "reverse_kl", "jsd")
 OPTIONS = {"want": EVERYTHING, "top_k": 3, "memory_budget": 6000}
@@ -98,6 +98,26 @@ def tokens_and_vocabulary():
     check(got[0], expected[0])
     check(got[1][0], expected[1][0])
     check((got[1][1].weight[:23], got[1][1].bias[:23]), (expected[1][1].weight[:23], expected[1][1].bias[:23]))
+
+
+def tokens_for_any_number_of_devices():
+    """Drawn from all entries, from nuclei within and beyond the best, greedily: the record of one device."""
+    hidden, head, _, _ = operands(v=203, padded=208, n=8)
+    noise = Noise(jnp.arange(8), jnp.arange(8) + 2)
+    far = {"top_p": 0.99, "temperature": 3.0}
+    for rules in ({}, {"top_p": 0.5, "temperature": 0.5}, far, {"temperature": 0.0}):
+        expected = sample_tokens(hidden, head, noise, **rules)
+        for devices in (2, 4) if rules is far else (4,):
+            mesh = jax.make_mesh((4 // devices, devices), ("d", "v"), axis_types=(AxisType.Auto,) * 2)
+
+            def each(hidden, head, noise, rules=rules):
+                best = linear_topk(hidden, head, 5, axis_name="v")
+                return sample_tokens(hidden, head, noise, axis_name="v", memory_budget=8000, **rules), best
+
+            run = jax.shard_map(each, mesh=mesh, in_specs=(P("d"), P("v"), P("d")), out_specs=P("d"))
+            got, best = jax.jit(run)(hidden, head, noise)
+            check(got, expected)
+            check((best.logits, best.ids), (expected.topk_logits[:, :5], expected.topk_ids[:, :5]))
 
 
 if __name__ == "__main__":

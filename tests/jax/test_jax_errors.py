@@ -9,11 +9,26 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.errors import DtypeError, GradientError, LabelError, OptionError, ShapeError  # noqa: E402
-from logitless.jax import LMHead, linear_cross_entropy, linear_topk, token_stats  # noqa: E402
+from logitless.errors import (  # noqa: E402
+    DtypeError,
+    GradientError,
+    LabelError,
+    NotFiniteError,
+    OptionError,
+    ShapeError,
+)
+from logitless.jax import (  # noqa: E402
+    LMHead,
+    Noise,
+    linear_cross_entropy,
+    linear_topk,
+    sample_tokens,
+    token_stats,
+)
 
 HIDDEN, LABELS = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)  # made into jax arrays by the call
 HEAD = LMHead(np.zeros((7, 3), np.float32))
+NOISE = Noise(1, np.arange(4))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +55,15 @@ HEAD = LMHead(np.zeros((7, 3), np.float32))
         (DtypeError, "integer ids", lambda: token_stats(HIDDEN, HEAD, jnp.zeros(4))),
         (DtypeError, "floating-point", lambda: token_stats(jnp.zeros((4, 3), int), HEAD, LABELS)),
         (DtypeError, "LMHead", lambda: token_stats(HIDDEN, HEAD.weight, LABELS)),
+        (OptionError, "keep: .*0..7", lambda: sample_tokens(HIDDEN, HEAD, NOISE, keep=8)),
+        (OptionError, "top_p: .*0 < p", lambda: sample_tokens(HIDDEN, HEAD, NOISE, top_p=0.0)),
+        (OptionError, "pass one of them", lambda: sample_tokens(HIDDEN, HEAD)),
+        (OptionError, "0 \\(greedy\\) or more", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=-1.0)),
+        (OptionError, "0 \\(greedy\\) or more", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=jnp.full(4, -1.0))),
+        (ShapeError, "broadcasts", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=jnp.ones(3))),
+        (ShapeError, "positions that broadcast", lambda: sample_tokens(HIDDEN, HEAD, Noise(1, jnp.zeros(3, int)))),
+        (DtypeError, "seeds as integers", lambda: sample_tokens(HIDDEN, HEAD, Noise(1.5, 0))),
+        (NotFiniteError, "diverged", lambda: sample_tokens(HIDDEN * jnp.nan, HEAD, temperature=0)),
         (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
         (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
     ],

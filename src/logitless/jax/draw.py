@@ -101,7 +101,7 @@ class Draw:
             every = lax.all_gather(drawn, axis, to="invarying")
             first = every[0].argmax(0)[None]
             drawn = tuple(jnp.take_along_axis(x, first, 0)[0] for x in every)
-        return jnp.log(total), live, drawn[1:]
+        return jnp.log(total), live, (drawn[1], drawn[2])
 
     def _above(self, logit: Array) -> Array:
         """How many logits are higher."""
@@ -163,4 +163,5 @@ def pick(
     x = jnp.where(jnp.arange(x.shape[1], dtype=jnp.int32) < n_kept[:, None], x, -jnp.inf)
     where = (x + keys.gumbel(ids)).argmax(1)[:, None]
     mass = jnp.minimum(jax.nn.logsumexp(x, 1) - log_s, 0)
-    return *(jnp.take_along_axis(y, where, 1)[:, 0] for y in (ids, values)), n_kept, mass
+    token, logit = (jnp.take_along_axis(y, where, 1)[:, 0] for y in (ids, values))
+    return token, logit, n_kept, mass

@@ -61,17 +61,8 @@ def sample_tokens(
     Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]
-    rules = None if _is_zero(temperature) else Rules(top_k, top_p, min_p)
-    spec, x = flatten(
-        lax.stop_gradient(hidden), jax.tree.map(lax.stop_gradient, head), None,
-        want=("logsumexp", "entropy", "mean_logit"), temperature=1.0, ignore_index=-100, memory_budget=memory_budget,
-        axis_name=axis_name,
-    )  # fmt: skip
-    check_keep(keep, spec.rows)
-    wanted = 0 if rules is None or rules.none else rules.retained(keep, spec.rows)
-    spec = replace(
-        spec, top_k=max(1, keep, wanted), budget=max(1, spec.budget // 2)
-    )  # the other half is for noise and sorting
+    rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p)
+    spec, x = _flat(hidden, head, rules, keep, memory_budget, axis_name)
     heat, keys = _heat(temperature, lead, compute_dtype(hidden)), _keys(noise, rules, lead)
     n = math.prod(lead)
     if n == 0:
@@ -80,6 +71,20 @@ def sample_tokens(
     if not isinstance(record.logsumexp, Tracer) and not np.isfinite(record.logsumexp).all():
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
     return record.reshape(*lead)
+
+
+def _flat(
+    hidden: Array, head: LMHead, rules: Rules | None, keep: int, budget: int | None, axis: str | None
+) -> tuple[Spec, Operands]:
+    """The checked call; half of the budget is left for noise and for sorting rows."""
+    hidden, head = lax.stop_gradient((hidden, head))
+    want = ("logsumexp", "entropy", "mean_logit")
+    spec, x = flatten(
+        hidden, head, None, want=want, temperature=1.0, ignore_index=-100, memory_budget=budget, axis_name=axis
+    )
+    check_keep(keep, spec.rows)
+    wanted = 0 if rules is None or rules.none else rules.retained(keep, spec.rows)
+    return replace(spec, top_k=max(1, keep, wanted), budget=max(1, spec.budget // 2)), x
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -92,10 +97,6 @@ def _sample(spec: Spec, rules: Rules | None, keep: int, x: Operands, heat: Array
         return carry, Draw(chunk, fold(chunk, keep=True), heat, keys).record(rules, keep)
 
     return by_chunks(step, slices.tokens, None, (x.tokens, heat, keys))[1]
-
-
-def _is_zero(temperature: Any) -> bool:
-    return isinstance(temperature, Real) and temperature == 0
 
 
 def _heat(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
