@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.best import GROUP, keep_best
+from logitless.vocab.backends.best import BLOCK, GROUP, LEAST_ROOM, Best, keep_best
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 40])
@@ -45,3 +45,29 @@ def test_entries_without_probability_are_still_entries():
     stats = ll.token_stats(torch.randn(6, 4), head, want=("logsumexp",), top_k=5, memory_budget=400)
     assert (stats.top_k_ids[:, :2].sort(1).values == torch.tensor([7, 30])).all()
     assert all(len(set(row)) == 5 and min(row) >= 0 for row in stats.top_k_ids.tolist())
+
+
+@pytest.mark.parametrize("k", [1, 5, 20])
+@pytest.mark.parametrize("width", [BLOCK - 1, BLOCK, 5 * BLOCK, 9 * BLOCK + 7])
+@pytest.mark.parametrize("rows", ["random", "tied", "rising", "falling", "holes"])
+def test_what_waits_is_sorted_in_time(k, width, rows):
+    """Whatever the order in which a row's best entries come: few of them a slice, or more than there is room for."""
+    n = 30 * BLOCK + 11
+    z = torch.randn(6, n)
+    z = {
+        "random": z,
+        "tied": (2 * z).round(),
+        "rising": torch.linspace(0, 1, n) + 1e-3 * z,
+        "falling": torch.linspace(1, 0, n) + 1e-3 * z,
+        "holes": z.masked_fill(torch.rand(6, n) < 0.999, -math.inf),
+    }[rows]
+    best = Best(z[:, 0], k)
+    for start in range(0, n, width):
+        best.add(z[:, start : start + width].clone(), start)
+        assert best.count.max() <= max(LEAST_ROOM, 2 * k)
+    values, ids = best.settle()
+    expected = z.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :k])
+    live = values > -math.inf
+    assert torch.equal(ids[live], expected.indices[:, :k][live])
+    assert all(len(set(row)) == k and min(row) >= 0 for row in ids.tolist())

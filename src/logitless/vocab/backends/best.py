@@ -8,6 +8,73 @@ import torch
 from torch import Tensor
 
 GROUP = 128
+BLOCK = 64  # neighbours whose maximum is compared with the k-th best so far
+LEAST_ROOM = 32
+
+
+class Best:
+    """The k best entries so far of each row; slices come in order.
+
+    Most slices hold a few entries that beat a row's k-th best, if any. Those wait beside the k best until there is no
+    room left: then all are sorted. Finding them costs a slice one maximum by blocks, not a top-k.
+    """
+
+    def __init__(self, like: Tensor, k: int) -> None:
+        """like: (C,)"""
+        self.values = like.new_full((like.shape[0], k), -math.inf)
+        self.ids = torch.full_like(self.values, -1, dtype=torch.int64)
+        self.room = max(LEAST_ROOM, 2 * k)
+        self.waiting = like.new_full((like.shape[0], self.room), -math.inf)
+        self.waiting_ids = torch.full_like(self.waiting, -1, dtype=torch.int64)
+        self.count = torch.zeros_like(self.ids[:, 0])
+
+    def add(self, z: Tensor, start: int) -> None:
+        """Take in a slice z (C, S) of the ids from `start` on."""
+        whole = z.shape[1] // BLOCK * BLOCK
+        if start < self.values.shape[1] or not whole:
+            self._sort(z, start)
+            return
+        self._filter(z[:, :whole].unflatten(1, (-1, BLOCK)), start)
+        if whole < z.shape[1]:
+            self._filter(z[:, None, whole:], start + whole)
+
+    def _filter(self, blocks: Tensor, start: int) -> None:
+        """Let the entries of blocks (C, S / B, B) that beat their row's k-th best wait."""
+        least = self.values[:, -1]
+        row, block = (blocks.amax(2) > least[:, None]).nonzero(as_tuple=True)
+        near = blocks[row, block] if row.numel() <= blocks.shape[0] * max(1, blocks.shape[1] // 4) else None
+        if near is None:
+            self._sort(blocks.flatten(1), start)
+            return
+        hit, column = (near > least[row, None]).nonzero(as_tuple=True)
+        row = row[hit]  # ascending, and ids ascend within a row
+        new = torch.bincount(row, minlength=least.shape[0])
+        if int((self.count + new).max()) > self.room:
+            self.settle()
+            if int(new.max()) > self.room:
+                self._sort(blocks.flatten(1), start)
+                return
+        slot = torch.arange(row.shape[0], device=row.device) - (new.cumsum(0) - new - self.count)[row]
+        self.waiting[row, slot] = near[hit, column]
+        self.waiting_ids[row, slot] = start + block[hit] * blocks.shape[2] + column
+        self.count += new
+
+    def _sort(self, z: Tensor, start: int) -> None:
+        self.settle()
+        keep_best(self.values, self.ids, z, start)
+
+    def settle(self) -> tuple[Tensor, Tensor]:
+        """(values, ids) (C, k), best first, with nothing waiting."""
+        most = int(self.count.max()) if self.count.numel() else 0
+        if most:
+            k = self.values.shape[1]
+            found = torch.cat([self.values, self.waiting[:, :most]], 1)
+            values, order = found.sort(dim=1, descending=True, stable=True)
+            self.ids = torch.cat([self.ids, self.waiting_ids[:, :most]], 1).gather(1, order[:, :k])
+            self.values = values[:, :k].contiguous()
+            self.waiting[:, :most] = -math.inf
+            self.count.zero_()
+        return self.values, self.ids
 
 
 def keep_best(values: Tensor, ids: Tensor, z: Tensor, start: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...algebra.fold import EMPTY, MASK, Fold, Totals
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
-from .best import keep_best
+from .best import Best
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .tiles import Operands, add_product
 
@@ -41,10 +41,7 @@ class _Running:
             self.fold.a, self.fold.b = z.clone(), z.clone()
             self.fold.a_ref = z.clone() if "qe" in chunk.sums else None
         self.zsum = z.clone() if chunk.sums_logits else None
-        self.best = None
-        if chunk.top_k:
-            values = z.new_full((chunk.n_tokens, chunk.top_k), -math.inf)
-            self.best = values, torch.full_like(values, -1, dtype=torch.int64)
+        self.best = Best(z, chunk.top_k) if chunk.top_k else None
         self.widths = chunk.policy.widths
         self.products = {basis: z.new_zeros(chunk.n_tokens, sum(self.widths)) for basis in bases}
         self.w: Operands = ()  # the slice of W, and of the adapters
@@ -61,7 +58,7 @@ class _Running:
         if self.zsum is not None:
             self.zsum += tile.z.sum(1)
         if self.best is not None:
-            keep_best(*self.best, tile.z, tile.v.start)
+            self.best.add(tile.z, tile.v.start)
         chunk.mask(tile)
         self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
         w, grow = self._add_policy(tile, keep)
@@ -72,7 +69,9 @@ class _Running:
         """The sums over the policy alone; returns the weights e^(z-m) and the old weights' factor."""
         f, z, scratch = self.fold, tile.z, self.chunk.scratch
         if f.above is not None and self.chunk.label is not None:
-            f.above += (z > self.chunk.label[0].clamp(min=MASK)[:, None]).sum(1)
+            label = self.chunk.label[0].clamp(min=MASK)[:, None]
+            # As numbers: a sum of booleans converts each of them first, and takes six times as long.
+            f.above += torch.gt(z, label, out=scratch.take("w", z)).sum(1).long()
         peak = z.amax(1)
         m = torch.maximum(f.m, peak)
         grow = torch.exp(f.m - m)
@@ -147,7 +146,8 @@ def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
         run.add(tile, keep)
         if keep:
             chunk.kept.append(tile)
-    return Part(run.fold, partial(normalised, run.products, run.fold), run.zsum, run.best)
+    best = None if run.best is None else run.best.settle()
+    return Part(run.fold, partial(normalised, run.products, run.fold), run.zsum, best)
 
 
 def normalised(products: dict[str, Tensor], fold: Fold, totals: Totals) -> dict[str, Tensor]:
