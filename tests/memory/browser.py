@@ -27,7 +27,27 @@ for number, end in zip((3, 4), ends):
     os.dup2(end, number)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-VIRTUAL_KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, " ": 32}
+# [text, contrast between its ink and its ground] of every element with words of its own
+CONTRAST = """(() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const found = parts(getComputedStyle(e).backgroundColor);
+      if (found[3] !== 0) return found;
+    }
+    return parts(getComputedStyle(document.body).backgroundColor);
+  };
+  const words = [...document.querySelectorAll("body *")].filter((e) => e.offsetParent !== null || e.closest("svg"))
+    .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && e.localName !== "title");
+  return words.map((e) => {
+    const ink = light(parts(getComputedStyle(e)[e.closest("svg") ? "fill" : "color"])), paper = light(ground(e));
+    return [e.textContent.slice(0, 40), (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05)];
+  });
+})()"""
+VIRTUAL_KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Escape": 27, "Home": 36, "End": 35, " ": 32}
 
 
 def run_node(script: str) -> Any:
@@ -140,6 +160,14 @@ class Browser:
         about = {"key": key, "code": key, "windowsVirtualKeyCode": VIRTUAL_KEYS[key]}
         self.call("Input.dispatchKeyEvent", type="keyDown", **about, **({"text": "\r"} if key == "Enter" else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def point(self, selector: str) -> None:
+        """The mouse over the middle of an element's first line, or off everything with ''."""
+        at = self.evaluate(
+            f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getClientRects()[0];"
+            " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+        ) if selector else [1, 1]  # fmt: skip
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
 
     def picture(self, path: Path, whole: bool = True) -> None:
         """A screenshot."""

@@ -13,7 +13,7 @@ from logitless.memory.setting import GIB, Setting
 from logitless.memory.translate import translate
 from logitless.memory.units import format_bytes
 from logitless.models.catalog import shape_of
-from tests.memory.browser import CHROMIUM, Browser, chromium
+from tests.memory.browser import CHROMIUM, CONTRAST, Browser, chromium
 from tests.memory.settings import TOLD, grid, told
 
 pytestmark = [
@@ -230,27 +230,6 @@ def test_a_profile(browser, tmp_path):
     assert browser.complaints == []
     assert "30.00 GiB in loss" in browser.evaluate("document.body.innerText")
     assert browser.evaluate("document.getElementById('phases')") is None
-
-
-CONTRAST = """(() => {
-  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (rgb) => rgb.slice(0, 3).map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (element) => {
-    for (let e = element; e; e = e.parentElement) {
-      const found = parts(getComputedStyle(e).backgroundColor);
-      if (found[3] !== 0) return found;
-    }
-    return parts(getComputedStyle(document.body).backgroundColor);
-  };
-  const words = [...document.querySelectorAll("body *")].filter((e) => e.offsetParent !== null || e.closest("svg"))
-    .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) && e.localName !== "title");
-  return words.map((e) => {
-    const ink = light(parts(getComputedStyle(e)[e.closest("svg") ? "fill" : "color"])), paper = light(ground(e));
-    return [e.textContent.slice(0, 40), (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05)];
-  });
-})()"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

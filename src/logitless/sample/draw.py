@@ -16,8 +16,9 @@ from ..vocab.backends.best import keep_best
 from ..vocab.backends.chunk import Chunk, Folded, Tile
 from ..vocab.checks import check_logits
 from ..vocab.head import place
+from ..vocab.meeting import whole_rows
 from ..vocab.noise import Noise
-from ..vocab.ranks import best_of_all, summed, whole_rows
+from ..vocab.ranks import best_of_all, summed
 from ..vocab.shard import VocabShard
 from .record import SampleRecord
 from .rules import Rules

@@ -11,6 +11,7 @@ from typing import Any
 BROKEN = "\ufffd"  # what decoding puts where bytes are no whole character
 LONGEST = 4  # bytes of a character in UTF-8
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MOST_SPACES = 4  # that are written one by one
 MARKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 # Control characters, and those that turn the direction of all that follows: shown, never obeyed.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -75,12 +76,16 @@ def shown(text: str) -> str:
 
 
 def shown_alone(text: str) -> str:
-    """Text that is safe to print on one line, its outer spaces visible."""
+    """Text that is safe to print on one line, its outer spaces visible: `␣the`, `␣×7`."""
     marked = UNSAFE.sub(_escaped, "".join(MARKS.get(letter, letter) for letter in text))
     inner = marked.strip(" ")
     lead = len(marked) - len(marked.lstrip(" "))
     tail = len(marked) - lead - len(inner)
-    return "␣" * lead + inner + "␣" * tail
+    return _spaces(lead) + inner + _spaces(tail)
+
+
+def _spaces(count: int) -> str:
+    return f"␣×{count}" if count > MOST_SPACES else "␣" * count
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -28,7 +28,12 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, whole or not at all."""
-    write_whole(path, lambda temporary: _write_text(temporary, json.dumps(value, indent=2) + "\n"))
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` as UTF-8, whole or not at all."""
+    write_whole(path, lambda temporary: _write_text(temporary, text))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -41,7 +46,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """All records as a JSON-lines file, whole or not at all."""
-    write_whole(path, lambda temporary: _write_text(temporary, "".join(json.dumps(r) + "\n" for r in records)))
+    write_text(path, "".join(json.dumps(r) + "\n" for r in records))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,38 @@
+"""Prompts from the command line, from files and from standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import DataError, OptionError
+
+
+def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The prompts in order; standard input where none are given. OptionError, DataError for an empty one or no text."""
+    if not given and not files:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise OptionError("no prompt: expected --prompt TEXT, --prompt-file FILE, or text on standard input")
+        files = [Path("-")]
+    named = [(f"--prompt {i}", text) for i, text in enumerate(given, 1)]
+    named += [(f"--prompt-file {path}", _read(path)) for path in files]
+    for name, text in named:
+        if not text:
+            raise OptionError(f"{name}: expected some text to go on from, got none")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{name}: not UTF-8 text") from None
+    return [text for _, text in named]
+
+
+def _read(path: Path) -> str:
+    """A file's text without the line break at its end."""
+    stdin = str(path) == "-"
+    data = sys.stdin.buffer.read() if stdin else path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompt-file {path}: not UTF-8 text (byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")

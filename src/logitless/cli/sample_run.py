@@ -1,0 +1,171 @@
+"""What `logitless sample` does: a model, prompts in batches, and each completion in words and numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor
+
+from ..errors import ConfigError, OptionError
+from ..integrations.generation import generate
+from ..memory.units import parse_bytes
+from ..sample.described import described
+from ..sample.record import SampleRecord
+from ..sample.text import shown
+from ..train.config import TrainConfig
+from ..train.default_model import default_model
+from ..train.model import ModelSource, build, load_tokenizer, resolve
+
+if TYPE_CHECKING:
+    from .sample import SampleConfig
+
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion to make."""
+
+    prompt: str
+    ids: list[int]
+    seed: int
+
+
+def run(config: SampleConfig, prompts: list[str], console: Console) -> tuple[dict[str, Any], pa.Table]:
+    """(what is shown and written as JSON, the records as a table)"""
+    default_model(config.model, config.device, console)
+    source = _source(config)
+    tokenizer = load_tokenizer(source).saved
+    jobs = _jobs(config, prompts, tokenizer, _context(source.config))
+    model = _load(config, source)
+    sequences, tables = [], []
+    with console.status(f"sampling {len(jobs)} completion{'s' if len(jobs) > 1 else ''} ...", spinner="line"):
+        for start in range(0, len(jobs), config.batch_size):
+            batch = jobs[start : start + config.batch_size]
+            for job, record in zip(batch, _complete(config, model, tokenizer, batch), strict=True):
+                about = described(record, tokenizer, job.ids)
+                tables.append(_table(record, about, len(sequences)))
+                sequences.append(_named(config, job, about, _ends(model, tokenizer)))
+    summary = {
+        "schema": 1,
+        "model": config.model,
+        "options": {name: getattr(config, name) for name in (*DRAWN, "max_new_tokens", "seed")},
+        "sequences": sequences,
+    }
+    table = pa.concat_tables(tables)
+    told = {**summary, "sequences": [{k: s[k] for k in ("prompt", "text", "finish")} for s in sequences]}
+    return summary, table.replace_schema_metadata({**(table.schema.metadata or {}), b"logitless": json.dumps(told)})
+
+
+def _source(config: SampleConfig) -> ModelSource:
+    source = resolve(config.model)
+    if source.weights is None:
+        raise ConfigError(f"--model {config.model}: a configuration without weights; name a checkpoint to sample from")
+    if config.keep > source.vocab_size:
+        raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size:,}, got {config.keep:,}")
+    return source
+
+
+def _load(config: SampleConfig, source: ModelSource) -> Any:
+    """The model, on its device."""
+    transformers.utils.logging.disable_progress_bar()
+    model = build(replace(TrainConfig(model=config.model, dtype=config.dtype), context_length=1), source)
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return model.eval().to("cuda" if cuda else "cpu")
+
+
+def _context(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int | None) -> list[Job]:
+    """Every completion, with a seed that depends on its number alone."""
+    count = len(prompts) * config.completions
+    seeds = torch.randint(2**63 - 1, (count,), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        ids = _encoded(config, prompt, tokenizer)
+        if not ids:
+            raise OptionError(f"prompt {number + 1}: expected at least one token, got none")
+        if context is not None and len(ids) >= context:
+            raise OptionError(
+                f"prompt {number + 1} has {len(ids):,} tokens, and the model's context only {context:,}: shorten it"
+            )
+        own = seeds[number * config.completions : (number + 1) * config.completions]
+        jobs += [Job(prompt, ids, seed) for seed in own]
+    return jobs
+
+
+def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
+    """A prompt's ids, in the chat template where it is wanted."""
+    template = getattr(tokenizer, "chat_template", None)
+    if config.chat == "yes" and not template:
+        raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
+    if config.chat == "no" or not template:
+        return tokenizer(prompt)["input_ids"]
+    said = [{"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # whatever a template raises
+        raise ConfigError(f"the chat template failed: {' '.join(str(error).split())[:200]}; use --chat no") from None
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+
+
+def _complete(config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job]) -> list[SampleRecord]:
+    """The record of each completion of a batch, (T,) each."""
+    longest, device, context = max(len(job.ids) for job in jobs), model.device, _context(model.config)
+    pad = next(iter(_ends(model, tokenizer)), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ids = torch.full((len(jobs), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, job in enumerate(jobs):
+        ids[row, longest - len(job.ids) :] = torch.tensor(job.ids)
+        mask[row, longest - len(job.ids) :] = 1
+    room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - longest)
+    warm = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    out = generate(
+        model,
+        {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
+        keep=config.keep,
+        seeds=torch.tensor([job.seed for job in jobs], device=device),
+        memory_budget=parse_bytes(config.memory_budget, "--memory-budget"),
+        max_new_tokens=room,
+        pad_token_id=pad,
+        repetition_penalty=config.repetition_penalty,
+        **({"do_sample": True, **warm} if config.temperature else {"do_sample": False}),
+        **({"stop_strings": list(config.stop), "tokenizer": tokenizer} if config.stop else {}),
+    )
+    record = out.record.map(Tensor.cpu)
+    return [record[row] for row in range(len(jobs))]
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a text."""
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    return [] if eos is None else eos if isinstance(eos, list) else [eos]
+
+
+def _named(config: SampleConfig, job: Job, about: dict[str, Any], ends: list[int]) -> dict[str, Any]:
+    """A sequence with its prompt, and why it ended."""
+    last, count = about["tokens"][-1]["id"], len(about["tokens"])
+    if last in ends:
+        finish = "ended by the model"
+    elif any(text in about["text"] for text in config.stop):
+        finish = "ended by --stop"
+    else:
+        finish = "ended by --max-new-tokens" if count == config.max_new_tokens else "ended by the model's context"
+    prompt = {"prompt": job.prompt, "shown_prompt": shown(job.prompt), "prompt_tokens": len(job.ids)}
+    return {**prompt, "seed": job.seed, "finish": finish, **about}
+
+
+def _table(record: SampleRecord, about: dict[str, Any], number: int) -> pa.Table:
+    """A completion's rows, numbered among all, with what each token adds to the text."""
+    table = record[None].to_arrow()
+    table = table.set_column(0, "sequence", pa.array([number] * table.num_rows, pa.int32()))
+    return table.append_column("text", pa.array([token["text"] for token in about["tokens"]], pa.string()))

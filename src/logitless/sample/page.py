@@ -1,0 +1,79 @@
+"""Sampled text as one HTML file that opens offline: each token with its probability, rank, entropy and alternatives."""
+
+from __future__ import annotations
+
+import html
+import math
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..pages import fill, script_value
+from .described import class_names, class_of, percent
+
+ASSETS = Path(__file__).with_name("assets")
+
+
+def page(summary: dict[str, Any]) -> str:
+    """The HTML. The text is there without its script, which adds what is shown of a token; nothing is fetched."""
+    parts = {
+        "title": html.escape(f"{summary['model']}, sampled"),
+        "style": (ASSETS / "sample.css").read_text(encoding="utf-8"),
+        "script": (ASSETS / "sample.js").read_text(encoding="utf-8"),
+        "settings": html.escape(_settings(summary["options"])),
+        "legend": "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names())),
+        "sequences": "\n".join(_sequence(i, s) for i, s in enumerate(summary["sequences"])),
+        "data": script_value([_shown(sequence) for sequence in summary["sequences"]]),
+        "footer": f"Made by logitless {version('logitless')}. Probabilities are the model's own, before temperature.",
+    }
+    return fill(ASSETS / "sample.html", parts)
+
+
+def _settings(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items())
+
+
+def _sequence(number: int, sequence: dict[str, Any]) -> str:
+    tokens = "".join(_token(number, t, token) for t, token in enumerate(sequence["tokens"]))
+    count, perplexity = len(sequence["tokens"]), sequence["perplexity"]
+    said = f"{count} token{'' if count == 1 else 's'}, perplexity {perplexity:.4g}, {sequence['finish']}"
+    return (
+        f'<section class="card"><h2>Completion {number + 1}</h2>'
+        f'<p class="text" dir="auto"><span class="prompt">{html.escape(sequence["shown_prompt"])}</span>{tokens}</p>'
+        f'<p class="muted">{html.escape(said)}</p></section>'
+    )
+
+
+def _token(number: int, t: int, token: dict[str, Any]) -> str:
+    """A token's place in the text. One that only begins a character shows its bytes, which are no part of the text."""
+    kind = f"t p{class_of(math.exp(token['logprob']))}" + (" special" if token["special"] else "")
+    place = f'data-s="{number}" data-t="{t}"'
+    if not token["shown"]:
+        return f'<span class="{kind} part" {place} data-bytes="{html.escape(token["name"])}"></span>'
+    text = html.escape(token["shown"]).replace("\n", '<i class="break"></i>\n')
+    return f'<span class="{kind}" {place}>{text}</span>'
+
+
+def _shown(sequence: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the script shows of each token, in words."""
+    return [
+        {
+            "name": token["name"],
+            "id": token["id"],
+            "probability": percent(math.exp(token["logprob"])),
+            "drawn": percent(math.exp(token["behaviour_logprob"])),
+            "rank": f"{token['rank']:,}",
+            "entropy": f"{token['entropy']:.2f} nats",
+            "rest": percent(max(0.0, token["tail_mass"])),
+            "best": [
+                {
+                    "name": other["name"],
+                    "probability": percent(math.exp(other["logprob"])),
+                    "share": round(math.exp(other["logprob"]), 6),
+                    "own": other["id"] == token["id"],
+                }
+                for other in token["top_logprobs"]
+            ],
+        }
+        for token in sequence["tokens"]
+    ]

@@ -1,0 +1,186 @@
+"""`logitless sample` on a micro model: text, files, prompts of every kind, and one line for what cannot be."""
+
+import io
+import json
+import math
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from logitless.cli.main import main
+from tests.train.micro import micro_directory, micro_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    micro_directory(place)
+    micro_model(initializer_range=0.3).save_pretrained(place)
+    return place
+
+
+def sample(model, *arguments) -> int:
+    return main(["sample", "--model", str(model), "--max-new-tokens", "12", *map(str, arguments)])
+
+
+def told(capsys) -> dict:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_text_and_every_file(model, tmp_path, capsys):
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "parquet", "html")}
+    options = [x for kind, path in files.items() for x in (f"--{kind}", path)]
+    assert sample(model, "--prompt", "def f", "--prompt", "import", "--keep", 4, *options) == 0
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+    out = capsys.readouterr().out
+    summary = json.loads(files["json"].read_text())
+    assert summary["schema"] == 1
+    assert [s["prompt"] for s in summary["sequences"]] == ["def f", "import"]
+    table = pq.read_table(files["parquet"])
+    for number, sequence in enumerate(summary["sequences"]):
+        rows = table.filter(table["sequence"].combine_chunks().to_numpy() == number)
+        assert rows["token"].to_pylist() == [token["id"] for token in sequence["tokens"]]
+        assert rows["position"].to_pylist() == list(range(len(sequence["tokens"])))
+        assert rows["text"].to_pylist() == [token["text"] for token in sequence["tokens"]]
+        logprob = torch.tensor(rows["token_logit"].to_pylist()) - torch.tensor(rows["logsumexp"].to_pylist())
+        torch.testing.assert_close(logprob, torch.tensor([t["logprob"] for t in sequence["tokens"]]))
+        assert f"{len(sequence['tokens'])} token" in out
+        assert all(len(token["top_logprobs"]) == 4 for token in sequence["tokens"])
+    assert json.loads(table.schema.metadata[b"logitless"])["sequences"][1]["prompt"] == "import"
+    assert table.schema.metadata[b"vocab_size"] == b"259"
+    assert '<p class="text"' in files["html"].read_text()
+
+
+def test_numbers_are_the_models_own(model, capsys):
+    assert sample(model, "--prompt", "abc", "--temperature", 0.7, "--top-p", 0.9, "--json", "-") == 0
+    (sequence,) = told(capsys)["sequences"]
+    whole = AutoTokenizer.from_pretrained(model)("abc")["input_ids"] + [t["id"] for t in sequence["tokens"]]
+    dense = micro_model(initializer_range=0.3).eval()
+    with torch.no_grad():
+        z = dense(torch.tensor([whole])).logits[0, 2:-1]
+    drawn = torch.tensor(whole[3:])[:, None]
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    found = torch.tensor([t["logprob"] for t in sequence["tokens"]])
+    torch.testing.assert_close(found, z.log_softmax(-1).gather(1, drawn)[:, 0], **near)
+    p = (z / 0.7).softmax(-1).sort(-1, descending=True)
+    kept = p.values.cumsum(-1) - p.values < 0.9
+    share = (p.values * kept).sum(-1)
+    behaviour = ((z / 0.7).log_softmax(-1).gather(1, drawn)[:, 0]) - share.log()
+    torch.testing.assert_close(torch.tensor([t["behaviour_logprob"] for t in sequence["tokens"]]), behaviour, **near)
+
+
+def test_seeds_and_batches(model, capsys):
+    def texts(*options):
+        assert sample(model, "--prompt", "one", "--prompt", "longer than one", "--json", "-", *options) == 0
+        return [s["text"] for s in told(capsys)["sequences"]]
+
+    four = texts("--completions", 2)
+    assert len(set(four)) == 4
+    assert texts("--completions", 2, "--batch-size", 1) == four
+    assert texts("--completions", 2, "--seed", 1) != four
+    assert texts("--temperature", 0, "--seed", 1) == texts("--temperature", 0)
+    assert texts("--temperature", 0, "--repetition-penalty", 1.8) != texts("--temperature", 0)
+
+
+def test_prompts_from_files_and_standard_input(model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_bytes("ä\nb\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\r\n")))
+    assert sample(model, "--prompt", "first", "--prompt-file", tmp_path / "a.txt", "--json", "-") == 0
+    assert [s["prompt"] for s in told(capsys)["sequences"]] == ["first", "ä\nb"]
+    assert sample(model, "--json", "-") == 0
+    assert [s["prompt"] for s in told(capsys)["sequences"]] == ["from stdin"]
+
+
+def test_how_it_ends(model, capsys):
+    greedy = ("--prompt", "abc", "--temperature", 0, "--json", "-")
+    assert sample(model, *greedy) == 0
+    (free,) = told(capsys)["sequences"]
+    assert free["finish"] == "ended by --max-new-tokens"
+    stop = next(token["text"] for token in free["tokens"] if token["text"].isalnum())
+    assert sample(model, *greedy, "--stop", stop) == 0
+    (stopped,) = told(capsys)["sequences"]
+    assert stopped["finish"] == "ended by --stop"
+    assert stopped["text"] == free["text"][: free["text"].index(stop) + 1]
+    assert sample(model, *greedy, "--max-new-tokens", 1000) == 0
+    (full,) = told(capsys)["sequences"]
+    assert full["finish"] in ("ended by the model's context", "ended by the model")
+    assert len(full["tokens"]) + 3 <= 64
+
+
+def test_a_chat_template(model, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{{ 'me:' }}"
+    micro_model(initializer_range=0.3).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lengths = {}
+    for chat in ("auto", "yes", "no"):
+        assert sample(tmp_path, "--prompt", "hi", "--chat", chat, "--json", "-") == 0
+        lengths[chat] = told(capsys)["sequences"][0]["prompt_tokens"]
+    assert lengths == {"auto": len("user: hime:"), "yes": len("user: hime:"), "no": 2}
+    assert sample(model, "--prompt", "hi", "--chat", "yes") == 2
+    assert "no chat template; use --chat no" in capsys.readouterr().err
+
+
+def test_alternatives_on_demand(model, capsys):
+    assert sample(model, "--prompt", "abc", "--show-alternatives", "--keep", 2) == 0
+    out = capsys.readouterr().out
+    assert "instead" in out
+    assert out.count("%") > 24
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (["--prompt", ""], "--prompt 1: expected some text"),
+        (["--prompt", "a", "--prompt", "x" * 64], "prompt 2 has 64 tokens, and the model's context only 64"),
+        (["--prompt", "a", "--keep", "260"], "--keep must be at most the vocabulary, here 259, got 260"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p must be in 0 < p <= 1, got 0.0"),
+        (["--prompt", "a", "--top-p", "1.5"], "--top-p"),
+        (["--prompt", "a", "--min-p", "2"], "--min-p"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature must be 0 (greedy) or more"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--prompt", "a", "--stop", ""], "--stop"),
+        (["--prompt", "a", "--json", "nowhere/x.json"], "the folder nowhere does not exist"),
+        (["--prompt", "a", "--memory-budget", "much"], "--memory-budget"),
+        (["--prompt-file", "nothing.txt"], "nothing.txt"),
+        (["--prompt", "a", "--model", "qwen3-0.6b"], "without weights"),
+        (["--prompt", "a", "--tmperature", "1"], "--temperature"),
+    ],
+)
+def test_what_cannot_be_is_one_line(model, options, fragment, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert sample(model, *options) == 2
+    err = capsys.readouterr().err
+    assert fragment in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_prompt_and_no_text(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert sample(model) == 2
+    assert "no prompt: expected --prompt TEXT, --prompt-file FILE, or" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
+    assert sample(model, "--prompt-file", tmp_path / "binary") == 2
+    assert "not UTF-8 text (byte 3)" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(model, tmp_path, monkeypatch, capsys):
+    def fail(table, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", fail)
+    assert sample(model, "--prompt", "a", "--parquet", tmp_path / "out.parquet") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_whole_is_finite(model, capsys):
+    assert sample(model, "--prompt", "abc", "--keep", 0, "--top-k", 3, "--json", "-") == 0
+    for token in told(capsys)["sequences"][0]["tokens"]:
+        assert all(math.isfinite(x) for x in token.values() if isinstance(x, float))
+        assert token["top_logprobs"] == []
