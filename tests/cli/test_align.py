@@ -21,8 +21,11 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         "--report-to wandb --output-dir o --json j"
     )
     assert parse(given.split()) == AlignConfig(
-        "grpo", "m", "d", 9, 8, 6, 3, 2, True, 7, 1e-3, 0.2, True, 0.5, "a:b", 1.0, 0.5, 4, "1GiB", 5, "bfloat16",
-        "cpu", "wandb", Path("o"), None, Path("j"),
+        method="grpo", model="m", data="d", prompt_length=9, completion_length=8, batch_size=6,
+        generations_per_prompt=3, gradient_accumulation_steps=2, gradient_checkpointing=True, max_steps=7,
+        learning_rate=1e-3, beta=0.2, exact_kl=True, temperature=0.5, rewards="a:b", self_certainty_weight=1.0,
+        repetition_guard=0.5, lora_rank=4, memory_budget="1GiB", seed=5, dtype="bfloat16", device="cpu",
+        report_to="wandb", output_dir=Path("o"), json=Path("j"),
     )  # fmt: skip
 
 

@@ -8,20 +8,33 @@ import sys
 import torch
 from transformers import Qwen3ForSequenceClassification
 
-from logitless.cli.grade import asked_for, parse
+from logitless.cli.grade import parse
 from logitless.cli.main import main
+from logitless.cli.options import method_of
+from logitless.train.grade_config import EMBEDDED, SMALL_MODEL
 from tests.train.micro import line_corpus, micro_model
 
 
 def test_whose_options_these_are(tmp_path):
-    assert asked_for(["--method", "ste"])
-    assert asked_for(["--beta", "1", "--method=reinforce"])
-    assert not asked_for(["--method", "grpo"])
-    assert not asked_for([])
-    for method, ours in (("gumbel", True), ("grpo", False)):
-        (tmp_path / "run.json").write_text(json.dumps({"schema": 1, "config": {"method": method}}, indent=2))
-        assert asked_for(["--resume", str(tmp_path)]) == ours
-    assert not asked_for(["--resume", str(tmp_path / "nothing")])
+    assert method_of(["--method", "ste"]) == "ste"
+    assert method_of(["--beta", "1", "--method=reinforce"]) == "reinforce"
+    assert method_of([]) is None
+    assert method_of(["--help"]) is None
+    assert method_of(["--method"]) is None  # refused where all of the options are read
+    (tmp_path / "run.json").write_text(json.dumps({"schema": 1, "config": {"method": "gumbel"}}))
+    assert method_of(["--resume", str(tmp_path)]) == "gumbel"
+    assert method_of(["--resume", str(tmp_path / "nothing")]) is None
+    for name, text in (("a.yaml", "method: ppo\nbeta: 0.2\n"), ("a.toml", 'method = "ppo"\n')):
+        (tmp_path / name).write_text(text)
+        assert method_of(["--config", str(tmp_path / name)]) == "ppo"
+        assert method_of(["--config", str(tmp_path / name), "--method", "ste"]) == "ste"
+
+
+def test_a_file_alone_says_the_method(tmp_path, capsys):
+    path = tmp_path / "options.yaml"
+    path.write_text("method: gumbel\ntau_end: 0\n")
+    assert main(["align", "--config", str(path)]) == 2
+    assert "--tau-end must be positive, got 0.0" in capsys.readouterr().err
 
 
 def test_the_command_line_overrides_a_file(tmp_path):
@@ -29,6 +42,18 @@ def test_the_command_line_overrides_a_file(tmp_path):
     path.write_text("beta = 0.3\ntau_end = 0.7\n")
     config = parse(["--method", "gumbel", "--config", str(path), "--beta", "0.2", "--carry", "cached"])
     assert (config.method, config.beta, config.tau_end, config.carry) == ("gumbel", 0.2, 0.7, "cached")
+
+
+def test_the_small_model_has_sizes_of_its_own(tmp_path):
+    small, other = parse(["--method", "all"]), parse(["--method", "all", "--model", "other"])
+    assert small.model == SMALL_MODEL
+    assert small.completion_length == EMBEDDED["completion_length"]
+    assert (other.completion_length, other.batch_size, other.gradient_accumulation_steps) == (64, 1, 16)
+    assert parse(["--method", "ste", "--completion-length", "9"]).completion_length == 9
+    path = tmp_path / "options.yaml"
+    path.write_text("model: other\nbeta: 0.2\n")
+    config = parse(["--method", "ste", "--config", str(path)])
+    assert (config.model, config.beta, config.completion_length) == ("other", 0.2, 64)
 
 
 def test_bad_options_are_one_line(capsys):

@@ -23,7 +23,22 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         "--seed 5 --dtype bfloat16 --device cpu --output-dir o --json j"
     )
     assert parse(given.split()) == TrainConfig(
-        "small", "d", 64, 3, 2, True, 9, 1e-3, 4, "dense", "1GiB", 5, "bfloat16", "cpu", Path("o"), None, Path("j")
+        model="small",
+        data="d",
+        context_length=64,
+        batch_size=3,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        max_steps=9,
+        learning_rate=1e-3,
+        lora_rank=4,
+        loss="dense",
+        memory_budget="1GiB",
+        seed=5,
+        dtype="bfloat16",
+        device="cpu",
+        output_dir=Path("o"),
+        json=Path("j"),
     )
 
 

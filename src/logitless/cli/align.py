@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..train.align_config import AlignConfig
+from ..train.grade_config import GRADE_METHODS
 from . import grade, options
 from .output import deliver
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
 
 Without options: the model of `logitless train` (trained first if need be), on prompts from the same text.
---method ste, gumbel and reinforce have options of their own: logitless align --method ste --help."""
+--method ste, gumbel, reinforce, ppo and all have options of their own: logitless align --method all --help."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), aligns, shows the summary."""
-    if grade.asked_for(arguments):
+    if options.method_of(arguments) in GRADE_METHODS:
         return grade.main(arguments)
     config = parse(arguments)
     from rich.console import Console  # below, so that --help needs no torch

@@ -1,38 +1,17 @@
-"""`logitless align --method ste`, gumbel and reinforce: options and output of their own."""
+"""`logitless align --method ste`, gumbel, reinforce, ppo and all: options and output of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..train.grade_config import GRADE_METHODS, GradeConfig
-from ..train.rundir import RUN_FILE
+from ..train.grade_config import GradeConfig
 from . import options
 from .output import deliver
 
-DESCRIPTION = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel).
+DESCRIPTION = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by the
+score function on the same rewards (reinforce, ppo); all compares them.
 
-Without options: the model of `logitless train` (trained first if need be), rewarded for prose rather than code."""
-
-
-def asked_for(arguments: Sequence[str]) -> bool:
-    """Whether --method, or the run that --resume names, is one of these."""
-    value = _value_of("--method", arguments)
-    run = _value_of("--resume", arguments)
-    if value is None and run is not None and (Path(run) / RUN_FILE).is_file():
-        return any(f'"method": "{name}"' in (Path(run) / RUN_FILE).read_text("utf-8") for name in GRADE_METHODS)
-    return value in GRADE_METHODS
-
-
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The last value that is given for an option, as `--option value` or `--option=value`."""
-    found = None
-    for i, argument in enumerate(arguments):
-        if argument == option and i + 1 < len(arguments):
-            found = arguments[i + 1]
-        elif argument.startswith(f"{option}="):
-            found = argument.removeprefix(f"{option}=")
-    return found
+Without --model: a small model (trained first if need be), rewarded for prose rather than code, at small sizes."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
 from ..errors import OptionError
-from ..train.config import RunOptions, read_file
-from ..train.rundir import stored
+from ..train.config import RunOptions, read_file, read_table
+from ..train.rundir import RUN_FILE, stored
 from .output import check_writable
 
 Config = TypeVar("Config")
@@ -45,12 +47,37 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
         return parse(kind, prog=prog, description=description, arguments=arguments, default=base)
 
     given = over(kind())
-    base = kind() if given.resume is None else stored(given.resume, kind())
+    if given.config is not None and given.resume is None:
+        given = over(read_file(given.config, kind()))
+    base = given.defaults() if given.resume is None else stored(given.resume, kind())
     if given.config is not None:
         base = read_file(given.config, base)
     options = over(base)
     check_writable(json=options.json)
     return options
+
+
+@dataclass(frozen=True)
+class Whose:
+    """What says whose options the others are."""
+
+    method: str | None = None
+    resume: Path | None = None
+    config: Path | None = None
+
+
+def method_of(arguments: Sequence[str]) -> str | None:
+    """--method, else the one in the file of --config, else that of the run that --resume goes on with."""
+    try:
+        with redirect_stderr(io.StringIO()):
+            given, _ = tyro.cli(Whose, args=list(arguments), return_unknown_args=True, add_help=False)
+    except SystemExit:
+        return None  # whoever reads all of the options says what is wrong
+    tables = [] if given.config is None else [read_table(given.config)]
+    if given.resume is not None and (given.resume / RUN_FILE).is_file():
+        tables.append(read_table(given.resume / RUN_FILE).get("config"))
+    found = [table["method"] for table in tables if isinstance(table, dict) and "method" in table]
+    return given.method or next(iter(found), None)
 
 
 def one_line(report: str) -> str:

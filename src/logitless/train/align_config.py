@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ..errors import OptionError
@@ -79,24 +78,8 @@ class AlignConfig(RunOptions):
     """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
     lora_rank: int = 0
     """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    seed: int = 0
-    """Of the choice of prompts, the sampling and everything random."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
     report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
     """Where metrics go beside metrics.jsonl."""
-    output_dir: Path | None = None
-    """Where everything is written. Default: the first free runs/METHOD, runs/METHOD-2, ..."""
-    resume: Path | None = None
-    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
-    json: Path | None = None
-    """Write the summary as JSON to this file (- for standard output)."""
-    config: Path | None = None
-    """Read options from this YAML or TOML file; the command line overrides them."""
 
     @property
     def kind(self) -> Method:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from ..errors import OptionError
 from ..memory.units import parse_bytes
@@ -21,25 +21,42 @@ INVOCATION = {"output_dir", "resume", "json", "config"}
 Options = TypeVar("Options", bound="RunOptions")
 
 
+@dataclass(frozen=True)
 class RunOptions:
-    """What the options of every run share: a base of frozen dataclasses, whose fields these are."""
+    """What the options of every run share; those that are not described here are by each command, as it uses them."""
 
-    model: str
-    context_length: int
-    batch_size: int
-    gradient_accumulation_steps: int
-    gradient_checkpointing: bool
-    max_steps: int
-    learning_rate: float | None
-    lora_rank: int
-    memory_budget: str
-    seed: int
-    dtype: str
-    device: str
-    output_dir: Path | None
-    resume: Path | None
-    json: Path | None
-    config: Path | None
+    model: str = ""
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    max_steps: int = 1
+    learning_rate: float | None = None
+    lora_rank: int = 0
+    memory_budget: str = "256MiB"
+    """What slices of the logits may take."""
+    seed: int = 0
+    """Of everything random: new weights, the order of the data, sampling."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights. auto: the checkpoint's own, float32 from scratch."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    output_dir: Path | None = None
+    """Where everything is written. Default: the first free runs/NAME, runs/NAME-2, ..., of the model or the method."""
+    resume: Path | None = None
+    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
+    json: Path | None = None
+    """Write the summary as JSON to this file (- for standard output)."""
+    config: Path | None = None
+    """Read options from this YAML or TOML file; the command line overrides them."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sequence."""
+        raise NotImplementedError
+
+    def defaults(self) -> Self:
+        """What options are where they are not given; they may depend on those that are."""
+        return type(self)()
 
     @property
     def memory_budget_bytes(self) -> int:
@@ -96,22 +113,6 @@ class TrainConfig(RunOptions):
     """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
     loss: Literal["auto", "dense", "chunked"] = "auto"
     """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    seed: int = 0
-    """Of the weights, the data order and everything random."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: float32 from scratch, the checkpoint's own otherwise."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    output_dir: Path | None = None
-    """Where everything is written. Default: the first free runs/MODEL, runs/MODEL-2, ..."""
-    resume: Path | None = None
-    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
-    json: Path | None = None
-    """Write the summary as JSON to this file (- for standard output)."""
-    config: Path | None = None
-    """Read options from this YAML or TOML file; the command line overrides them."""
 
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
@@ -137,7 +138,7 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
         if name not in known:
             raise OptionError(f"{where}: unknown option {key!r}; options are {', '.join(known)}")
         new[name] = _coerce(value, known[name], f"{where}: {key}")
-    return dataclasses.replace(base, **new)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(base, **new)
 
 
 def _coerce(value: Any, kind: str, where: str) -> Any:
@@ -166,6 +167,11 @@ def _choices(literal: str) -> list[str]:
 
 def read_file(path: Path, base: Options) -> Options:
     """The options of a YAML, TOML or JSON file over `base`; OptionError when it cannot be read."""
+    return from_dict(read_table(path) or {}, str(path), base)
+
+
+def read_table(path: Path) -> Any:
+    """What a YAML, TOML or JSON file says; OptionError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -176,7 +182,7 @@ def read_file(path: Path, base: Options) -> Options:
     if suffix not in (".toml", ".json", ".yaml", ".yml"):
         raise OptionError(f"--config {path}: expected a .yaml, .toml or .json file")
     try:
-        return from_dict(_parse(text, suffix) or {}, str(path), base)
+        return _parse(text, suffix)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise OptionError(f"--config {path}: {error}") from None
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from .align_config import DEFAULT_MODEL
 from .config import RunOptions, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
 METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
 GRADE_METHODS = (*METHODS_COMPARED, "all")
-DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 3e-3, 1e-6, 1e-5
+FULL_RATE, LORA_RATE = 1e-6, 1e-5
+SMALL_MODEL = "runs/small/model"  # trained first where it does not exist
+EMBEDDED: dict[str, Any] = {  # options with that model
+    "prompt_length": 16,
+    "completion_length": 20,
+    "batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 3e-3,
+    "evaluation_prompts": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class GradeConfig(RunOptions):
     reinforce is the score function with a moving-average baseline, and ppo four clipped steps with a value head, on the
     same rewards. The two legacy methods keep every distribution over the vocabulary and T graphs, as a widely copied
     implementation does, to compare with. all runs and compares them, the legacy ones where they fit."""
-    model: str = DEFAULT_MODEL
+    model: str = SMALL_MODEL
     """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
     reward_model: str | None = None
     """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
@@ -54,7 +61,7 @@ class GradeConfig(RunOptions):
     max_steps: int = 40
     """Optimiser steps."""
     learning_rate: float | None = None
-    """Constant. Default: 3e-3 for the default model, 1e-5 with LoRA, 1e-6 without."""
+    """Constant. Default: 1e-5 with LoRA, 1e-6 without."""
     beta: float = 0.1
     """Weight of the KL to the model that the run starts from, per continuation."""
     tau_start: float = 2.0
@@ -73,24 +80,11 @@ class GradeConfig(RunOptions):
     """Of the validation and of the test prompts, each."""
     lora_rank: int = 16
     """Train rank-r adapters (alpha 2r) on every linear layer but the head, and freeze the rest. 0: train everything."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    seed: int = 0
-    """Of the adapters' start, the prompts' order and the noise."""
     seeds: int = 1
     """Of --method all: how many, from --seed on."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    output_dir: Path | None = None
-    """Where everything is written. Default: the first free runs/METHOD, runs/METHOD-2, ..."""
-    resume: Path | None = None
-    """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
-    json: Path | None = None
-    """Write the summary as JSON to this file (- for standard output)."""
-    config: Path | None = None
-    """Read options from this YAML or TOML file; the command line overrides them."""
+
+    def defaults(self) -> GradeConfig:
+        return GradeConfig(**EMBEDDED) if self.model == SMALL_MODEL else GradeConfig()
 
     @property
     def context_length(self) -> int:
@@ -100,8 +94,6 @@ class GradeConfig(RunOptions):
     def rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        if self.model == DEFAULT_MODEL:
-            return DEFAULT_MODEL_RATE
         return LORA_RATE if self.lora_rank else FULL_RATE
 
     def check(self) -> GradeConfig:

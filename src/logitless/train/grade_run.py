@@ -28,7 +28,7 @@ from .tokenizer import TextTokenizer
 
 CHECKPOINTS_PER_RUN = 4
 STATE_FILE, LAST_FILE = "grade.pt", "trainer_state.json"
-EVALUATION_BATCH = 8
+EVALUATION_BATCH = 32
 VARIANCE_BATCH = 4  # prompts whose gradient's variance is measured
 LARGE = 100  # times the norm that gradients are clipped to: worth a line
 SHORT = {"validation": "val"}  # splits in the names of metrics

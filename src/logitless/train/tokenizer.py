@@ -75,3 +75,20 @@ def pretrained(name: str) -> TextTokenizer:
         return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos)
+
+
+def byte_pairs(texts: Iterable[str], size: int) -> Any:
+    """A tokenizer of `size` byte pairs learned from these texts, with a start, an end and a padding token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, split_special_tokens=True, **special)
