@@ -2,6 +2,7 @@
 
 import pytest
 
+from logitless.algebra.costs import traffic_of
 from tests.vocab.parallel_ranks import CASES
 from tests.vocab.sharding import launch
 
@@ -20,3 +21,11 @@ def test_split_over_ranks(found, case, size):
 
 def test_a_rank_that_is_killed(found):
     assert [found[str(rank)]["last"] for rank in range(4)] == ["ok", "ok", "ok", "never ended"]
+
+
+def test_what_leaves_a_rank():
+    """Gathered bytes go to each of the others, of the rings that add up twice all but one part leaves each rank."""
+    told = traffic_of(("logprob", "entropy"), 100, chunks=2, widths=(64, 8))
+    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 128 + 100 * 4 * 4, 100 * 72 * 4)
+    assert told.sent(4) == 3 * told.gathered + 2 * 3 * told.summed // 4
+    assert told.sent(1) == 0

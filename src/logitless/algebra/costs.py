@@ -223,3 +223,45 @@ def whole_rollout_bytes(batch: int, steps: int, vocab_size: int, *, prompt: int,
     of as many passes over whole prefixes, `position_bytes` for each position that a pass reads."""
     read = sum(prompt + t for t in range(steps))
     return WHOLE_TENSORS * logits_bytes(batch * steps, vocab_size, 4) + batch * read * position_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks that share a head's vocabulary tell each other in one call, forward and backward."""
+
+    collectives: int  # small ones, and the sums of gradients
+    gathered: int  # bytes that each rank gives to every other
+    summed: int  # bytes that are added up over all ranks
+
+    def sent(self, ranks: int) -> int:
+        """Bytes that leave each rank, by the ring algorithms."""
+        return (ranks - 1) * self.gathered + 2 * (ranks - 1) * self.summed // max(1, ranks)
+
+
+MEETING = 128  # bytes by which ranks see that they make the same call
+
+
+def traffic_of(
+    want: tuple[str, ...],
+    n_tokens: int,
+    *,
+    chunks: int,
+    itemsize: int = 4,
+    label: bool = True,
+    numbers: int = 0,
+    best: int = 0,
+    widths: tuple[int, ...] = (),
+) -> Traffic:
+    """The traffic of a call over a sharded head: its folds, of `chunks` of tokens, and the gradients of tokens.
+
+    numbers: candidates; best: top_k; widths: of the gradients per token, the hidden size where hidden states need
+    one, and the adapters' rank where they do.
+    """
+    sums = sums_of(want)
+    best = max(best, int("argmax" in sums))
+    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 5 * ("ref" in sums) + numbers + best
+    floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
+    ints = best + ("above" in sums)
+    each = 1 + (label and "above" in sums) + ("jsd" in sums)
+    gathered = MEETING + n_tokens * (itemsize * floats + 8 * ints)
+    return Traffic(1 + chunks * each + len(widths), gathered, n_tokens * sum(widths) * itemsize)

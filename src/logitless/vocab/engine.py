@@ -18,8 +18,9 @@ from .backends.parallel import Parallel
 from .backends.tiles import operand_dtype, weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
+from .meeting import layout_of
 from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, full_precision
-from .ranks import Ranks, layout_of
+from .ranks import Ranks
 from .shard import VocabShard
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from ..algebra.costs import (
     Price,
     Slices,
+    Traffic,
     dense_loss_bytes,
     gemm_flop,
     low_rank_flop,
     price_of,
+    traffic_of,
     weight_gradient_bytes,
 )
 from .autograd import grads_of, needs_of, stats_price
@@ -21,7 +23,7 @@ from .checks import Options, flatten
 from .engine import slices_for
 from .head import LMHead
 from .lowrank import stand_in
-from .problem import Inputs, Needs, compute_dtype
+from .problem import Inputs, Needs, Spec, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,23 @@ class Explanation:
     backend: str
     slices: Slices
     rank: int  # of the head's adapters together
-    flop: int  # of all products with the vocabulary
+    flop: int  # of all products with the vocabulary, of a sharded head with its rows here
     buffer_bytes: int  # slices, reused
     kept_bytes: int  # (N, H) products kept for backward, fp32
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
+    traffic: Traffic | None = None  # among the ranks of a sharded head
 
     def __str__(self) -> str:
         mib = 1 << 20
+        t = self.traffic
+        told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients; "
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
         )
 
@@ -70,15 +75,31 @@ def explain(
     n, itemsize = flat.hidden.shape[0], compute_dtype(flat.hidden).itemsize
     slices = slices_for(spec, flat, n, price.whole_rows, bases=len(price.bases))
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (flat.up, flat.ref_up))
-    flop = price.gemms * gemm_flop(n, head.hidden_size, head.rows) + low_rank_flop(
-        price, n, head.rows, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
+    flop = price.gemms * gemm_flop(n, head.hidden_size, head.held) + low_rank_flop(
+        price, n, head.held, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
     )
     return Explanation(
         price, spec.backend, slices, rank, flop, slices.nbytes,
         len(price.bases) * n * (head.hidden_size + rank) * itemsize,
         _gradient_bytes(flat, needs, itemsize),
         dense_loss_bytes(n, head.rows, flat.hidden.itemsize),
+        None if head.shard is None else _traffic(spec, flat, needs, slices),
     )  # fmt: skip
+
+
+def _traffic(spec: Spec, flat: Inputs, needs: Needs, slices: Slices) -> Traffic:
+    n, up = flat.hidden.shape[0], flat.up
+    widths = (flat.hidden.shape[1],) if needs.hidden else ()
+    return traffic_of(
+        spec.want,
+        n,
+        chunks=-(-n // slices.tokens),
+        itemsize=compute_dtype(flat.hidden).itemsize,
+        label=flat.labels is not None,
+        numbers=0 if flat.candidates is None else flat.candidates.shape[1],
+        best=spec.top_k,
+        widths=(*widths, up.shape[1]) if needs.low and up is not None else widths,
+    )
 
 
 def _gradient_bytes(flat: Inputs, needs: Needs, itemsize: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import LabelError
 from .head import LMHead
-from .ranks import Call, meet
+from .meeting import Call, meet
 from .shard import VocabShard
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share a head's vocabulary: their collectives, and what they make sure of before each call.
+"""Ranks that share a head's vocabulary: their collectives.
 
 Every rank gets the same bits: parts are gathered and then merged in the order of the ranks, not as they arrive.
 """
@@ -6,10 +6,7 @@ Every rank gets the same bits: parts are gathered and then merged in the order o
 from __future__ import annotations
 
 import math
-import sys
-import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +14,6 @@ from torch import Tensor
 
 from ..errors import RankError
 from .shard import VocabShard
-
-ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
 
 
 class Ranks:
@@ -97,15 +92,6 @@ def best_of_all(token: Tensor, value: Tensor, shard: VocabShard) -> Tensor:
     return torch.where(values == values.amax(0), tokens, tokens.max()).amin(0)
 
 
-def whole_rows(z: Tensor, shard: VocabShard, rows: int) -> Tensor:
-    """The logits (C, V) of all ranks from those of the existing rows here, (C, held)."""
-    layout = layout_of(shard, rows)
-    sent = z.new_zeros(z.shape[0], layout.widest)
-    sent[:, : z.shape[1]] = z
-    each = Ranks(VocabShard.parse(shard.key).group).gather(sent)
-    return torch.cat([each[rank, :, : layout.rows[rank]] for rank in layout.holding], 1)
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
@@ -136,147 +122,3 @@ def in_order(parts: Iterable[Tensor]) -> Tensor:
     for x in rest:
         total += x
     return total
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which existing rows every rank holds."""
-
-    offsets: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def widest(self) -> int:
-        return max(1, *self.rows)
-
-    @property
-    def holding(self) -> list[int]:
-        """The ranks that hold rows, in the order of these: of equal logits the lower id comes first."""
-        return sorted((r for r, n in enumerate(self.rows) if n), key=lambda r: self.offsets[r])
-
-
-_LAYOUTS: dict[str, Layout] = {}  # by a shard's key: backward and the planner ask again
-
-
-def layout_of(shard: VocabShard, rows: int) -> Layout:
-    """The layout that the ranks have agreed on, or before they meet the even one. rows: that exist in all."""
-    known = _LAYOUTS.get(f"{shard.key}@{rows}")
-    if known is not None:
-        return known
-    each = -(-shard.total // Ranks(VocabShard.parse(shard.key).group).size)
-    offsets = tuple(range(0, max(1, shard.total), max(1, each)))
-    return Layout(offsets, tuple(max(0, min(each, rows - offset)) for offset in offsets))
-
-
-@dataclass(frozen=True)
-class Call:
-    """What must be the same on all ranks, or fit together."""
-
-    shard: VocabShard
-    weight_rows: int  # this rank's, padding included
-    rows: int  # that exist on all ranks
-    options: str  # anything that says which statistics are wanted, and how
-    hidden: Tensor  # (N, H)
-    counted: int  # tokens
-    labels: Tensor | None
-
-    def facts(self) -> Tensor:
-        """Sixteen numbers; floats as their bits."""
-        h = self.hidden.detach()
-        own = sys.modules[__name__.partition(".")[0]].__version__
-        whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
-        whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0], self.counted]
-        ids = h.new_zeros((), dtype=torch.int64)
-        if self.labels is not None and self.labels.numel():
-            ids = (self.labels * (torch.arange(self.labels.shape[0], device=h.device) % 1009 + 1)).sum()
-        real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
-        real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
-        bits = torch.stack(real).view(torch.int64)
-        return torch.cat([torch.tensor([*whole, 0, 0], device=h.device), ids[None], bits])
-
-
-def meet(call: Call) -> None:
-    """Make sure that all ranks make the same call on shards that fit: one small collective, the same error on all."""
-    ranks = Ranks(VocabShard.parse(call.shard.key).group)
-    table = ranks.gather(call.facts())
-    reals = table[:, 13:].contiguous().view(torch.float64).tolist()
-    columns = list(zip(*table[:, :13].tolist(), strict=True))
-    same: list[tuple[str, Any, str]] = [
-        ("version of logitless", [_named(x) for x in columns[0]], "install one version everywhere"),
-        ("version of torch", [_named(x) for x in columns[1]], "install one version everywhere"),
-        ("number of rows in all (total)", columns[4], "give each rank's VocabShard the same total"),
-        ("vocabulary", columns[5], "set vocab_size alike"),
-        ("hidden size", columns[6], "shard the head's rows, not its columns"),
-        ("options (want, temperature, top_k, budget, ...)", columns[7], "make the same call on every rank"),
-        ("number of tokens", columns[8], SAME_TOKENS),
-        ("number of tokens that count", columns[9], SAME_TOKENS),
-        ("labels", columns[12], SAME_TOKENS),
-    ]
-    for name, values, hint in same:
-        if len(set(values)) > 1:
-            raise RankError(
-                f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
-            )
-    _check_shards(columns[2], columns[3], call.shard.total)
-    _check_hidden(reals)
-    rows = [max(0, min(n, call.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
-    _LAYOUTS[f"{call.shard.key}@{call.rows}"] = Layout(tuple(columns[2]), tuple(rows))
-
-
-SAME_TOKENS = (
-    "ranks that share a vocabulary compute the same tokens: gather them first, or, of a head that FSDP2 shards, call "
-    "inside the head module's own forward"
-)
-
-
-def _check_shards(offsets: tuple[int, ...], rows: tuple[int, ...], total: int) -> None:
-    spans = sorted((offset, offset + n, rank) for rank, (offset, n) in enumerate(zip(offsets, rows, strict=True)) if n)
-    at, before = 0, -1
-    for start, stop, rank in [*spans, (total, total, -1)]:
-        if start < at:
-            raise RankError(
-                f"VocabShard: expected every row on one rank, got rows {start} to {min(at, stop) - 1} on ranks "
-                f"{before} and {rank}; each offset is the sum of the rows of the ranks before"
-            )
-        if start > at:
-            raise RankError(
-                f"VocabShard: expected rows 0 to {total - 1} on the ranks of the group, got none that holds rows {at} "
-                f"to {start - 1}; each offset is the sum of the rows of the ranks before"
-            )
-        at, before = stop, rank
-
-
-def _check_hidden(sums: list[list[float]]) -> None:
-    scale = max(norm for *_, norm in sums)
-    if not math.isfinite(scale):
-        return  # a diverged model has an error of its own
-    for part in (0, 1):
-        each = [row[part] for row in sums]
-        if max(each) - min(each) > ROUNDING * scale:
-            raise RankError(
-                "head: expected the same hidden states on every rank of its group, got sums "
-                f"{_by_rank([f'{x:.6g}' for x in each])}; {SAME_TOKENS}"
-            )
-
-
-def _by_rank(values: Iterable[Any]) -> str:
-    """Each value with the ranks that have it."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    some = [f"{value} on {_ranks(where)}" for value, where in list(ranks.items())[:4]]
-    return ", ".join(some) + (", ..." if len(ranks) > 4 else "")
-
-
-def _ranks(where: list[int]) -> str:
-    return f"rank {where[0]}" if len(where) == 1 else f"ranks {', '.join(map(str, where[:4]))}"
-
-
-def _release(version: str) -> int:
-    """1.2.3 as 1002003."""
-    parts = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")[:3]]
-    return sum(n * 1000**i for i, n in enumerate(reversed([*parts, 0, 0][:3])))
-
-
-def _named(release: int) -> str:
-    return ".".join(str(release // 1000**i % 1000) for i in (2, 1, 0))

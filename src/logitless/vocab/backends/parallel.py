@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...algebra.fold import Fold, Totals, merge
 from ...errors import BackendError
-from ..ranks import Ranks, in_order, layout_of
+from ..meeting import layout_of
+from ..ranks import Ranks, in_order
 from ..shard import VocabShard
 from .chunk import Chunk, Folded, Part, put_mixture
 
