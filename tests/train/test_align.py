@@ -73,7 +73,7 @@ def test_the_other_methods(start, method, tmp_path):
 
 def test_the_exact_kl(start, tmp_path):
     """In the first step policy and reference are the same, and so are the completions of a run without the option."""
-    config = replace(start, method="grpo", max_steps=3, beta=1.0)
+    config = replace(start, max_steps=3, beta=1.0)
     summary = run(replace(config, exact_kl=True, output_dir=tmp_path / "exact"), QUIET)
     assert summary["exact_kl"] is True
     run(replace(config, output_dir=tmp_path / "sampled"), QUIET)
