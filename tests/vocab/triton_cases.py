@@ -7,6 +7,7 @@ runs them without pytest: on a GPU as they are, on a CPU with TRITON_INTERPRET=1
 """
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.vocab.backends import tiles
+from logitless.vocab.backends import tiles, triton_tuned
 from logitless.vocab.checks import flatten
 from logitless.vocab.engine import Pass
 from logitless.vocab.head import LowRank
@@ -340,6 +341,27 @@ def _emulated_products() -> ExitStack:
     for module in (tiles, triton_slices, backend):
         stack.enter_context(patch.object(module, "add_product", addmm))
     return stack
+
+
+@case("products and fold in one kernel")
+def one_kernel() -> None:
+    table = copy.deepcopy(triton_tuned.table_for(torch.device(DEVICE)))
+    table["gemm"] |= {"rows": 16, "entries": 32, "inner": 16, "group": 3, "least_tokens": 1, "most_tokens": 100}
+    from logitless.vocab.backends import triton as backend
+
+    with patch.object(backend, "table_for", lambda _: table), patch.object(
+        backend.kernels, "fold_slice", None
+    ), torch.no_grad():  # fmt: skip
+        for options in ({}, {"bias": False, "vocab_size": 290}, {"softcap": 3.0, "scale": 0.7}):
+            ops = operands((21,), 37, 301, dtype=torch.float32, **options)
+            ops.labels[3] = -100
+            want = [name for name in ALONE if name != "max_logit"]
+            true = moved(ops.to(torch.float64))
+            exact = dense_token_stats(true.hidden, true.head, true.labels, want=want, temperature=0.8)
+            stats = ll.token_stats(*_call(ops), want=tuple(want), temperature=0.8, backend="triton")
+            for name in want:
+                got = getattr(stats, name).double()
+                torch.testing.assert_close(got, exact[name].double(), rtol=2e-5, atol=2e-5, msg=name)
 
 
 @case("memory: slices within the budget, no more")

@@ -32,13 +32,13 @@ MERGED = 64  # partial folds that one program merges
 class Running:
     """The running folds of a chunk's tokens, of several parts of every slice where there are few tokens."""
 
-    def __init__(self, chunk: Chunk, bases: tuple[str, ...], final: bool) -> None:
+    def __init__(self, chunk: Chunk, bases: tuple[str, ...], final: bool, parts: int | None = None) -> None:
         self.chunk, self.bases, self.heads, n = chunk, bases, Heads(chunk), chunk.n_tokens
         like = {"dtype": chunk.policy.compute, "device": self.heads.device}
         sizes = self.sizes = table_for(self.heads.device)["fold"]
         self.blocks = triton.cdiv(n, sizes["rows"])
-        parts = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
-        self.parts = 1 if bases else max(1, parts)
+        most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
+        self.parts = parts or (1 if bases else max(1, most))
         self.flags = {
             "WITH_T": "t" in chunk.sums,
             "WITH_R": "r" in chunk.sums,
@@ -134,6 +134,31 @@ def merge(state: Tensor, flags: dict[str, bool]) -> Tensor:
     return state
 
 
+def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> bool:
+    """Whether products and fold share a kernel: for values of one head, where the device's table says it is faster."""
+    first, *adapters = chunk.policy.factors
+    sizes = table_for(chunk.inputs.hidden.device)["gemm"]
+    simple = not (bases or keep or adapters or chunk.top_k or chunk.reference is not None)
+    same = first.dtype == first.entries.dtype and first.compute == torch.float32
+    return simple and same and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
+
+
+def fold_products(chunk: Chunk) -> Part:
+    """The fold of all rows here with no slice of logits in memory."""
+    first, sizes = chunk.policy.factors[0], table_for(chunk.inputs.hidden.device)["gemm"]
+    width, depth = first.entries.shape
+    parts = triton.cdiv(width, sizes["entries"] * sizes["group"])
+    run = Running(chunk, (), False, parts)
+    x, tensors, flags = first.rows.contiguous(), run.heads.tensors, run.heads.flags
+    kernels.fold_products[(parts * triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+        x, first.entries, x.stride(0), first.entries.stride(0), run.state, tensors["labels"], run.heads.label_logits,
+        tensors["heat"], tensors["bias"], chunk.n_tokens, width, depth, parts,
+        LABEL=flags["LABEL"], BIAS=flags["BIAS"], CAP=flags["CAP"], **run.flags, GROUP=sizes["group"],
+        ROWS=sizes["rows"], BLOCK=sizes["entries"], INNER=sizes["inner"], **launch(sizes),
+    )  # fmt: skip
+    return run.result()
+
+
 def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
     """One pass over the vocabulary; with `keep` whole rows stay in `chunk.kept`, as logits where it says so."""
     return part(chunk, bases, keep).folded(chunk)
@@ -141,6 +166,8 @@ def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
 
 def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Part:
     """`fold` of the rows here, unfinished: what ranks that share a vocabulary merge."""
+    if in_one_kernel(chunk, bases, keep):
+        return fold_products(chunk)
     run = Running(chunk, bases, final=keep == "logits")
     for i, v in enumerate(chunk.vocabulary()):
         w = chunk.policy.operand(v)

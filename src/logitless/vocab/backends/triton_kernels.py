@@ -482,3 +482,58 @@ def rescale(x, plogp, factors, n, width, PLOGP: tl.constexpr, SQUARED: tl.conste
                 y = tl.load(plogp + row * width + columns, mask=inside, other=0.0)
                 step = tl.load(factors + n + row)
                 tl.store(plogp + row * width + columns, times(factor, y + p * step), mask=inside)
+
+
+@triton.jit
+def fold_products(
+    tokens, entries, tokens_stride, entries_stride, state, labels, label_logits, heat, bias, n, width, depth, n_parts,
+    LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, WITH_T: tl.constexpr, WITH_R: tl.constexpr,
+    RANK: tl.constexpr, WITH_SUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """Products and fold in one: GROUP blocks of entries for a block of tokens, whose logits never leave the chip.
+
+    The programs of one part are neighbours, so that its entries stay in the L2 cache.
+    """
+    row_blocks = tl.cdiv(n, ROWS)
+    part = tl.program_id(0) // row_blocks
+    rows = (tl.program_id(0) % row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < n
+    zero = tl.zeros((ROWS,), tl.float32)
+    m, rest, t, r, above, zsum = zero + EMPTY, zero, zero, zero, zero, zero
+    label = tl.full((ROWS,), -1, tl.int64)
+    label_logit = zero
+    if LABEL:
+        label = tl.load(labels + rows, mask=live, other=-1)
+        label_logit = tl.maximum(tl.load(label_logits + rows, mask=live, other=0.0), MASK)
+    inner = tl.arange(0, INNER)
+    for j in range(GROUP):
+        ids = (part * GROUP + j) * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < width
+        x_at = tokens + rows[:, None] * tokens_stride + inner[None, :]
+        w_at = entries + ids.to(tl.int64)[None, :] * entries_stride + inner[:, None]
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for k in range(0, depth, INNER):
+            deep = k + inner < depth
+            x = tl.load(x_at + k, mask=live[:, None] & deep[None, :], other=0.0)
+            w = tl.load(w_at + k, mask=deep[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(x, w, total, input_precision="ieee")
+        z = logits(total, heat, bias, n, rows, live, ids, inside, BIAS, CAP, True)
+        seen = live[:, None] & inside[None, :]
+        if WITH_SUM:
+            zsum += tl.sum(tl.where(seen, z, 0.0), 1)
+        counted = seen & (ids[None, :] != label[:, None])
+        z = tl.where(counted, tl.maximum(z, MASK), MASK)
+        _, _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
+    cell = state + part.to(tl.int64) * n + rows
+    field = tl.cast(n_parts, tl.int64) * n
+    tl.store(cell + M * field, m, mask=live)
+    tl.store(cell + REST * field, rest, mask=live)
+    if WITH_T:
+        tl.store(cell + T * field, t, mask=live)
+    if WITH_R:
+        tl.store(cell + R * field, r, mask=live)
+    if RANK:
+        tl.store(cell + ABOVE * field, above, mask=live)
+    if WITH_SUM:
+        tl.store(cell + ZSUM * field, zsum, mask=live)

@@ -1,0 +1,228 @@
+"""The GPU benchmark's rows: shapes, operands, floors, and who is measured. Peers are imported when they are built."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import logitless as ll
+from bench import peers
+from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
+from logitless.vocab.backends.tiles import add_product, operand_dtype, product
+
+MIB = 1 << 20
+Step = peers.Step
+ORACLE_CHUNK = 256  # tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `time_limit` is times the bare GEMMs; `memory_limit` MiB above inputs and gradients."""
+
+    name: str
+    title: str
+    case: Case
+    shape: Shape
+    tiny: Shape
+    time_limit: float | None
+    memory_limit: float | None = None
+    budget: int = 1024 * MIB
+    gated: bool = True  # against float64, all of it
+    dense: bool = True  # whether whole logits fit
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.case.gradient_bytes(self.shape)
+
+
+def dense_sample(hidden: Tensor, weight: Tensor) -> Tensors:
+    """A token, the 20 best, log-sum-exp and entropy from whole logits."""
+    z = F.linear(hidden, weight).float()
+    best = z.topk(min(20, z.shape[1]), dim=-1)
+    logp = z.log_softmax(-1)
+    p = logp.exp()
+    torch.multinomial(p, 1)
+    return {"top": best.values, "lse": z.logsumexp(-1), "entropy": -(p * logp).sum(-1)}
+
+
+SAMPLE = Case("sample", "sample + top-20 + log-sum-exp + entropy", 1, dense_sample, ("hidden", "weight"), (), 1.2, 96)
+LLAMA, QWEN = Shape(4096, 4096, 128_256), Shape(8192, 4096, 151_936)
+TINY, SMALL = Shape(48, 16, 301), Shape(40, 24, 517)
+ROWS = {
+    row.name: row
+    for row in (
+        Row("loss", "loss + gradients", CASES["loss"], LLAMA, TINY, 1 / 0.9, 1.1 * 1024),
+        Row("loss-qwen", "loss + gradients", CASES["loss"], QWEN, SMALL, 1.10, 1.1 * 1024),
+        Row("values", "log-prob + entropy, no gradient", CASES["entropy"], LLAMA, TINY, 1 / 0.88, budget=256 * MIB),
+        Row("values-qwen", "log-prob + entropy, no gradient", CASES["entropy"], QWEN, SMALL, 1 / 0.88, None, 256 * MIB),
+        Row("frozen", "log-prob, any upstream, frozen head", CASES["frozen"], LLAMA, TINY, 1.12, budget=256 * MIB),
+        Row("ppo", "PPO + entropy bonus + exact KL", CASES["ppo"], LLAMA, TINY, None),
+        Row("sample", SAMPLE.title, SAMPLE, Shape(64, 4096, 151_936), Shape(5, 16, 301), 1.2, budget=256 * MIB),
+        Row(
+            *("long", "loss + gradients, 131,072 tokens", CASES["loss"], Shape(131_072, 2560, 151_936)),
+            *(Shape(96, 8, 301), None, 2048.0, 1024 * MIB, False, False),
+        ),
+    )
+}
+
+
+def make_operands(row: Row, shape: Shape, device: str, dtype: torch.dtype) -> Tensors:
+    """Operands as `bench.cases.make_tensors` draws them, but on the device."""
+    g = torch.Generator(device).manual_seed(20)
+    n, h, v = shape.tokens, shape.hidden, shape.vocab
+
+    def randn(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*sizes, generator=g, device=device).mul_(scale).to(dtype)
+
+    out = {"hidden": randn(n, h), "weight": randn(v, h, scale=LOGIT_STD / math.sqrt(h))}
+    out["labels"] = torch.randint(v, (n,), generator=g, device=device)
+    out["cotangent"] = torch.randn(n, generator=g, device=device)
+    if "advantages" in row.case.takes:
+        lse = math.log(v) + out["hidden"].float().square().mean(-1) * LOGIT_STD**2 / 2
+        label_logit = (out["hidden"].float() * out["weight"][out["labels"]].float()).sum(-1)
+        out["old_logprob"] = label_logit - lse + 0.15 * torch.randn(n, generator=g, device=device)
+        out["advantages"] = torch.randn(n, generator=g, device=device)
+    if "ref_hidden" in row.case.takes:
+        out["ref_hidden"] = out["hidden"] + randn(n, h, scale=0.2)
+        out["ref_weight"] = out["weight"] + randn(v, h, scale=0.2 * LOGIT_STD / math.sqrt(h))
+    return out
+
+
+def oracle(row: Row, tensors: Tensors) -> Tensors:
+    """The dense definition in float64 on the same operands, some tokens at a time, on the same device."""
+    n, out = tensors["labels"].shape[0], {}
+    whole = {k: t.detach().double() for k, t in tensors.items() if k.endswith("weight")}
+    for start in range(0, n, ORACLE_CHUNK):
+        rows = slice(start, start + ORACLE_CHUNK)
+        part = {k: whole[k] if k in whole else t.detach()[rows] for k, t in tensors.items()}
+        part = {k: t.double() if t.is_floating_point() else t for k, t in part.items()}
+        for name, value in step(row.case, row.case.dense, part, share=len(part["labels"]) / n).items():
+            if name in ("loss", "grad_weight") and name in out:
+                out[name][0] += value
+            else:
+                out.setdefault(name, []).append(value)
+    return {name: torch.cat(parts) if parts[0].dim() else parts[0] for name, parts in out.items()}
+
+
+def errors_of(expected: Tensors, got: Tensors) -> dict[str, float]:
+    """Largest absolute error of the numbers; of gradients, the largest over the largest entry."""
+    out = {}
+    for name, true in expected.items():
+        if name not in got:
+            out[name] = math.inf
+            continue
+        error = (got[name].double() - true).abs().max()
+        out[name] = float(error / true.abs().max()) if name.startswith("grad") else float(error)
+    return {name: x if x == x else math.inf for name, x in out.items()}
+
+
+# ------------------------------------------------------------------------------------------------- the floor
+
+
+def bare_gemms(row: Row, t: Tensors) -> Step:
+    """The row's products in slices of the memory budget, fp32 results into a reused buffer, and nothing else."""
+    case, device = row.case, t["hidden"].device
+    n, v = t["hidden"].shape[0], t["weight"].shape[0]
+    narrow = operand_dtype(t["hidden"], t["weight"].dtype, torch.float32)
+    most = max(1, row.budget // (4 * v * (1 + ("ref_weight" in case.takes))))
+    tokens = -(-n // -(-n // most))
+    buffers = [torch.empty(tokens, v, device=device) for _ in range(1 + ("ref_weight" in case.takes))]
+    out = {k: torch.empty(t[k].shape, device=device) for k in case.wrt if k == "weight"}
+    out |= {k: torch.empty(tokens, t[k].shape[1], device=device) for k in case.wrt if k == "hidden"}
+    t = {k: x.detach().to(narrow) if x.is_floating_point() else x for k, x in t.items()}
+
+    def run() -> Tensors:
+        for start in range(0, n, tokens):
+            h = t["hidden"][start : start + tokens]
+            z = buffers[0][: len(h)]
+            if "ref_weight" in case.takes:
+                product(t["ref_hidden"][start : start + tokens], t["ref_weight"].t(), buffers[1][: len(h)])
+            product(h, t["weight"].t(), z)
+            dz = z.view(narrow)[:, :v]
+            if "hidden" in out:
+                product(dz, t["weight"], out["hidden"][: len(h)])
+            if "weight" in out:
+                (add_product if start else product)(dz.t(), h, out["weight"])
+        return {}
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------- ours and peers
+
+
+def ours(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
+    """The row through logitless."""
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor | None = None, **t: Tensor) -> Tensors:
+        head, same = ll.LMHead(weight), {"memory_budget": row.budget, "backend": backend}
+        if row.case.name == "sample":
+            record = ll.sample_tokens(hidden, head, keep=min(20, len(weight)), memory_budget=row.budget)
+            return {"top": record.topk_logits, "lse": record.logsumexp, "entropy": record.entropy}
+        if row.case.name == "loss":
+            return {"loss": ll.linear_cross_entropy(hidden, head, labels, **same)}
+        if row.case.name == "ppo":
+            loss = ll.token_loss(
+                lambda s, *inputs: ppo_loss(s.logprob, s.entropy, s.kl, *inputs), hidden, head, labels,
+                inputs=(t["advantages"], t["old_logprob"]), want=("logprob", "entropy", "kl"),
+                reference=(t["ref_hidden"], ll.LMHead(t["ref_weight"])), **same,
+            )  # fmt: skip
+            return {"loss": loss}
+        want = ("logprob", "entropy") if row.case.name == "entropy" else ("logprob",)
+        stats = ll.token_stats(hidden, head, labels, want=want, **same)
+        return {name: getattr(stats, name) for name in want}
+
+    return lambda case, tensors: lambda: step(case, forward, tensors)
+
+
+def liger(case: Case, tensors: Tensors) -> Step:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        return {"loss": liger_fused_linear_cross_entropy(hidden, weight, labels)}
+
+    return lambda: step(case, forward, tensors)
+
+
+def cut_cross_entropy(case: Case, tensors: Tensors) -> Step:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        if case.name == "loss":
+            return {"loss": linear_cross_entropy(hidden, weight, labels, impl="cce")}
+        return {"logprob": -linear_cross_entropy(hidden, weight, labels, impl="cce", reduction="none")}
+
+    return lambda: step(case, forward, tensors)
+
+
+def quack(case: Case, tensors: Tensors) -> Step:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def forward(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        return {"loss": chunked_linear_cross_entropy(hidden, weight, labels)}
+
+    return lambda: step(case, forward, tensors)
+
+
+def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
+    """Who is measured, the most telling first."""
+    name = row.case.name
+    yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
+    yield peers.Method("logitless", ours(row, backend), "ours")
+    if backend is None and name != "sample":
+        yield peers.Method("logitless, eager", ours(row, "eager"))
+    if row.dense:
+        yield peers.Method("torch", peers.dense)
+    if name == "loss":
+        yield peers.Method("Liger", liger)
+        yield peers.Method("QuACK", quack)
+    if name in ("loss", "frozen"):
+        yield peers.Method("cut-cross-entropy", cut_cross_entropy)
+        yield peers.Method("F.linear_cross_entropy, chunked", peers.torch_chunked)
+    if name != "sample":
+        yield peers.Method("TRL chunked", peers.trl_chunked)
+    if row.dense:
+        yield peers.Method("torch.compile", peers.compiled)

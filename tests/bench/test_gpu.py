@@ -1,0 +1,82 @@
+"""The GPU benchmark from end to end on toy shapes: under Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu
+from bench.gpu_rows import ROWS, errors_of, make_operands, oracle
+from bench.harness import read_lines
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(("loss", "sample"), id="two rows"),
+        pytest.param(
+            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "long"), id="rest", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_dry_run(rows, tmp_path):
+    out = tmp_path / "gpu.jsonl"
+    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    command = ["bash", str(ROOT / "bench/gpu.sh"), "table", "--tiny", "--rounds", "1", "--methods", "logitless,Liger"]
+    done = subprocess.run(
+        [*command, "--rows", ",".join(rows), "--out", str(out)],
+        capture_output=True, text=True, check=False, env=environment | {"PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    about, *records = read_lines(out)
+    assert about["versions"]["torch"] == torch.__version__
+    ours = {r["case"]: r for r in records if r["method"] == "logitless"}
+    assert set(ours) == set(rows)
+    for record in ours.values():
+        assert record["status"] == "ok", record
+        assert record["to_bare"] > 0
+        assert max(record.get("errors", {"": 0.0}).values()) < 1e-5  # fp32 on a CPU
+    if find_spec("liger_kernel") is None:
+        absent = {r["reason"] for r in records if r["method"] == "Liger"}
+        assert absent <= {"ModuleNotFoundError: No module named 'liger_kernel'"}
+    assert done.stdout.count("| **") == len(rows)
+    assert out.with_suffix(".png").exists() or "no plot: matplotlib is not installed" in done.stdout
+
+
+def test_the_correctness_suite_needs_no_pytest():
+    code = "import sys, tests.vocab.triton_cases; sys.exit('pytest' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--rows", "los"), "unknown row 'los'"),
+        (("--out", __file__), "exists already"),
+        (("--out", "nowhere.jsonl", "check"), "torch sees no GPU"),
+    ],
+)
+def test_bad_input(arguments, line, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        gpu.main(list(arguments))
+    assert stop.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_result_that_is_wrong_is_seen():
+    row = ROWS["values"]
+    tensors = make_operands(row, row.tiny, "cpu", torch.float32)
+    expected = oracle(row, tensors)
+    right = {name: x.float() for name, x in expected.items()}
+    assert max(errors_of(expected, right).values()) < 1e-5
+    assert errors_of(expected, right | {"entropy": right["entropy"] + 0.5})["entropy"] > 0.4
+    assert errors_of(expected, {"logprob": right["logprob"]})["entropy"] == float("inf")
+    assert errors_of(expected, right | {"logprob": right["logprob"] * float("nan")})["logprob"] == float("inf")

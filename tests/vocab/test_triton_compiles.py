@@ -1,0 +1,100 @@
+"""The kernels through Triton's real compiler, for a GPU that is not here: wide loads, tensor cores, no spills."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+PROGRAM = r"""
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from logitless.vocab.backends import triton_kernels as kernels
+from logitless.vocab.backends.triton_tuned import table
+
+sizes = table("default")
+NARROW = {"out0", "out1", "tokens", "entries"}
+LONG = {"labels", "best_keys"}
+NUMBERS = {"n", "width", "start", "n_parts", "part_width", "depth", "n_out", "group"}
+
+
+def compiled(kernel, size, flags):
+    function = getattr(kernels, kernel)
+    names = function.arg_names
+    upper = {name: False for name in names if name.isupper()} | flags
+    constants = {(names.index(name),): value for name, value in upper.items()}
+    def type_of(name):
+        if name in upper:
+            return "constexpr"
+        if name in NUMBERS or name.endswith("stride"):
+            return "i32"
+        half = name in NARROW or (name == "out" and kernel == "unfold_slice")
+        return "fp32" if name == "beta" else "*" + ("bf16" if half else "i64" if name in LONG else "fp32")
+    ragged = {"start", "beta", "n_parts"}
+    aligned = {(names.index(x),): [["tt.divisibility", 16]] for x in names if x not in upper and x not in ragged}
+    source = ASTSource(fn=function, signature={x: type_of(x) for x in names}, constexprs=constants, attrs=aligned)
+    options = {"num_warps": size["warps"], "num_stages": size["stages"]}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    locals_ = sum(int(x) for x in re.findall(r"\.local .*\[(\d+)\]", ptx))
+    return {
+        "wide": ptx.count("ld.global.v4"), "wgmma": ptx.count("wgmma.mma_async"), "barriers": ptx.count("bar.sync"),
+        "local": locals_, "atomics": len(re.findall(r"\b(?:atom|red)\.(?:global|relaxed|acq_rel|release)", ptx)),
+    }
+
+
+fold, unfold, gemm, look = (sizes[x] for x in ("fold", "unfold", "gemm", "look"))
+at = {"ROWS": fold["rows"], "BLOCK": fold["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0, "BASIS1": 0}
+back = {"ROWS": unfold["rows"], "BLOCK": unfold["block"], "LABEL": True, "RAW": True}
+every = {"BIAS": True, "CAP": True, "REF": True, "REF_BIAS": True, "REF_CAP": True}
+print(json.dumps({
+    "fold": compiled("fold_slice", fold, at | {"FIRST": True, "WITH_T": True}),
+    "fold, everything": compiled("fold_slice", fold, at | every | {
+        "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
+        "TOP": 32, "BLOCK": 2048}),
+    "fold with weights": compiled("fold_slice", fold, at | {"BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
+    "unfold": compiled("unfold_slice", unfold, back),
+    "unfold, everything": compiled("unfold_slice", unfold, back | every | {
+        "PLOGP": True, "PD": True, "PM": True, "P2": True, "Q": True, "ONE": True}),
+    "products and fold": compiled("fold_products", gemm, {
+        "ROWS": gemm["rows"], "BLOCK": gemm["entries"], "INNER": gemm["inner"], "GROUP": gemm["group"],
+        "LABEL": True, "WITH_T": True}),
+    "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
+    "second look": compiled("look_again", look, {"LABEL": True, "ROWS": look["rows"], "BLOCK": look["block"]}),
+    "rescale": compiled("rescale", look, {"PLOGP": True, "BLOCK": 1024}),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, dict[str, int]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_compiles_for_hopper_without_local_memory_or_atomics(kernels):
+    assert len(kernels) == 9
+    for name, found in kernels.items():
+        assert found["local"] == 0, name
+        assert found["atomics"] == 0, name
+
+
+def test_slices_are_read_sixteen_bytes_at_a_time(kernels):
+    for name in ("fold", "fold with weights", "unfold", "second look"):
+        assert kernels[name]["wide"] > 0, name
+
+
+def test_a_gradient_over_its_own_input_waits_for_all_reads(kernels):
+    assert kernels["unfold"]["barriers"] > 0
+    assert kernels["fold with weights"]["barriers"] > 0
+
+
+def test_products_use_the_tensor_cores(kernels):
+    assert kernels["products and fold"]["wgmma"] > 0
