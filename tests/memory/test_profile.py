@@ -38,6 +38,7 @@ SETTINGS = {
     "checkpointing": {"gradient_checkpointing": True},
     "lora": {"lora_rank": 4},
     "lora and checkpointing": {"lora_rank": 4, "gradient_checkpointing": True},
+    "tiles and checkpointing": {"mlp_tiles": 3, "gradient_checkpointing": True},
 }
 GIB = 1 << 30
 
@@ -72,6 +73,27 @@ def test_prediction_against_a_real_run(kind, setting, loss, model_file):
         assert predicted.peak == counted.peak, predicted.name
     assert len(found.readings) == len(found.counted.stages)
     assert found.as_json()["predicted_peak_bytes"] == found.predicted.peak.nbytes
+
+
+def test_offloaded_inputs_leave_the_gpu_for_the_host(model_file):
+    step = Step(model_file("qwen3", num_hidden_layers=16), context_length=1024, gradient_checkpointing=True)
+    kept, moved = traced(step), traced(replace(step, offload_activations=True))
+    inputs = 16 * 1024 * SMALL["hidden_size"] * 2
+    assert moved.host == pytest.approx(inputs, rel=0.01)
+    assert kept.host < 0.01 * inputs
+    ends = [{s.name: s.nbytes for s in recording.stages}["after full forward"] for recording in (kept, moved)]
+    assert ends[0] - ends[1] == pytest.approx(inputs, rel=0.01)
+    assert moved.findings == ()
+
+
+def test_sparse_attention_against_a_real_run(model_file, monkeypatch):
+    """Which blocks are selected, a trace cannot know; the first one always is, and meets all queries."""
+    monkeypatch.setattr("logitless.models.nsa.attention.CHUNK_BYTES", 1 << 20)
+    step = Step(model_file("qwen3"), context_length=1500, attention="nsa", gradient_checkpointing=True)
+    found = measure(step, "cpu")
+    for predicted, counted in zip(found.predicted.stages, found.counted.stages, strict=True):
+        assert predicted.nbytes == counted.nbytes, predicted.name
+        assert predicted.peak == pytest.approx(counted.peak, rel=0.02), predicted.name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -158,7 +180,9 @@ def test_remedies_are_traced_and_ranked(model_file):
     assert [r.saved for r in found] == sorted((r.saved for r in found), reverse=True)
     assert found[0].name in ("chunked-loss", "half-context")
     assert all(r.saved == known["dense"].peak.nbytes - r.recording.peak.nbytes for r in found)
-    done = replace(step, loss="chunked", gradient_checkpointing=True, lora_rank=2)
+    done = replace(
+        step, loss="chunked", gradient_checkpointing=True, lora_rank=2, offload_activations=True, mlp_tiles=2
+    )
     assert [r.name for r in remedies(done, known["chunked"], ["all"], known)] == ["half-context"]
     assert chosen(["lora", "checkpointing"]) == ["checkpointing", "lora"]
 
@@ -170,7 +194,8 @@ def test_remedies_are_traced_and_ranked(model_file):
         ({"batch_size": -1}, "--batch-size must be 1 to 2\\^63-1, got -1"),
         ({"context_length": 2**63}, "--context-length must be 2 to"),
         ({"context_length": 2**62}, "more than 2\\^63-1 bytes"),
-        ({"attention": "nsa"}, "--attention nsa: not available in this version; available: auto, sdpa, eager"),
+        ({"offload_activations": True}, "--offload-activations needs --gradient-checkpointing"),
+        ({"mlp_tiles": 0}, "--mlp-tiles must be 1 to"),
         ({"attention": "flash"}, "--attention must be one of auto, sdpa, eager"),
         ({"optimizer": "lion"}, "--optimizer must be one of adamw, sgd, none"),
         ({"model": "qwen3-5b"}, "unknown model 'qwen3-5b': did you mean"),

@@ -33,8 +33,12 @@ class ProfileConfig:
     """Both are traced; this one is measured by --real, lists its largest tensors, and gets the remedies."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
+    offload_activations: bool = False
+    """Keep what checkpointing keeps in the host's memory."""
+    mlp_tiles: int = 1
+    """Compute each MLP in so many pieces of the sequence."""
     attention: str = "auto"
-    """sdpa (fused, no scores in memory) or eager; auto: eager where the model's attention has a softcap."""
+    """sdpa (fused, no scores in memory), eager, or nsa (sparse); auto: eager where attention has a softcap."""
     optimizer: str = "adamw"
     """adamw (fused, states in the parameters' dtype), sgd or none."""
     lora_rank: int = 0
@@ -44,7 +48,7 @@ class ProfileConfig:
     memory_budget: str = "256MiB"
     """What slices of the logits may take."""
     remedies: tuple[str, ...] = ()
-    """Trace these too, or all: chunked-loss, checkpointing, lora, half-context. Each takes as long again."""
+    """Trace these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context; each takes as long."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
     units: Literal["GiB", "GB"] = "GiB"

@@ -28,7 +28,7 @@ CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
 class Fakes:
     """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
 
-    Numbers are 1, conditions hold, and nothing is found; but of vectors of `tokens` elements `ignored` are false
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN; but of vectors of `tokens` elements `ignored` are false
     (the last label of each row).
     """
 
@@ -39,6 +39,7 @@ class Fakes:
         self._special = {
             aten._local_scalar_dense.default: self._number,
             aten.all.default: self._all,
+            aten.isnan.default: self._isnan,
             aten.nonzero.default: self._nonzero,
             aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
             aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
@@ -69,8 +70,13 @@ class Fakes:
 
     def _all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if self.ignored and args[0].numel() == self.tokens:
+        if self.ignored and args[0].shape == (self.tokens,):
             self._false.add(out.untyped_storage()._cdata)
+        return out
+
+    def _isnan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self._false.add(out.untyped_storage()._cdata)
         return out
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,6 +109,7 @@ def faked(model: nn.Module, device: str) -> Iterator[None]:
         stack.callback(_restore, own)
         stack.enter_context(_untraced_masks())
         stack.enter_context(_few_chunks())
+        stack.enter_context(_first_block())
         if device == GPU:
             stack.enter_context(_gpu_kernels())
         yield
@@ -137,6 +144,35 @@ def _few_chunks() -> Iterator[None]:
     every = Pass.chunks
     with patch.object(Pass, "chunks", lambda self: islice(every(self), CHUNKS)):
         yield
+
+
+@contextmanager
+def _first_block() -> Iterator[None]:
+    """Sparse attention over whole rows, in which every query meets the first block, as it does, and no other."""
+    layers = sys.modules.get("logitless.models.nsa.layers")
+    if layers is None:
+        yield
+        return
+    from ..models.nsa import selected
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(selected, "_meetings", _meetings))
+        stack.enter_context(patch.object(layers, "documents", _rows))
+        yield
+
+
+def _rows(mask: Any, positions: Any, key: Tensor, length: int) -> list[tuple[int, int, int]]:
+    return [(row, 0, key.shape[2]) for row in range(key.shape[0])]
+
+
+def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tuple[int, Tensor, slice, Tensor]]:
+    from ..models.nsa.selected import ROWS
+
+    order = blocks[0].flatten().sort(stable=True).indices
+    most = min(ROWS // group, blocks.shape[1])  # every query selects the first block
+    for head in range(min(blocks.shape[0], CHUNKS)):  # a later meeting allocates what these do
+        unseen = torch.empty(most, min(size, keys), dtype=torch.bool, device=blocks.device)
+        yield head, order[:most], slice(0, min(size, keys)), unseen
 
 
 @contextmanager

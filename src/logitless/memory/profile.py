@@ -12,13 +12,12 @@ from ..algebra.costs import DEFAULT_BUDGET
 from ..errors import ConfigError, LogitlessError, OptionError
 from ..integrations.transformers import install
 from ..models.catalog import shape_of
-from ..models.instances import checkpoint_layers, configuration, with_adapters
+from ..models.instances import configuration, with_adapters
 from .stages import Recording
 from .tracing import trace
 from .units import LARGEST
 
-LATER = ("nsa", "tiled-mlp", "offload")  # asked for by name, these are not built yet
-ATTENTION = ("auto", "sdpa", "eager")
+ATTENTION = ("auto", "sdpa", "eager", "nsa")
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-5, foreach=False),
@@ -35,6 +34,8 @@ class Step:
     batch_size: int = 1
     loss: str = "chunked"
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    mlp_tiles: int = 1
     attention: str = "auto"
     optimizer: str = "adamw"
     lora_rank: int = 0
@@ -43,15 +44,13 @@ class Step:
 
     def check(self) -> Step:
         """This step, once it can be built; raises OptionError."""
-        for name, least in (("context_length", 2), ("batch_size", 1), ("lora_rank", 0)):
+        for name, least in (("context_length", 2), ("batch_size", 1), ("mlp_tiles", 1), ("lora_rank", 0)):
             value = getattr(self, name)
             if not least <= value <= LARGEST:
                 raise OptionError(f"--{name.replace('_', '-')} must be {least} to 2^63-1, got {value}")
         choices = {"loss": LOSSES, "attention": ATTENTION, "optimizer": tuple(OPTIMIZERS), "dtype": DTYPES}
         for name, known in choices.items():
             value = getattr(self, name)
-            if value in LATER:
-                raise OptionError(f"--{name} {value}: not available in this version; available: {', '.join(known)}")
             if value not in known:
                 raise OptionError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         return self
@@ -77,19 +76,28 @@ def build(step: Step, device: str = "meta") -> nn.Module:
     """The model with its adapters, ready to train. Raises ConfigError where transformers cannot build it."""
     from transformers import AutoModelForCausalLM
 
+    from ..models.long_context import lightened
+    from ..models.nsa.layers import attach
+
     check_size(step)
     config = configuration(step.model)
     attention = step.attention
     if attention == "auto":
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    sparse = attention == "nsa"
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, step.dtype), attn_implementation=attention, trust_remote_code=False
+                config,
+                dtype=getattr(torch, step.dtype),
+                attn_implementation=None if sparse else attention,
+                trust_remote_code=False,
             )
-            if step.gradient_checkpointing:
-                checkpoint_layers(model)
+            model = attach(model) if sparse else model
+            model = lightened(model, step.gradient_checkpointing, step.offload_activations, step.mlp_tiles)
             model = with_adapters(model, step.lora_rank) if step.lora_rank else model
+    except LogitlessError:
+        raise
     except Exception as error:  # each class of model fails in its own way
         raise ConfigError(f"model {step.model}: cannot be built: {line_of(error)}") from error
     return model.train()

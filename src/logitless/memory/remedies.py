@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import OptionError
-from .profile import LATER, Step, traced
+from .profile import Step, traced
 from .stages import Recording
 
-RANK = 16
+RANK, TILES = 16, 8
 Change = Callable[[Step], Step | None]  # None: in use already
 
 
@@ -30,6 +30,10 @@ class Remedy:
 CHANGES: dict[str, Change] = {
     "chunked-loss": lambda s: replace(s, loss="chunked") if s.loss != "chunked" else None,
     "checkpointing": lambda s: replace(s, gradient_checkpointing=True) if not s.gradient_checkpointing else None,
+    "offload": lambda s: (
+        replace(s, gradient_checkpointing=True, offload_activations=True) if not s.offload_activations else None
+    ),
+    "tiled-mlp": lambda s: replace(s, mlp_tiles=TILES) if s.mlp_tiles == 1 else None,
     "lora": lambda s: replace(s, lora_rank=RANK) if not s.lora_rank else None,
     "half-context": lambda s: replace(s, context_length=s.context_length // 2) if s.context_length > 3 else None,
 }
@@ -38,8 +42,6 @@ CHANGES: dict[str, Change] = {
 def chosen(names: Sequence[str]) -> list[str]:
     """The remedies that were asked for; "all" is every one. Raises OptionError."""
     for name in names:
-        if name in LATER:
-            raise OptionError(f"--remedies {name}: not available in this version; available: {', '.join(CHANGES)}")
         if name != "all" and name not in CHANGES:
             raise OptionError(f"--remedies must be all or some of {', '.join(CHANGES)}, got {name!r}")
     return [name for name in CHANGES if name in names or "all" in names]

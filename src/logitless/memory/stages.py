@@ -45,12 +45,16 @@ class Peak:
 
 @dataclass(frozen=True)
 class Recording:
-    """Allocations, the bytes alive after each event, and the event at which each stage ended."""
+    """Allocations, the bytes alive after each event, and the event at which each stage ended.
+
+    `host`: the most bytes that lay on the host at once, for a GPU's step.
+    """
 
     allocations: list[Allocation]
     curve: list[int]
     marks: list[tuple[str, int]]
     findings: tuple[Finding, ...] = ()
+    host: int = 0
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -99,6 +103,7 @@ class Recording:
                 "tensors": [tensor_json(a) for a in self.alive(peak.event)[:LARGEST]],
             },
             "timeline": [list(point) for point in thin(list(enumerate(self.curve)), POINTS)],
+            "host_peak_bytes": self.host,
             "lint": [finding.as_json() for finding in self.findings],
         }
 

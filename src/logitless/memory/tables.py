@@ -18,6 +18,7 @@ from .stages import CATEGORIES, LARGEST, Recording
 from .units import format_bytes
 
 SCHEMA = 1
+SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
 NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -31,6 +32,8 @@ def headline(step: Step, parameters: int) -> str:
         f"optimizer {step.optimizer}",
     ]
     parts += ["gradient checkpointing"] * step.gradient_checkpointing
+    parts += ["offloaded"] * step.offload_activations
+    parts += [f"MLP in {step.mlp_tiles} tiles"] * (step.mlp_tiles > 1)
     parts += [f"LoRA rank {step.lora_rank}"] * bool(step.lora_rank)
     return " · ".join(parts)
 
@@ -45,6 +48,8 @@ def show(recordings: dict[str, Recording], main: str, console: Console, units: s
             f"{peak.op} of {peak.module or 'the model'}",
             highlight=False,
         )
+        if recording.host > SHOWN_ON_HOST:
+            console.print(f"{name} keeps {format_bytes(recording.host, units)} on the host", highlight=False)
     console.print(_categories(recordings, units), highlight=False)
     console.print(f"[bold]largest tensors at the peak, {main}[/bold]")
     console.print(_largest(recordings[main], units), highlight=False)

@@ -82,7 +82,8 @@ class Trace:
             rows, length = self._batch
             self._fakes = Fakes(self._kind, rows * length, rows, self._labels) if self.fake else None
             run = None if self._fakes is None else self._fakes.run
-            self._tracker = Tracker(self._here, run, head_shape(self.model))
+            there = self._kind if self.fake else None
+            self._tracker = Tracker(self._here, run, head_shape(self.model), there)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._count_model()
@@ -99,7 +100,8 @@ class Trace:
         self._stack.__exit__(kind, error, traceback)
         findings = () if self._fakes is None else tuple(self._fakes.lint.findings.values())
         tracker = self._tracker
-        self._recording = Recording(tracker.allocations, tracker.curve[: self._marks[-1][1] + 1], self._marks, findings)
+        curve = tracker.curve[: self._marks[-1][1] + 1]
+        self._recording = Recording(tracker.allocations, curve, self._marks, findings, tracker.most_elsewhere)
 
     @property
     def recording(self) -> Recording:

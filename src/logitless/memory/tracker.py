@@ -43,14 +43,23 @@ class Tracker(TorchDispatchMode):
     """Counts each new storage once, and takes it off again when it is freed.
 
     `here` says (module, category) of what runs now; `run` runs an operator, `func(*args, **kwargs)` unless given;
-    `head` is the shape of the output head's weight, (vocabulary, hidden).
+    `head` is the shape of the output head's weight, (vocabulary, hidden). With a `device` what lies on another one is
+    counted apart, in `elsewhere` and `most_elsewhere`.
     Events are allocations and frees; `curve[i]` is what was alive after event i. Scratch memory inside one operator
     is not seen.
     """
 
-    def __init__(self, here: Callable[[], tuple[str, str]], run: Run | None = None, head: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        here: Callable[[], tuple[str, str]],
+        run: Run | None = None,
+        head: tuple[int, ...] = (),
+        device: str | None = None,
+    ) -> None:
         super().__init__()
-        self.here, self.run, self.head = here, run, head
+        self.here, self.run, self.head, self.device = here, run, head, device
+        self.elsewhere = self.most_elsewhere = 0
+        self._away: dict[int, int] = {}
         self.vocab = head[0] if head else 0
         self.allocations: list[Allocation] = []
         self.curve: list[int] = [0]
@@ -73,7 +82,7 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs) if self.run is None else self.run(func, args, kwargs)
         for x in tensors_of(out):
             storage = x.untyped_storage()
-            if storage._cdata not in self._alive:
+            if storage._cdata not in self._alive and storage._cdata not in self._away:
                 self._add(x, storage, func.overloadpacket.__name__, *place)
         return out
 
@@ -81,7 +90,7 @@ class Tracker(TorchDispatchMode):
         """Count a tensor that existed before."""
         if x.layout is torch.strided:
             storage = x.untyped_storage()
-            if storage._cdata not in self._alive:
+            if storage._cdata not in self._alive and storage._cdata not in self._away:
                 self._add(x, storage, "given", module, category)
 
     def name(self, x: Tensor | None, category: str, module: str | None = None) -> None:
@@ -103,6 +112,12 @@ class Tracker(TorchDispatchMode):
         if op != "given" and category in LOGITS and len(shape) > 1 and self.vocab in shape:
             category = self._of_head(shape, category)
         size = rounded(storage.nbytes())
+        if self.device is not None and x.device.type != self.device:
+            self._away[storage._cdata] = size
+            self.elsewhere += size
+            self.most_elsewhere = max(self.most_elsewhere, self.elsewhere)
+            weakref.finalize(storage, self._left, storage._cdata).atexit = False
+            return
         self.curve.append(self.curve[-1] + size)
         dtype = str(x.dtype).removeprefix("torch.")
         found = Allocation(size, shape, dtype, op, module, category, self.now)
@@ -115,6 +130,9 @@ class Tracker(TorchDispatchMode):
         if shape in (self.head, self.head[::-1]):
             return "gradients" if category == "activation gradients" else category
         return "logits" if shape[-1] == self.vocab else category
+
+    def _left(self, key: int) -> None:
+        self.elsewhere -= self._away.pop(key)
 
     def _free(self, key: int) -> None:
         found = self._alive.pop(key)
