@@ -32,7 +32,7 @@ def sizes_of(o: argparse.Namespace) -> Sizes:
 def config_of(o: argparse.Namespace) -> GradeConfig:
     return GradeConfig(
         model=o.model, reward_model=o.reward_model, data=o.data, prompt_length=o.prompt, completion_length=o.steps,
-        batch_size=o.batch, top_k=o.top_k, max_steps=o.rounds, device="cpu",
+        batch_size=o.batch, top_k=o.top_k, max_steps=o.rounds, learning_rate=o.rate, device="cpu",
     ).check()  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--reward-model")
     parser.add_argument("--data")
+    parser.add_argument("--rate", type=float, help="learning rate of curves (default: the trainer's)")
     parser.add_argument("--run", type=Path, default=Path("runs/all"))
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args(argv)

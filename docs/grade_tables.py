@@ -139,6 +139,16 @@ def off(record: Record, name: str) -> tuple[float, float, float]:
     return max(rewards), max(kls), max(gradients)
 
 
+def means(record: Record, name: str) -> tuple[str, str]:
+    """Mean reward and KL over all steps, beside the legacy's."""
+
+    def mean(of: str, digits: int) -> str:
+        ours = fmean(x for row in record["rows"] for x in row[name][of])
+        return f"{ours:.{digits}f} for {fmean(x for row in record['rows'] for x in row[of]):.{digits}f}"
+
+    return mean("reward", 4), mean("kl", 3)
+
+
 def curves(record: Record) -> str:
     rows = record["rows"]
     some = sorted({round(i * (len(rows) - 1) / 5) for i in range(6)})
@@ -150,16 +160,15 @@ def curves(record: Record) -> str:
     c = record["config"]
     k = c["top_k"]
     head = ["step", "τ", *(f"{what}, {who}" for what in ("reward", "KL") for who in ("legacy", "k=V", f"k={k}"))]
-    whole, few = off(record, "all"), off(record, "few")
     return "\n\n".join(
         [
             grid([*head, f"coverage of {k}"], table),
             f"The largest difference of any sequence in {len(rows)} steps, against `ste_legacy`:",
             grid(
-                ["", "reward", "KL, relative", "gradient, relative norm"],
+                ["", "reward", "KL, relative", "gradient, relative norm", "mean reward, all steps", "mean KL"],
                 [
-                    [name, f"{x[0]:.0e}", f"{x[1]:.0e}", f"{x[2]:.0e}"]
-                    for name, x in ((f"k=V={record['vocab']:,}", whole), (f"k={k}", few))
+                    [name, *(f"{x:.0e}" for x in off(record, key)), *means(record, key)]
+                    for name, key in ((f"k=V={record['vocab']:,}", "all"), (f"k={k}", "few"))
                 ],
             ),
             f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
