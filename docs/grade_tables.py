@@ -89,15 +89,17 @@ def storage(record: Record) -> str:
     table = []
     for t, of in rows.items():
         sizes = [*(of[k]["soft_bytes"] for k in ks), t * record["whole_bytes_per_step"]]
+        sizes += [of[k]["kept_bytes"] for k in (ks[0], ks[-1])]
         table.append([str(t), *(f"{x / 1e3:,.0f} kB" for x in sizes)])
     (low, high), kept = per_entry(record), kept_per_entry(record)
+    kept_at = [f"kept in all, k={k:,}" for k in (ks[0], ks[-1])]
     return "\n\n".join(
         [
-            grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}"], table),
+            grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}", *kept_at], table),
             f"Bytes of ids, weights, tokens and coverage that a rollout holds: {low:.2f} to {high:.2f} for each step "
-            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. All that a rollout keeps for its "
-            f"backward grows by {kept[0]:.1f} bytes with each step and entry at the least T, by {kept[1]:.1f} at the "
-            "greatest; the rest of it is the activations of one pass.",
+            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. Kept in all: what a rollout holds "
+            f"for its backward; it grows by {kept[0]:.1f} bytes with each step and entry at the least T, by "
+            f"{kept[1]:.1f} at the greatest, and with the activations of one pass over T positions.",
             machine(record),
         ]
     )
