@@ -97,8 +97,8 @@ def storage(record: Record) -> str:
         [
             grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}", *kept_at], table),
             f"Bytes of ids, weights, tokens and coverage that a rollout holds: {low:.2f} to {high:.2f} for each step "
-            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. Kept in all: what a rollout holds "
-            f"for its backward; it grows by {kept[0]:.1f} bytes with each step and entry at the least T, by "
+            "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. Kept in all: what a rollout "
+            f"holds for its backward; it grows by {kept[0]:.1f} bytes with each step and entry at the least T, by "
             f"{kept[1]:.1f} at the greatest, and with the activations of one pass over T positions.",
             machine(record),
         ]
