@@ -31,6 +31,10 @@ HEAD = LMHead(np.zeros((7, 3), np.float32))
 NOISE = Noise(1, np.arange(4))
 
 
+def draw(noise, **options):
+    return sample_tokens(HIDDEN, HEAD, noise, **({"keep": 3} | options))
+
+
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
@@ -55,15 +59,15 @@ NOISE = Noise(1, np.arange(4))
         (DtypeError, "integer ids", lambda: token_stats(HIDDEN, HEAD, jnp.zeros(4))),
         (DtypeError, "floating-point", lambda: token_stats(jnp.zeros((4, 3), int), HEAD, LABELS)),
         (DtypeError, "LMHead", lambda: token_stats(HIDDEN, HEAD.weight, LABELS)),
-        (OptionError, "keep: .*0..7", lambda: sample_tokens(HIDDEN, HEAD, NOISE, keep=8)),
-        (OptionError, "top_p: .*0 < p", lambda: sample_tokens(HIDDEN, HEAD, NOISE, top_p=0.0)),
-        (OptionError, "pass one of them", lambda: sample_tokens(HIDDEN, HEAD)),
-        (OptionError, "0 \\(greedy\\) or more", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=-1.0)),
-        (OptionError, "0 \\(greedy\\) or more", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=jnp.full(4, -1.0))),
-        (ShapeError, "broadcasts", lambda: sample_tokens(HIDDEN, HEAD, NOISE, temperature=jnp.ones(3))),
-        (ShapeError, "positions that broadcast", lambda: sample_tokens(HIDDEN, HEAD, Noise(1, jnp.zeros(3, int)))),
-        (DtypeError, "seeds as integers", lambda: sample_tokens(HIDDEN, HEAD, Noise(1.5, 0))),
-        (NotFiniteError, "diverged", lambda: sample_tokens(HIDDEN * jnp.nan, HEAD, temperature=0)),
+        (OptionError, "keep: .*0..7", lambda: draw(NOISE, keep=8)),
+        (OptionError, "top_p: .*0 < p", lambda: draw(NOISE, top_p=0.0)),
+        (OptionError, "only temperature=0 does without", lambda: draw(None)),
+        (OptionError, "0 \\(greedy\\) or more", lambda: draw(NOISE, temperature=-1.0)),
+        (OptionError, "0 \\(greedy\\) or more", lambda: draw(NOISE, temperature=jnp.full(4, -1.0))),
+        (ShapeError, "broadcasts", lambda: draw(NOISE, temperature=jnp.ones(3))),
+        (ShapeError, "positions that broadcast", lambda: draw(Noise(1, jnp.zeros(3, int)))),
+        (DtypeError, "seeds as integers", lambda: draw(Noise(1.5, 0))),
+        (NotFiniteError, "diverged", lambda: sample_tokens(HIDDEN * jnp.nan, HEAD, temperature=0, keep=1)),
         (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
         (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
     ],

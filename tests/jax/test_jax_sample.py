@@ -110,6 +110,13 @@ def test_extreme_logits_ties_and_forbidden_entries(rules):
         compare(hidden, equal, some_noise((N,)), 1e-10, **rules)
         compare(300 * hidden, head, some_noise((N,)), 1e-9, **rules)
         few = compare(hidden, ll.LMHead(head.weight, bias), some_noise((N,)), 1e-10, **rules)
+        ids = tuple((bias == -math.inf).nonzero()[:, 0].tolist())
+        capped = LMHead(array(head.weight), softcap=3.0)
+        never = sample_tokens(array(hidden), capped, jax.random.key(0), forbidden=ids, **rules)
+        z = 3.0 * np.tanh(np.asarray(array(hidden) @ capped.weight.T)[:, [3, 50, 200]] / 3.0)
+        np.testing.assert_allclose(never.logsumexp, np.log(np.exp(z).sum(1)), 1e-10)
+        assert set(np.asarray(never.token).tolist()) <= {3, 50, 200}
+        assert never.n_kept.tolist() == [3] * N
     assert set(np.asarray(few.token).tolist()) <= {3, 50, 200}
 
 

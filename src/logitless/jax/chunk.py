@@ -100,7 +100,11 @@ class Chunk:
         """Where the i-th slice lies in this device's rows, and its ids; fresh: those that exist."""
         place = window(i, self.width, self.rows)
         ids = self.first + place.start + jnp.arange(self.width, dtype=place.start.dtype)
-        return place if self.spec.axis is None else place._replace(fresh=place.fresh & (ids < self.spec.rows)), ids
+        if self.spec.axis is not None:
+            place = place._replace(fresh=place.fresh & (ids < self.spec.rows))
+        if self.spec.forbidden:
+            place = place._replace(fresh=place.fresh & ~jnp.isin(ids, jnp.asarray(self.spec.forbidden)))
+        return place, ids
 
     def slices(self) -> Array:
         return jnp.arange(windows(self.width, self.rows), dtype=jnp.int32)

@@ -51,7 +51,7 @@ class Draw:
             topk_logits=self.best[0][:, :keep],
             topk_ids=self.best[1][:, :keep],
             logsumexp=totals.logsumexp,
-            mean_logit=totals.mean_logit,
+            mean_logit=jnp.full_like(zero, -jnp.inf) if self.chunk.spec.forbidden else totals.mean_logit,
             entropy=totals.entropy,
             temperature=self.heat,
             logsumexp_at_temperature=log_sum,

@@ -31,6 +31,7 @@ class Spec:
     ref_scale: float
     ref_softcap: float | None
     axis: str | None  # the mesh axis that the vocabulary is sharded over
+    forbidden: tuple[int, ...] = ()  # ids that do not exist
 
     @property
     def sums(self) -> frozenset[str]:

@@ -38,6 +38,7 @@ def sample_tokens(
     top_p: float = 1.0,
     min_p: float = 0.0,
     keep: int = 10,
+    forbidden: tuple[int, ...] = (),
     memory_budget: int | None = None,
     axis_name: str | None = None,
 ) -> SampleRecord:
@@ -53,7 +54,8 @@ def sample_tokens(
     `logitless.sample_tokens` draws; or a `jax.random` key, for a seed of each token's own; needed unless temperature is
     the number 0. temperature: 0 for the best entry (the lowest id of equal ones), or more; a number or an array that
     broadcasts to (...). top_k (0 is all), top_p, min_p: exact, in that order, known before tracing, as is keep: how
-    many of the best entries the record holds. axis_name: as in `token_stats`. No gradient.
+    many of the best entries the record holds, and forbidden: ids whose logits are -inf. axis_name: as in `token_stats`.
+    No gradient.
     Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
     has its row sorted in a second pass, with no GEMM: nothing is approximate.
     Returns a SampleRecord of shape (...); under jit, for `lax.while_loop` too. Raises ShapeError, DtypeError,
@@ -63,6 +65,7 @@ def sample_tokens(
     lead = jnp.shape(hidden)[:-1]
     rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p)
     spec, x = _flat(hidden, head, rules, keep, memory_budget, axis_name)
+    spec = replace(spec, forbidden=_check_forbidden(forbidden, spec.rows))
     heat, keys = _heat(temperature, lead, compute_dtype(hidden)), _keys(noise, rules, lead)
     n = math.prod(lead)
     if n == 0:
@@ -97,6 +100,15 @@ def _sample(spec: Spec, rules: Rules | None, keep: int, x: Operands, heat: Array
         return carry, Draw(chunk, fold(chunk, keep=True), heat, keys).record(rules, keep)
 
     return by_chunks(step, slices.tokens, None, (x.tokens, heat, keys))[1]
+
+
+def _check_forbidden(ids: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    ids = tuple(int(i) for i in ids)
+    wrong = [i for i in ids if not 0 <= i < rows]
+    if wrong or len(set(ids)) >= rows:
+        got = wrong[0] if wrong else "all of them"
+        raise OptionError(f"forbidden: expected some of the ids 0..{rows - 1}, got {got}")
+    return ids
 
 
 def _heat(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
