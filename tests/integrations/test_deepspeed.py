@@ -1,10 +1,12 @@
 """DeepSpeed ZeRO-3 on two ranks; `make test-deepspeed` brings DeepSpeed, which nothing else here needs."""
 
 import json
+import os
+import re
 
 import pytest
 
-from tests.integrations.launching import torchrun
+from tests.integrations.launching import ROOT, torchrun
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-deepspeed", exc_type=ImportError)
 pytestmark = pytest.mark.slow
@@ -33,3 +35,12 @@ def test_gradients_are_those_of_one_process(results, kind):
     assert found["hidden"] <= 1e-5
     assert max(found["errors"].values()) <= 1e-4
     assert [name.split("lm_head.")[1].split(".")[0] for name in found["errors"] if "lm_head" in name] == HEADS[kind]
+
+
+def test_the_page(tmp_path):
+    """The code of docs/how-to/deepspeed.md, on two ranks."""
+    page = (ROOT / "docs" / "how-to" / "deepspeed.md").read_text("utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    uncompiled = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+    (tmp_path / "page.py").write_text(uncompiled + code)
+    torchrun("page", DS_ACCELERATOR="cpu", PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(tmp_path)]))

@@ -181,6 +181,11 @@ def assert_same(
     torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=rtol, atol=1e-5)
 
 
+def assert_same_training(make: Callable[[], Any], except_for: tuple[str, ...] = ()) -> None:
+    """What `make()` returns trains as TRL has it and on the pass, with the same logs, gradients and parameters."""
+    assert_same(run(make, ours=True), run(make, ours=False), except_for=except_for)
+
+
 class Products(TorchDispatchMode):
     """Counts the flop of matrix products, in-place ones included."""
 

@@ -9,7 +9,7 @@ import torch
 from logitless.errors import OptionError
 from logitless.integrations.trl import install, uninstall
 from tests.integrations.trl import runs
-from tests.integrations.trl.runs import assert_same, run
+from tests.integrations.trl.runs import assert_same_training
 from tests.support import trace_allocations
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,15 +57,13 @@ TRAINERS = {
 
 @pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
 def test_the_same_training(place, name):
-    make = partial(TRAINERS[name], place, max_steps=2)
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(partial(TRAINERS[name], place, max_steps=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_same_training_with_options(untied, name):
-    make = partial(TRAINERS[name], untied)
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(partial(TRAINERS[name], untied))
 
 
 @pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from logitless.integrations.trl import install
 from tests.integrations.trl import runs
-from tests.integrations.trl.runs import assert_same, run
+from tests.integrations.trl.runs import assert_same, assert_same_training, run
 
 
 def squared(outputs, labels, num_items_in_batch=None):
@@ -49,8 +49,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", FAST)
 def test_the_same_training(place, name):
-    make = partial(FAST[name], place, max_steps=2)
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(partial(FAST[name], place, max_steps=2))
 
 
 @pytest.mark.slow
@@ -59,14 +58,13 @@ def test_the_same_training_with_options(place, name):
     make = partial(SLOW[name], place)
     # where policy and reference are the same model, which of two zeros is larger is rounding
     rounding = ("rewards/accuracies",) if "precomputed" in name else ()
-    assert_same(run(make, ours=True), run(make, ours=False), except_for=rounding)
+    assert_same_training(make, except_for=rounding)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_the_same_training_of_a_head_of_its_own(untied, name):
-    make = partial(FAST[name], untied)
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(partial(FAST[name], untied))
 
 
 @pytest.mark.slow
@@ -79,7 +77,7 @@ def test_the_same_training_of_an_adapter(untied, name):
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config)
         return FAST[name](untied, model)
 
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(make)
 
 
 @pytest.mark.slow
@@ -91,7 +89,7 @@ def test_the_same_training_of_a_soft_prompt(untied):
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         return runs.sft(untied, get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config))
 
-    assert_same(run(make, ours=True), run(make, ours=False))
+    assert_same_training(make)
 
 
 @pytest.mark.slow
