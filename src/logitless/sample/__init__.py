@@ -2,6 +2,7 @@
 
 from ..vocab.noise import Noise
 from .record import SampleRecord
+from .targets import TeacherTargets, read_targets
 from .tokens import sample_tokens
 
-__all__ = ["Noise", "SampleRecord", "sample_tokens"]
+__all__ = ["Noise", "SampleRecord", "TeacherTargets", "read_targets", "sample_tokens"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
 
     A weight is exp(logit - log-sum-exp) with the log-sum-exp of the teacher's whole distribution: nothing is
     renormalised, and what the K entries leave to others is known. Where the teacher had a begin-of-text token in
-    front, so has the student. A document without a scored token is passed over.
+    front, so has the student. A document with a token that has no score, other than its first, is passed over.
     Raises DataError for a file that is no such record, or holds no best entries; ConfigError without pyarrow.
     Memory: a row group and a document.
     """
@@ -100,9 +101,9 @@ def _documents(tables: Iterator[pyarrow.Table]) -> Iterator[Columns]:
         columns = _arrays(table)
         document = columns["document"]
         edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(document)]
-        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        for begin, end in pairwise(edges):
             part = {name: x[begin:end] for name, x in columns.items()}
-            if held and len(document) and held[-1]["document"][0] != part["document"][0]:
+            if held and begin < end and held[-1]["document"][0] != part["document"][0]:
                 yield _joined(held)
                 held = []
             held.append(part)
@@ -119,17 +120,14 @@ def _arrays(table: pyarrow.Table) -> Columns:
     out: Columns = {name: table[name].to_numpy() for name in ("document", "token", "logsumexp")}
     for name in ("topk_ids", "topk_logits"):
         lists: Any = table[name].combine_chunks()
-        values = lists.values.to_numpy(zero_copy_only=False) if hasattr(lists, "values") else np.zeros(0)
-        out[name] = values.reshape(table.num_rows, -1)
+        out[name] = lists.values.to_numpy(zero_copy_only=False).reshape(table.num_rows, -1)
     return out
 
 
 def _target(columns: Columns, bos: int | None) -> TeacherTargets | None:
     scored = np.isfinite(columns["logsumexp"].astype(np.float64))
-    if not scored.any():
-        return None
-    first = 0 if scored[0] and bos is not None else 1
-    if not scored[first:].all():
+    first = 0 if bos is not None else 1
+    if not scored[first:].all() or len(scored) == first:
         return None
     token = columns["token"].astype(np.int64)
     before = np.concatenate([[bos], token[:-1]]) if first == 0 else token[:-1]
