@@ -64,9 +64,17 @@ class Subject:
 
 def parts() -> dict[str, Part]:
     """Every part; imported here, so that a part's packages are needed by that part alone."""
+    from bench.sampling_decode import DECODE, DECODE_FLAT
+    from bench.sampling_generate import GENERATE, GENERATE_GREEDY
     from bench.sampling_score import SCORE
 
-    return {"score": SCORE}
+    return {
+        "score": SCORE,
+        "decode": DECODE,
+        "decode-flat": DECODE_FLAT,
+        "generate": GENERATE,
+        "generate-greedy": GENERATE_GREEDY,
+    }
 
 
 def measure(name: str, size: str, rounds: int) -> Record:

@@ -30,7 +30,7 @@ class Rules(rules.Rules):
             n_kept = self.prefix(values[None], logsumexp[None])
             return torch.zeros_like(kept).index_fill_(0, order[: int(n_kept)], True)
         if self.top_p < 1:
-            kept &= _nucleus(x, (x - logsumexp).double().exp_(), self.top_p)
+            kept &= _nucleus(x, (x - logsumexp).exp_().double(), self.top_p)
         if self.min_p:
             kept &= x >= x.amax() + math.log(self.min_p)
         return kept
