@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -131,7 +132,32 @@ def dtensors(group: Any) -> None:
         assert_near(got, grad, 1e-10)
 
 
+def compiled(group: Any) -> None:
+    """One graph, with the collectives inside of its operators; a DTensor's rows are found while it is traced."""
+    one = split(group, UNEVEN)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    weight = distribute_tensor(one.ops.weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    head = one.head
+
+    def plain(hidden: Tensor) -> Tensor:
+        stats = ll.token_stats(hidden, head, one.ops.labels, want=("entropy", "logprob"))
+        return stats.entropy.sum() + ll.linear_cross_entropy(hidden, head, one.ops.labels)
+
+    def dtensor(hidden: Tensor) -> Tensor:
+        return ll.linear_cross_entropy(hidden, ll.LMHead(weight), one.ops.labels)
+
+    for loss in (plain, dtensor):
+        results = []
+        for call in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+            out = call(one.ops.hidden)
+            results.append((out.detach(), *torch.autograd.grad(out, one.ops.hidden)))
+        for eager, graph in zip(*results, strict=True):
+            assert_near(graph, eager, 1e-12)
+            same_on_all(graph, group)
+
+
 CASES = {
+    "compiled": compiled,
     "soft tokens": soft_tokens,
     "sampled tokens": sampled_tokens,
     "dropout": dropout,

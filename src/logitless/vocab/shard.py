@@ -33,17 +33,14 @@ class VocabShard:
     total: int
     dim: str | None = None
     name: str = field(init=False, repr=False)  # of the process group, by which it is found again
+    key: str = field(init=False, repr=False)  # the shard as a string, which goes where a process group cannot
 
     def __post_init__(self) -> None:
         for name, x in (("offset", self.offset), ("total", self.total)):
             if isinstance(x, bool) or not isinstance(x, int) or x < 0:
                 raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
         object.__setattr__(self, "name", process_group("VocabShard", self.group, self.dim).group_name)
-
-    @property
-    def key(self) -> str:
-        """The shard as a string, which goes where a process group cannot."""
-        return f"{self.name}@{self.offset}@{self.total}"
+        object.__setattr__(self, "key", f"{self.name}@{self.offset}@{self.total}")
 
     @classmethod
     def parse(cls, key: str) -> VocabShard:
@@ -57,11 +54,11 @@ class VocabShard:
 
 def process_group(what: str, group: Any, dim: str | None) -> Any:
     """The process group that `group` is, or that a mesh has along `dim`. Raises ConfigError."""
-    if dim is None and not hasattr(group, "mesh_dim_names"):
-        if not hasattr(group, "group_name"):
-            got = type(group).__name__
-            raise ConfigError(f"{what}: group must be a process group that this rank is in, or a mesh; got {got}")
+    if dim is None and hasattr(group, "group_name"):
         return group
+    if dim is None and not hasattr(group, "mesh_dim_names"):
+        got = type(group).__name__
+        raise ConfigError(f"{what}: group must be a process group that this rank is in, or a mesh; got {got}")
     names = getattr(group, "mesh_dim_names", None) or ()
     if dim is not None and dim not in names:
         found = ", ".join(map(repr, names)) or "no named dimension"
@@ -77,13 +74,14 @@ def is_dtensor(x: object) -> bool:
 
 def localised(name: str, x: Any) -> tuple[Tensor, VocabShard]:
     """A DTensor's local rows, differentiable, and which they are. Raises ConfigError."""
+    from torch.distributed import get_rank, get_world_size
+
     placements, mesh = x.placements, x.device_mesh
     if len(placements) != 1 or type(placements[0]).__name__ != "Shard" or placements[0].dim != 0:
         raise ConfigError(
             f"{name} is sharded as {tuple(placements)} over a mesh of {mesh.ndim} dimensions, expected Shard(0) over "
             "one; call the pass inside the head module's own forward, as logitless.install does, or redistribute it"
         )
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    (rows, *_), (offset, *_) = compute_local_shape_and_global_offset(x.shape, mesh, placements)
-    return x.to_local(), VocabShard(mesh, min(offset, x.shape[0]) if rows else x.shape[0], x.shape[0])
+    group = mesh.get_group()
+    total, each = x.shape[0], -(-x.shape[0] // get_world_size(group))  # as torch.chunk splits
+    return x.to_local(), VocabShard(group, min(total, each * get_rank(group)), total)
