@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-all test-deepspeed test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo test test-all test-deepspeed test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
 
 demo: .venv/train.stamp
 	$(BIN)/logitless train
@@ -37,6 +37,11 @@ test-trackers: .venv/dev.stamp
 	$(BIN)/python -m pip --python build/trackers install --quiet --disable-pip-version-check \
 		tensorboard 'trackio>=0.40' wandb
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/trackers/bin/python -m pytest -rs tests/train/test_trackers.py
+
+# lm-evaluation-harness beside the same dependencies, whose log-likelihoods `logitless score` is held against.
+test-lm-eval: .venv/dev.stamp
+	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval
+	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/scoring/test_lm_eval.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
