@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import logitless
+from logitless.integrations.rewards import SelfCertaintyReward
 from tests.integrations.ranks import ROWS, half
 from tests.integrations.tiny import TINY, batch_for
 from tests.integrations.trl.ranks import KINDS, fused, loss_of
@@ -83,6 +84,16 @@ def trl_forward(kind: str, batch: dict[str, Tensor]) -> dict[str, Any]:
     return compared(own, model, batch, lambda m, part, ranks: ranks * loss_of(kind, m, part))
 
 
+def reward() -> dict[str, Any]:
+    """Self-certainty of each rank's own rows under the sharded policy, beside the whole one's."""
+    own, model, rank = build(True).eval(), build(True).eval(), dist.get_rank()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, 0.0), config=SETTINGS)
+    rows = {"prompt_token_ids": [[5, 9, 17 + rank], [3, 4]], "completion_ids": [[7, 7, 90, 2], [11, 25 + rank]]}
+    scores = [SelfCertaintyReward(micro_batch=1).bind(policy)(**rows) for policy in (own, engine)]
+    return {"found": scores[1], "expected": scores[0]}
+
+
 def main(place: str) -> None:
     deepspeed.init_distributed("gloo")
     torch.set_num_threads(1)
@@ -90,6 +101,7 @@ def main(place: str) -> None:
     batch["labels"][0] = -100
     results = {name: installed(adapted, batch) for name, adapted in (("plain", False), ("adapted", True))}
     results |= {f"trl, {kind}": trl_forward(kind, batch) for kind in KINDS}
+    results["reward"] = reward()
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -37,6 +37,10 @@ def test_gradients_are_those_of_one_process(results, kind):
     assert [name.split("lm_head.")[1].split(".")[0] for name in found["errors"] if "lm_head" in name] == HEADS[kind]
 
 
+def test_self_certainty_of_a_sharded_policy(results):
+    assert results["reward"]["found"] == pytest.approx(results["reward"]["expected"], rel=1e-5)
+
+
 def test_the_page(tmp_path):
     """The code of docs/how-to/deepspeed.md, on two ranks."""
     page = (ROOT / "docs" / "how-to" / "deepspeed.md").read_text("utf-8")

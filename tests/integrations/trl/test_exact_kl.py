@@ -158,6 +158,16 @@ def test_where_there_is_no_such_penalty(place):
         install(runs.grpo(place, beta=0.0), exact_kl=True)
 
 
+@pytest.mark.parametrize("sharded", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_a_sharded_reference_is_refused(trainer, sharded):
+    setattr(trainer, sharded, True)
+    before = dict(vars(trainer)), dict(vars(trainer.model))
+    with pytest.raises(ConfigError, match="exact_kl: expected a reference model that is whole on every rank") as caught:
+        install(trainer, exact_kl=True)
+    assert "\n" not in str(caught.value)
+    assert (dict(vars(trainer)), dict(vars(trainer.model))) == before
+
+
 def test_a_loss_of_ones_own_is_not_replaced(place):
     from trl import GRPOTrainer
 
