@@ -12,7 +12,8 @@ from rich.console import Console
 from torch import Tensor
 
 from logitless.relax import anneal, generate, online_kl
-from logitless.train.grade_config import GradeConfig
+from logitless.train.grade_compare import table
+from logitless.train.grade_config import METHODS_COMPARED, GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_run import Run
 from logitless.train.grade_setup import policy_of, set_up
@@ -73,7 +74,7 @@ def curves(config: GradeConfig, steps: int) -> Record:
         rows.append(row)
         place_gradient(model, exact)
         run.apply()
-    return {"config": told(config), "vocab": vocab, "rows": rows, "late_kl": late}
+    return {"config": told(config), "policy": size_of(run), "rows": rows, "late_kl": late}
 
 
 @torch.no_grad()
@@ -121,7 +122,13 @@ def variance(config: GradeConfig, samples: int, blocks: int, taus: tuple[float, 
                 "cosine": cosine(mean, exact),
             }
         )
-    return {"config": told(config), "samples": samples, "ceiling": ceiling, "rows": rows}
+    return {"config": told(config), "policy": size_of(run), "samples": samples, "ceiling": ceiling, "rows": rows}
+
+
+def size_of(run: Run) -> Record:
+    """Of the policy without its adapters."""
+    own = [p.numel() for name, p in run.task.model.named_parameters() if "lora_" not in name]
+    return {"parameters": sum(own), "vocab": run.task.vocab_size}
 
 
 def draw(batch: Batch, number: int) -> Batch:
@@ -139,10 +146,17 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def learning(place: Path) -> Record:
-    """What a finished `logitless align --method all --seeds N` came to."""
-    summary = json.loads((place / SUMMARY_FILE).read_text("utf-8"))
-    kept = ("steps", "seeds", "methods", "intervals", "test_samples", "left_out")
-    return {"config": told(stored(place, GradeConfig())), **{name: summary[name] for name in kept}}
+    """What `logitless align --method all --seeds N` came to, of the seeds that all of its methods have finished."""
+    config = stored(place, GradeConfig())
+    found = {path.parent.name: json.loads(path.read_text("utf-8")) for path in place.glob(f"*-*/{SUMMARY_FILE}")}
+    methods = [name for name in METHODS_COMPARED if any(run.rpartition("-")[0] == name for run in found)]
+    seeds = [n for n in range(config.seed, config.seed + config.seeds) if all(f"{m}-{n}" in found for m in methods)]
+    runs = [found[f"{method}-{seed}"] for method in methods for seed in seeds]
+    missing = [name for name in METHODS_COMPARED if name not in methods]
+    adapters = runs[0]["trainable_parameters"] if config.lora_rank else 0
+    size = {"parameters": runs[0]["parameters"] - adapters, "vocab": runs[0]["vocab_size"]}
+    counts = {"steps": config.max_steps, "seeds": len(seeds), "missing": missing}
+    return {"config": told(config), "policy": size, **counts, **table(runs, [])}
 
 
 def told(config: GradeConfig) -> Record:

@@ -25,6 +25,13 @@ def setting(record: Record) -> str:
     )
 
 
+def policy(record: Record) -> str:
+    """The policy and its adapters."""
+    p = record["policy"]
+    trained = f"LoRA of rank {record['config']['lora_rank']}" if record["config"]["lora_rank"] else "all of it trained"
+    return f"The policy: {p['parameters'] / 1e6:.2g}M parameters, V={p['vocab']:,}, {trained}."
+
+
 def said(holds: bool) -> str:
     return "holds" if holds else "**does not hold**"
 
@@ -170,12 +177,12 @@ def curves(record: Record) -> str:
                 ["", "reward", "KL, relative", "gradient, relative norm", "mean reward, all steps", "mean KL"],
                 [
                     [name, *(f"{x:.0e}" for x in off(record, key)), *means(record, key)]
-                    for name, key in ((f"k=V={record['vocab']:,}", "all"), (f"k={k}", "few"))
+                    for name, key in ((f"k=V={record['policy']['vocab']:,}", "all"), (f"k={k}", "few"))
                 ],
             ),
             f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
             f"{c['batch_size']}, T={c['completion_length']}. At the first step the KL is 0; against a reference that "
-            f"has read one token more it would be {record['late_kl']:.1f} nats a token.",
+            f"has read one token more it would be {record['late_kl']:.1f} nats a token. {policy(record)}",
             machine(record),
         ]
     )
@@ -216,7 +223,8 @@ def variance(record: Record) -> str:
             f"The trace of the gradient's covariance over {record['samples']} draws of the noise for one batch of "
             f"{c['batch_size']} prompts, T={c['completion_length']}, the policy untrained. Noise over signal: that "
             "variance over the mean gradient's square, what a method pays in samples. Cosine: of the mean gradient "
-            "with reinforce's, which alone has no bias; of two halves of its own draws, what chance leaves of 1.",
+            "with reinforce's, which alone has no bias; of two halves of its own draws, what chance leaves of 1. "
+            f"{policy(record)}",
             machine(record),
         ]
     )
@@ -242,13 +250,13 @@ def learning(record: Record) -> str:
         )  # fmt: skip
     c, before = record["config"], next(iter(record["methods"].values()))["val_reward_before"]
     samples = record["steps"] * c["batch_size"] * c["gradient_accumulation_steps"]
-    out = "".join(f" `{name}` was left out: {why}." for name, why in record["left_out"].items())
+    out = f" Not run: {', '.join(f'`{name}`' for name in record['missing'])}." if record["missing"] else ""
     return "\n\n".join(
         [
             grid(head, rows),
             f"{record['seeds']} seeds, {record['steps']} steps, {samples:,} continuations of "
             f"{c['completion_length']} tokens for every method, {record['test_samples']} test prompts; means, and "
-            f"{record['intervals']}. Before, the reward was {before:.3f}.{out}",
+            f"{record['intervals']}. Before, the reward was {before:.3f}. {policy(record)}{out}",
             machine(record),
         ]
     )
