@@ -21,7 +21,7 @@ from logitless.vocab.backends.triton_tuned import table
 sizes = table("default")
 NARROW = {"out0", "out1", "tokens", "entries"}
 LONG = {"labels", "best_keys"}
-NUMBERS = {"n", "width", "start", "n_parts", "part_width", "depth", "n_out", "group"}
+NUMBERS = {"n", "width", "start", "n_parts", "part_width", "depth", "n_out", "group", "count"}
 
 
 def compiled(kernel, size, flags):
@@ -66,6 +66,7 @@ print(json.dumps({
         "LABEL": True, "WITH_T": True}),
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
     "second look": compiled("look_again", look, {"LABEL": True, "ROWS": look["rows"], "BLOCK": look["block"]}),
+    "scale": compiled("scale", look, {"BLOCK": 4096}),
     "rescale": compiled("rescale", look, {"PLOGP": True, "BLOCK": 1024}),
 }))
 """
@@ -80,7 +81,7 @@ def kernels() -> dict[str, dict[str, int]]:
 
 
 def test_each_compiles_for_hopper_without_local_memory_or_atomics(kernels):
-    assert len(kernels) == 9
+    assert len(kernels) == 10
     for name, found in kernels.items():
         assert found["local"] == 0, name
         assert found["atomics"] == 0, name

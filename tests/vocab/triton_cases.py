@@ -336,9 +336,8 @@ def _emulated_products() -> ExitStack:
     from logitless.vocab.backends import triton_slices
 
     stack.enter_context(patch.object(tiles, "has_out_dtype", lambda _: True))
-    for module in (tiles, triton_slices):
-        stack.enter_context(patch.object(module, "product", mm))
     for module in (tiles, triton_slices, backend):
+        stack.enter_context(patch.object(module, "product", mm))
         stack.enter_context(patch.object(module, "add_product", addmm))
     return stack
 
@@ -362,6 +361,24 @@ def one_kernel() -> None:
             for name in want:
                 got = getattr(stats, name).double()
                 torch.testing.assert_close(got, exact[name].double(), rtol=2e-5, atol=2e-5, msg=name)
+
+
+@case("gradients of a bf16 head in fp32")
+def wide_gradient() -> None:
+    """`weight.grad_dtype` says in which dtype its gradient comes; the sum over chunks is fp32 anyway."""
+    ops = operands((40,), 16, 301, dtype=torch.bfloat16, bias=False)
+    exact = moved(ops.to(torch.float64))
+    F.cross_entropy(F.linear(exact.hidden, exact.weight), exact.labels, reduction="sum").backward()
+    for dtype in (torch.bfloat16, torch.float32):
+        there = moved(ops.to(torch.bfloat16))
+        there.weight.grad_dtype = dtype
+        head = there.head
+        loss = ll.linear_cross_entropy(there.hidden, head, there.labels, reduction="sum", backend="triton")
+        (3 * loss).backward()
+        assert there.weight.grad.dtype == dtype
+        true = 3 * exact.weight.grad
+        worst = float((there.weight.grad.double() - true).abs().max() / true.abs().max())
+        assert worst < (1e-5 if dtype == torch.float32 and DEVICE == "cpu" else BF16_GRADIENT)
 
 
 @case("memory: slices within the budget, no more")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..algebra.costs import Price, price_of
 from ..errors import GradientError
-from .engine import Accumulator, Saved, gradients, values
+from .accumulator import Accumulator
+from .engine import Saved, gradients, values
 from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec
 
 NO_SECOND_DERIVATIVE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from ..algebra.costs import Price, Slices, fused_slices_of, slices_of, tiles_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
+from .accumulator import Accumulator
 from .backends.chunk import Chunk, Folded, Grads, Scratch
 from .backends.parallel import Parallel
 from .backends.tiles import operand_dtype, weight_sum
 from .dispatch import load
 from .gradient import one_hots, unfold
 from .meeting import layout_of
-from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, full_precision
-from .ranks import Ranks
+from .problem import Inputs, Needs, Problem, Spec, compute_dtype, full_precision
 from .shard import VocabShard
 
 
@@ -194,54 +194,6 @@ def outputs(spec: Spec, inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torc
     if inputs.candidates is not None:
         out["candidate_logits"] = (inputs.candidates.shape[1],), real
     return out
-
-
-class Accumulator:
-    """The gradients of a whole problem: per entry in the compute dtype, per token written chunk by chunk."""
-
-    def __init__(self, problem: Problem, needs: Needs) -> None:
-        i = problem.inputs
-        self.problem, self.compute = problem, problem.compute
-        # fp16 would underflow before the loss scale arrives; ranks add their parts before these are rounded
-        wide = i.hidden.dtype == torch.float16 or problem.shard is not None
-        narrow = self.compute if wide else i.hidden.dtype
-        self.total = Grads(
-            *(
-                torch.zeros_like(x, dtype=narrow if x is i.hidden else self.compute)
-                if wanted and x is not None
-                else None
-                for x, wanted in zip(i[:DIFFERENTIATED], needs.flags, strict=True)
-            )
-        )
-
-    def chunk(self, n_tokens: int) -> Grads:
-        def zeros(x: Tensor | None) -> Tensor | None:
-            return None if x is None else torch.zeros(n_tokens, x.shape[1], dtype=self.compute, device=x.device)
-
-        return replace(self.total, hidden=zeros(self.total.hidden), low=zeros(self.total.low))
-
-    def put(self, rows: slice, grads: Grads) -> None:
-        for whole, part in ((self.total.hidden, grads.hidden), (self.total.low, grads.low)):
-            if whole is not None and part is not None:
-                self.problem.put(whole, rows, part)
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply by a scalar, in place."""
-        if factor.device.type == "cpu" and factor.item() == 1:
-            return
-        for x in self.total.all:
-            if x is not None:
-                x.mul_(factor)
-
-    def result(self) -> tuple[Tensor | None, ...]:
-        """(dhidden, dweight, dbias, dlow, dup) in the inputs' dtypes, those of tokens added up over ranks; once."""
-        ranks = Ranks.of(self.problem.shard)
-        if ranks is not None:
-            for x in (self.total.hidden, self.total.low):
-                if x is not None:
-                    ranks.add_(x)
-        pairs = zip(self.total.all, self.problem.inputs[:DIFFERENTIATED], strict=True)
-        return tuple(None if x is None or i is None else x.to(i.dtype) for x, i in pairs)
 
 
 @_exact

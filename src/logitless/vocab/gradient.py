@@ -48,6 +48,7 @@ def unfold(
         _combine(chunk, dense, products, grads)
     else:
         backend.unfold(chunk, totals, dense, grads)
+    grads.clear()  # what had no part in the dense bases
     if chunk.inputs.labels is not None:
         coefficient = backend.label_coefficient(chunk, totals, slope)
         _scatter(chunk, chunk.inputs.labels[:, None], coefficient[:, None], grads)

@@ -89,6 +89,11 @@ class _Call(NamedTuple):
         shapes = [*outputs(self.spec, self.inputs).values(), *((shape, dtype) for _, shape, dtype in self.layout)]
         return [hidden.new_empty((hidden.shape[0], *shape), dtype=dtype) for shape, dtype in shapes]
 
+    def own(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients that there are, in the dtypes that `blank_gradients` says."""
+        pairs = zip(gradients, self.inputs[:DIFFERENTIATED], strict=True)
+        return [x.to(i.dtype) for x, i in pairs if x is not None and i is not None]
+
     def blank_gradients(self) -> list[Tensor]:
         pairs = zip(self.inputs[:DIFFERENTIATED], self.needs.flags, strict=True)
         return [torch.empty_like(x) for x, wanted in pairs if wanted and x is not None]
@@ -130,7 +135,7 @@ def _stats_backward(
     names = [name for name, there in zip(outputs(call.spec, call.inputs), given, strict=True) if there]
     problem = Problem.of(call.spec, call.inputs)
     result = gradients(problem, call.price, saved, dict(zip(names, grads, strict=True)), call.needs)
-    return [x for x in result if x is not None]
+    return call.own(result)
 
 
 @_stats_backward.register_fake
@@ -171,7 +176,7 @@ def _cross_entropy(
     denominator = call.rest[0] if call.rest else None
     evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator))
     total, _, _ = loss_gradients(problem, call.needs, evaluate)
-    return [evaluate.total, *(x for x in total.result() if x is not None)]
+    return [evaluate.total, *call.own(total.result())]
 
 
 @_cross_entropy.register_fake

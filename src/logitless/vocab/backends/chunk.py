@@ -171,6 +171,17 @@ class Grads:
     bias: Tensor | None = None  # (V,)
     low: Tensor | None = None  # (C, R)
     up: Tensor | None = None  # (V, R)
+    blank: list[Tensor] = field(default_factory=list)  # of these, those with nothing in them yet
+
+    def begins(self, x: Tensor | None) -> bool:
+        """Whether `x` has nothing in it yet, so that its first part is written, not added; said once."""
+        found = [i for i, y in enumerate(self.blank) if y is x]
+        return bool(found) and self.blank.pop(found[0]) is x
+
+    def clear(self) -> None:
+        """Zero what has nothing in it yet."""
+        while self.blank:
+            self.blank.pop().zero_()
 
     @property
     def all(self) -> list[Tensor | None]:

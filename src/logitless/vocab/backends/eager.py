@@ -201,6 +201,7 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
     """Add the dense bases' share of every gradient to `grads`: rows kept by `fold`, or recomputed."""
     if not any(basis in slope for basis in DENSE) and not (chunk.policy.outer is not None and "one" in slope):
         return
+    grads.clear()
     slope = {basis: chunk.policy.chain(c) for basis, c in slope.items()}
     kept = iter(chunk.kept)
     for v in chunk.vocabulary():
@@ -258,6 +259,12 @@ def _weighted(terms: list[tuple[Tensor, Tensor]], base: Tensor) -> Tensor:
     for term, coefficient in terms[1:]:
         total.add_(term.mul_(coefficient[:, None]))
     return total.add_(base[:, None])
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x times a scalar, in place."""
+    if factor.device.type != "cpu" or factor.item() != 1:
+        x.mul_(factor)
 
 
 def label_coefficient(chunk: Chunk, totals: Totals, slope: Slope) -> Tensor:

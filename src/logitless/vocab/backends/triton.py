@@ -19,12 +19,12 @@ from ...algebra.stats import DENSE, Slope
 from . import triton_kernels
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .eager import label_coefficient, normalised
-from .tiles import Operands, add_product
+from .tiles import Operands, add_product, product
 from .triton_best import Best
 from .triton_slices import Heads, buffer, narrow, of_slice, slice_of
 from .triton_tuned import launch, table_for
 
-__all__ = ["fold", "label_coefficient", "mixture_sums", "part", "second_look", "unfold"]
+__all__ = ["fold", "label_coefficient", "mixture_sums", "part", "scale_", "second_look", "unfold"]
 kernels: Any = triton_kernels  # a launch turns plain numbers into what a kernel's signature says
 MERGED = 64  # partial folds that one program merges
 
@@ -211,7 +211,7 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
     numbers = _rows_of(kernels.TOTALS, dict(totals.items()), zero)
     sizes = table_for(totals.m.device)["unfold"]
     flags = {name.upper(): name in slope for name in kernels.SLOPES[1:]}
-    kept = iter(chunk.kept)
+    kept, begins = iter(chunk.kept), grads.begins(grads.weight)
     for v in chunk.vocabulary():
         w = chunk.policy.operand(v)
         tile = next(kept) if chunk.kept else slice_of(chunk, v, w, "")
@@ -227,4 +227,12 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
             if tokens is not None:
                 add_product(dz, part.to(dz.dtype), tokens)
             if entries is not None:
-                add_product(dz.t(), factor.tokens.to(dz.dtype), entries[v])
+                put = product if begins and entries is grads.weight else add_product
+                put(dz.t(), factor.tokens.to(dz.dtype), entries[v])
+    if begins and grads.weight is not None:
+        grads.weight[chunk.policy.head.held :].zero_()
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x times a scalar on the device, in place; costs nothing where that is 1, and nobody waits to know."""
+    kernels.scale[(max(1, min(1024, triton.cdiv(x.numel(), 4096))),)](x, factor, x.numel(), BLOCK=4096)
