@@ -185,6 +185,23 @@ def test_bad_input_is_refused(small, tmp_path):
         run(of(small, "bad", reward_model=str(other)))
 
 
+def test_more_ranks_than_one_are_refused(small, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="--method gumbel runs on one device"):
+        run(of(small, "ranks", method="gumbel"))
+
+
+def test_a_gradient_that_explodes_is_clipped_and_said_once(small, monkeypatch):
+    monkeypatch.setattr("logitless.train.grade_run.LARGE", 1e-9)
+    console = Console(file=io.StringIO(), width=200)
+    run(of(small, "large", method="gumbel", max_steps=3, max_grad_norm=1e-3), console)
+    said = console.file.getvalue()
+    assert said.count("clipped to 0.001") == 1
+    assert "step 1: a gradient of norm" in said
+    records = read_lines(small.root / "large" / "metrics.jsonl")[1:]
+    assert all(x["clipped"] and x["grad_norm"] > 1e-3 for x in records)
+
+
 def test_a_reward_that_is_not_a_number_stops_the_run(small, monkeypatch):
     monkeypatch.setattr(SoftReward, "_logits", lambda self, rows, mask: rows.sum(1)[:, :2] * float("nan"))
     with pytest.raises(NotFiniteError, match="reward model returned NaN"):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from logitless.errors import ConfigError, NotFiniteError
 from logitless.models.instances import with_adapters
@@ -117,3 +124,17 @@ def test_models_that_do_not_fit_are_refused():
     with pytest.raises(NotFiniteError, match="gradient has exploded"):
         finite_norm(float("inf"))
     assert finite_norm(2.0) == 2.0
+
+
+def test_keys_and_values_of_different_shapes_are_refused():
+    """Gemma 3n's shared layers, latent attention and state-space layers; here keys wider than values."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ranks = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    config = DeepseekV3Config(vocab_size=VOCAB, num_key_value_heads=2, first_k_dense_replace=2, **sizes, **ranks)
+    policy = reader_of(DeepseekV3ForCausalLM(config).eval(), VOCAB)
+    with pytest.raises(ConfigError, match=r"DeepseekV3ForCausalLM: methods on soft tokens need 2 layers .* 1x4, 1x8"):
+        generate(policy, *prompts(), Sampling(T, k=9))
+    model = TINY["qwen3-tied"].build(VOCAB).eval()
+    model.config.num_hidden_layers = 3  # as where a layer reads another's
+    with pytest.raises(ConfigError, match=r"need 3 layers .* got 2 with"):
+        generate(reader_of(model, VOCAB), *prompts(), Sampling(T, k=9))

@@ -53,8 +53,22 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
     }
     hidden = forward_with(model, batch, lambda _, hidden: hidden)
     layers: Any = cache.layers
-    new = [x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for layer in layers for x in (layer.keys, layer.values)]
-    return hidden, torch.cat(new, 1)
+    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    _check_kept(causal_lm(model), kept)
+    return hidden, torch.cat([x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for x in kept], 1)
+
+
+def _check_kept(model: Any, kept: list[Any]) -> None:
+    """ConfigError unless every layer keeps keys and values, all of the shape that the configuration says."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    shapes = {None if x is None else (x.shape[1], x.shape[3]) for x in kept}
+    if len(kept) != 2 * config.num_hidden_layers or {x and x[0] for x in shapes} != {heads} or len(shapes) != 1:
+        found = ", ".join(sorted("none" if x is None else f"{x[0]}x{x[1]}" for x in shapes))
+        raise ConfigError(
+            f"{type(model).__name__}: methods on soft tokens need {config.num_hidden_layers} layers that keep keys and "
+            f"values of one shape, {heads} heads; got {len(kept) // 2} with heads x width {found}: use another model"
+        )
 
 
 def _layers(past: Tensor, config: Any, embeds: Tensor) -> list[tuple[Tensor, Tensor]]:

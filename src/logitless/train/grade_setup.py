@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ PROMPTS_FILE, REWARD = "prompts.jsonl", "reward"
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:
     """The model to align and its tokenizer; the default one is trained first. Raises LogitlessError for bad input."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise OptionError(
+            f"--method {config.method} runs on one device: start it without torchrun or accelerate launch"
+        )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     default_model(config.model, config.device, console)

@@ -93,7 +93,8 @@ def _how_to_go_on(place: Path, command: str) -> str:
     if not (place / RUN_FILE).exists():
         return "interrupted before the first step; start again"
     found = last_checkpoint(place)
-    whence = f"step {found[1]}" if found else "the start"
+    finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
+    whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
     return f"logitless {command} --resume {place} goes on from {whence}"
 
 
