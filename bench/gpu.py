@@ -163,7 +163,7 @@ def table(options: argparse.Namespace, device: str) -> int:
         found += records
     print("\n".join(summary(found)))
     draw_if_possible(found, options.out)
-    return int(any(r["status"] != "ok" for r in found if r["method_kind"] == "ours"))
+    return int(any(r["status"] != "ok" for r in found if r["method"] == "logitless"))
 
 
 def summary(records: list[Record]) -> Iterator[str]:

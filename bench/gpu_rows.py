@@ -178,6 +178,23 @@ def ours(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
     return lambda case, tensors: lambda: step(case, forward, tensors)
 
 
+def ours_in_fp32(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
+    """The same with the head's gradient handed over in fp32, as it is summed; others' stay in the weight's dtype."""
+
+    def build(case: Case, tensors: Tensors) -> Step:
+        weight, plain = tensors["weight"], ours(row, backend)(case, tensors)
+
+        def run() -> Tensors:
+            weight.grad_dtype = torch.float32
+            out = plain()
+            weight.grad_dtype = weight.dtype
+            return out
+
+        return run
+
+    return build
+
+
 def liger(case: Case, tensors: Tensors) -> Step:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -212,6 +229,8 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     name = row.case.name
     yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
     yield peers.Method("logitless", ours(row, backend), "ours")
+    if "weight" in row.case.wrt:
+        yield peers.Method("logitless, fp32 dW", ours_in_fp32(row, backend), "ours")
     if backend is None and name != "sample":
         yield peers.Method("logitless, eager", ours(row, "eager"))
     if row.dense:

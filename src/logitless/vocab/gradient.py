@@ -12,6 +12,7 @@ from ..algebra.fold import Totals
 from ..algebra.stats import Slope, slopes
 from .backends.chunk import Chunk, Folded, Grads
 from .problem import Problem
+from .rows import add_at
 
 
 def one_hots(problem: Problem, folded: Folded, part: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> N
     for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
         factor.scatter(ids, coefficients, tokens, entries)
     if grads.bias is not None:
-        grads.bias.index_add_(0, ids.flatten(), coefficients.flatten())
+        add_at(grads.bias, ids.flatten(), coefficients.flatten())
 
 
 def _combine(chunk: Chunk, dense: Slope, products: dict[str, Tensor], grads: Grads) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 1 << 19  # elements of gathered rows at a time
+BLOCK = 1 << 19  # elements of gathered rows at a time, on a CPU
+GPU_BLOCK = 1 << 22
 
 
 def dot(x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
@@ -39,7 +40,15 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
     """Adds w_nk·x_n to row i_nk of `into` (V, H): weights (N, k), x (N, H), of its dtype."""
     for n, k in _blocks(ids, into):
         part = weights[n, k, None] * x[n, None, :]
-        into.index_add_(0, ids[n, k].reshape(-1), part.view(-1, x.shape[1]))
+        add_at(into, ids[n, k].reshape(-1), part.view(-1, x.shape[1]))
+
+
+def add_at(into: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """into[ids] += rows, ids (n,) with repeats, in an order that is always the same: on a GPU not index_add's."""
+    if into.device.type == "cuda":
+        into.index_put_((ids,), rows, accumulate=True)
+    else:
+        into.index_add_(0, ids, rows)
 
 
 def _rows(table: Tensor, ids: Tensor, dtype: torch.dtype, cast: torch.dtype | None) -> Tensor:
@@ -51,8 +60,9 @@ def _blocks(ids: Tensor, table: Tensor) -> Iterator[tuple[slice, slice]]:
     """(tokens, columns) whose rows fill a block at most."""
     n_tokens, k = ids.shape
     width = max(1, table.shape[1])
-    columns = max(1, min(k, BLOCK // width))
-    tokens = max(1, BLOCK // (columns * width))
+    block = GPU_BLOCK if table.device.type == "cuda" else BLOCK
+    columns = max(1, min(k, block // width))
+    tokens = max(1, block // (columns * width))
     for n in range(0, n_tokens, tokens):
         for c in range(0, k, columns):
             yield slice(n, n + tokens), slice(c, c + columns)
