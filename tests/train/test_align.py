@@ -1,6 +1,7 @@
 """Whole alignment runs: what they write, that they resume, and that they end in one line."""
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -13,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from logitless.errors import ConfigError, OptionError
 from logitless.train import sft
 from logitless.train.align import run
-from logitless.train.align_config import AlignConfig
+from logitless.train.align_config import METHODS, AlignConfig
 from logitless.train.checkpoints import last_checkpoint
+from logitless.train.config import TrainConfig
 from logitless.train.files import read_lines
 from logitless.train.rundir import Interrupted, stored
 from tests.train.processes import flags, killed_at
@@ -178,19 +180,27 @@ def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
     assert len(seen) == 1
 
 
+@pytest.fixture(scope="module")
+def default_place(tmp_path_factory) -> Path:
+    """A directory with the default model of `logitless train`, Tekken's 131,072 entries, after two steps."""
+    place = tmp_path_factory.mktemp("default")
+    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")}
+    sft.run(TrainConfig(max_steps=2, context_length=64, batch_size=2, output_dir=place / "runs" / "tiny"), QUIET)
+    sft.measure = measure
+    return place
+
+
 @pytest.mark.slow
-def test_the_default_run(tmp_path, monkeypatch):
-    """Two steps of `logitless align` without a model or data: Tekken, the standard library, the tiny model trained."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")})
-
-    def shortly(config, console):
-        return sft.run(replace(config, max_steps=2, context_length=64, batch_size=2), console)
-
-    monkeypatch.setattr("logitless.train.default_model.train_text", shortly)
-    summary = run(AlignConfig(max_steps=2, completion_length=8, batch_size=8), QUIET)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_model(default_place, monkeypatch, method):
+    """Two steps of `logitless align --method ...` without a model or data: the tiny model, the standard library."""
+    monkeypatch.chdir(default_place)
+    summary = run(AlignConfig(method=method, max_steps=2, completion_length=8, batch_size=8), QUIET)
     assert (summary["model"], summary["data"], summary["vocab_size"]) == ("runs/tiny/model", "stdlib", 131_072)
-    assert summary["output_dir"] == "runs/intuitor"
-    assert summary["first"]["self_certainty/mean"] > 0
-    held = [row for row in read_lines(Path("runs/intuitor/rows.jsonl")) if row["split"] == "held"]
+    assert summary["output_dir"] == f"runs/{method}"
+    for record in steps(Path(summary["output_dir"])):
+        assert set(TRL_METRICS[method] + MEMORY) <= set(record)
+        assert math.isfinite(record["loss"])
+    held = [row for row in read_lines(Path(summary["output_dir"]) / "rows.jsonl") if row["split"] == "held"]
     assert len(held) == 32
