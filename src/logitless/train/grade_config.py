@@ -19,6 +19,8 @@ EMBEDDED: dict[str, Any] = {  # options with that model
     "batch_size": 16,
     "gradient_accumulation_steps": 1,
     "learning_rate": 3e-3,
+    "max_steps": 32,
+    "beta": 0.02,  # straight-through gradients are a few times too small, which makes the KL weigh more
     "evaluation_prompts": 128,
 }
 
@@ -73,7 +75,7 @@ class GradeConfig(RunOptions):
     baseline_decay: float = 0.9
     """Of reinforce's moving-average baseline."""
     variance_samples: int = 8
-    """Draws of the noise that the variance of one batch's gradient is measured over, five times a run. 0: not."""
+    """Draws of the noise that the variance of one batch's gradient is measured over, three times a run. 0: not."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     evaluation_prompts: int = 32

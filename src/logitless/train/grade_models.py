@@ -53,7 +53,7 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
     }
     hidden = forward_with(model, batch, lambda _, hidden: hidden)
     layers: Any = cache.layers
-    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    kept: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     _check_kept(causal_lm(model), kept)
     return hidden, torch.cat([x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for x in kept], 1)
 

@@ -133,10 +133,10 @@ def _step(state: Run) -> dict[str, Any]:
 
 
 def _looks(state: Run) -> dict[str, float]:
-    """The validation prompts' reward, and how much the gradient of one training batch varies."""
+    """The validation prompts' reward; at the start, half-way and at the end how much a batch's gradient varies."""
     config = state.config
     found = evaluation(state, "validation")
-    if config.variance_samples > 1:
+    if config.variance_samples > 1 and state.step in (0, config.max_steps // 2, config.max_steps):
         tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
         batch = state.batch(state.prompts["train"][: min(VARIANCE_BATCH, config.batch_size)], "variance")
         varied = gradient_variance(state.method, batch, tau, config.variance_samples)
