@@ -126,11 +126,12 @@ def _arrays(table: pyarrow.Table) -> Columns:
 
 def _target(columns: Columns, bos: int | None) -> TeacherTargets | None:
     scored = np.isfinite(columns["logsumexp"].astype(np.float64))
-    first = 0 if bos is not None else 1
+    start = [] if bos is None else [bos]
+    first = 1 - len(start)
     if not scored[first:].all() or len(scored) == first:
         return None
     token = columns["token"].astype(np.int64)
-    before = np.concatenate([[bos], token[:-1]]) if first == 0 else token[:-1]
+    before = np.array([*start, *token[:-1]])
     logits = columns["topk_logits"][first:].astype(np.float32)
     weights = np.exp(logits - columns["logsumexp"][first:, None].astype(np.float32))
     given = before.astype(np.int64), token[first:], columns["topk_ids"][first:].astype(np.int64), weights
