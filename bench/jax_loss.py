@@ -1,18 +1,24 @@
-"""Loss and gradients in JAX against jit-compiled dense: times within one run, and XLA's own account of memory.
+"""JAX against jit-compiled dense: times within one run, and XLA's own account of memory.
 
-python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5]
+Loss and gradients; a decoding step that keeps the best entries; a step that draws from a nucleus and keeps its record,
+for rows whose nucleus ends early and for flat ones, which are sorted.
+
+python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5] [--out bench/results/jax.jsonl]
 """
 
 import argparse
 import json
-import platform
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from logitless.jax import LMHead, linear_cross_entropy, linear_topk
+from bench.harness import environment
+from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats
+
+STEP = 8  # sequences in a decoding step
 
 
 def dense_loss(hidden, head, labels):
@@ -45,33 +51,66 @@ def compare(functions, args, repeats):
     return {name: {"seconds": seconds[name], "temporaries_mb": memory[name]} for name in functions}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("tokens", 2048), ("hidden", 512), ("vocab", 131072), ("repeats", 5), ("keep", 10)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    o = parser.parse_args()
+def dense_draw(hidden, head, key, k):
+    """Temperature, softmax over the vocabulary, top-k, a draw from all entries: less than the record holds."""
+    logits = hidden @ head.weight.T / 0.8
+    p = jax.nn.softmax(logits)
+    return jax.lax.top_k(p, k), jax.random.categorical(key, jnp.log(p))
+
+
+def dense_nucleus(hidden, head, key, k):
+    """The same with the nucleus by a sort."""
+    logits = hidden @ head.weight.T / 0.8
+    p = jnp.sort(jax.nn.softmax(logits), axis=-1, descending=True)
+    last = jnp.take_along_axis(p, (jnp.cumsum(p, -1) < 0.95).sum(-1, keepdims=True), -1)
+    kept = jnp.where(jax.nn.softmax(logits) >= last, logits, -jnp.inf)
+    return jax.lax.top_k(logits, k), jax.nn.logsumexp(logits, -1), jax.random.categorical(key, kept)
+
+
+def drawn(hidden, head, key, k):
+    return sample_tokens(hidden, head, key, temperature=0.8, top_p=0.95, keep=k)
+
+
+def works(o):
+    """(name, {method: function}, arguments) of what is compared."""
     hidden = jax.random.normal(jax.random.key(0), (o.tokens, o.hidden))
     head = LMHead(jax.random.normal(jax.random.key(1), (o.vocab, o.hidden)) * o.hidden**-0.5)
     labels = jax.random.randint(jax.random.key(2), (o.tokens,), 0, o.vocab)
-    both = partial(jax.value_and_grad, argnums=(0, 1))
-
     loss, dense = (jax.jit(f)(hidden, head, labels) for f in (linear_cross_entropy, dense_loss))
     if not jnp.allclose(loss, dense, rtol=2e-6):
         raise SystemExit(f"the losses differ: {loss} against {dense}")
+    both = partial(jax.value_and_grad, argnums=(0, 1))
     training = {"ours": both(linear_cross_entropy), "dense": both(dense_loss)}
-    steps = {"ours": partial(linear_topk, k=o.keep), "dense": partial(dense_step, k=o.keep)}
-    print(
-        json.dumps(
-            {
-                "kind": "jax",
-                "machine": platform.processor() or platform.machine(),
-                "versions": {"jax": jax.__version__, "python": platform.python_version()},
-                "sizes": vars(o),
-                "loss and gradients": compare(training, (hidden, head, labels), o.repeats),
-                "decode step of 8": compare(steps, (hidden[:8], head), o.repeats),
-            }
-        )
-    )
+    yield "loss and gradients", training, (hidden, head, labels)
+    steps = {
+        "ours": partial(linear_topk, k=o.keep),
+        "ours, no best entries": partial(token_stats, want=("logsumexp",)),
+        "dense": partial(dense_step, k=o.keep),
+    }
+    few, key = hidden[:STEP], jax.random.key(3)
+    yield "best entries of a step", steps, (few, head)
+    methods = {"ours": drawn, "dense": dense_draw, "dense nucleus": dense_nucleus}
+    methods = {name: partial(f, k=o.keep) for name, f in methods.items()}
+    yield "a step drawn, early nuclei", methods, (8 * few, head, key)
+    yield "a step drawn, flat rows", methods, (few, head, key)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 2048), ("hidden", 512), ("vocab", 131072), ("repeats", 5), ("keep", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path)
+    o = parser.parse_args()
+    machine = environment()
+    machine["versions"] |= {"jax": jax.__version__}
+    records = [machine | {"sizes": {name: x for name, x in vars(o).items() if name != "out"} | {"step": STEP}}]
+    for work, functions, args in works(o):
+        found = compare(functions, args, o.repeats)
+        records += [{"kind": "jax", "work": work, "method": method} | numbers for method, numbers in found.items()]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    print(lines, end="")
+    if o.out:
+        o.out.write_text(lines)
 
 
 if __name__ == "__main__":
