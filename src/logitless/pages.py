@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+ASSETS = Path(__file__).with_name("assets")
+
+
+def document(title: str, style: str, body: str) -> str:
+    """A whole page: its title as text, its style behind the colours and type that all pages share, its body as HTML."""
+    base = (ASSETS / "base.css").read_text(encoding="utf-8")
+    return fill(ASSETS / "document.html", {"title": html.escape(title), "style": base + style, "body": body})
 
 
 def fill(template: Path, parts: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.catalog import CONFIGS, shape_of
-from ..pages import fill, script_value
+from ..pages import document, fill, script_value
 from .plan import Plan, at_length, both
 from .plots import CATEGORIES, category
 from .report import headline, lives, notes
@@ -28,16 +28,16 @@ def write_page(path: Path, plan: Plan | None = None, profile: dict[str, Any] | N
 
 def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB") -> str:
     """The HTML. The plan's script is translated from the planner's own functions; nothing is fetched."""
+    title = _title(plan, profile or {}, units)
     parts = {
-        "title": html.escape(_title(plan, profile or {}, units)),
-        "style": _asset("page.css"),
+        "title": html.escape(title),
         "planner": translate(formulas(None if plan is None else plan.setting)),
         "profile": script_value(profile),
         "units": script_value(units),
         "script": "\n".join(_asset(name) for name in SCRIPTS),
         "footer": f"Made by logitless {version('logitless')}. All sizes are those of one GPU.",
     }
-    return fill(ASSETS / "page.html", parts)
+    return document(title, _asset("page.css"), fill(ASSETS / "page.html", parts))
 
 
 def _title(plan: Plan | None, profile: dict[str, Any], units: str) -> str:

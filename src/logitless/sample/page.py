@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..pages import fill, script_value
+from ..pages import document, fill, script_value
 from .described import class_names, class_of, percent
 
 ASSETS = Path(__file__).with_name("assets")
@@ -16,9 +16,9 @@ ASSETS = Path(__file__).with_name("assets")
 
 def page(summary: dict[str, Any]) -> str:
     """The HTML. The text is there without its script, which adds what is shown of a token; nothing is fetched."""
+    title = f"{summary['model']}, sampled"
     parts = {
-        "title": html.escape(f"{summary['model']}, sampled"),
-        "style": (ASSETS / "sample.css").read_text(encoding="utf-8"),
+        "title": html.escape(title),
         "script": (ASSETS / "sample.js").read_text(encoding="utf-8"),
         "settings": html.escape(_settings(summary["options"])),
         "legend": "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names())),
@@ -26,7 +26,8 @@ def page(summary: dict[str, Any]) -> str:
         "data": script_value([_shown(sequence) for sequence in summary["sequences"]]),
         "footer": f"Made by logitless {version('logitless')}. Probabilities are the model's own, before temperature.",
     }
-    return fill(ASSETS / "sample.html", parts)
+    style = (ASSETS / "sample.css").read_text(encoding="utf-8")
+    return document(title, style, fill(ASSETS / "sample.html", parts))
 
 
 def _settings(options: dict[str, Any]) -> str:
