@@ -11,6 +11,7 @@ versions; a part that is measured again replaces its line.
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ import torch
 from bench.grade_runs import curves, learning, variance
 from bench.grade_sizes import Sizes, memory, storage, timing
 from bench.harness import SCHEMA, environment, read_lines
-from logitless.train.align_config import DEFAULT_MODEL
-from logitless.train.grade_config import GradeConfig
+from logitless.train.grade_config import SMALL_MODEL, GradeConfig
 
 OUT = Path("bench/results/grade.jsonl")
 
 
+def given(o: argparse.Namespace, **names: str) -> dict[str, Any]:
+    """The options that were given, by the names that they have elsewhere."""
+    return {name: getattr(o, option) for option, name in names.items() if getattr(o, option) is not None}
+
+
 def sizes_of(o: argparse.Namespace) -> Sizes:
-    return Sizes(o.vocab, o.hidden, o.layers, o.prompt, o.steps, o.batch, o.top_k)
+    same = {name: name for name in ("vocab", "hidden", "layers", "prompt", "steps", "batch")}
+    return Sizes(**given(o, **same, top_k="k"))
 
 
 def config_of(o: argparse.Namespace) -> GradeConfig:
-    return GradeConfig(
-        model=o.model, reward_model=o.reward_model, data=o.data, prompt_length=o.prompt, completion_length=o.steps,
-        batch_size=o.batch, top_k=o.top_k, max_steps=o.rounds, learning_rate=o.rate, device="cpu",
-    ).check()  # fmt: skip
+    same = {name: name for name in ("model", "reward_model", "data", "top_k")}
+    found = given(
+        o, **same, prompt="prompt_length", steps="completion_length", batch="batch_size", rate="learning_rate"
+    )
+    return replace(GradeConfig(**found).defaults(), **found, max_steps=o.rounds, device="cpu").check()
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -57,16 +64,20 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, required=True)
+    sizes = {
+        "vocab": "of the random models", "hidden": "of the random policy", "layers": "of the random policy",
+        "prompt": "tokens of a prompt", "steps": "generated tokens", "batch": "sequences",
+        "top-k": "entries of a soft token",
+    }  # fmt: skip
+    for name, what in sizes.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the random models', or the trainer's)")
     numbers = {
-        "vocab": (131072, "of the random models"), "hidden": (256, "of the random policy"),
-        "layers": (4, "of the random policy"), "prompt": (32, "tokens of a prompt"),
-        "steps": (64, "generated tokens"), "batch": (1, "sequences"), "top-k": (256, "entries of a soft token"),
         "rounds": (5, "of time; optimiser steps of curves"), "samples": (128, "draws of variance"),
         "blocks": (4, "of the draws, for their spread"), "threads": (1, "of torch"),
     }  # fmt: skip
     for name, (default, what) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--model", default=SMALL_MODEL)
     parser.add_argument("--reward-model")
     parser.add_argument("--data")
     parser.add_argument("--rate", type=float, help="learning rate of curves (default: the trainer's)")
