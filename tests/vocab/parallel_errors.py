@@ -20,7 +20,7 @@ from logitless.errors import BackendError, ConfigError, LabelError, LogitlessErr
 from logitless.vocab import engine
 
 V, H, N = 11, 4, 6
-BOUND = 20.0  # seconds: a loaded machine's; a collective that nobody ends would take the group's 60
+BOUND = 60.0  # seconds, on a loaded machine; a collective that nobody ends would take the group's five minutes
 
 
 def mine(group: Any, sizes: tuple[int, ...] | None = None, offset: int | None = None, total: int = V) -> ll.LMHead:
@@ -142,7 +142,7 @@ def silent_rank(group: Any) -> None:
 
 
 def killed_rank(group: Any) -> None:
-    """A rank dies between two steps: the others' next call fails, long before the group's timeout of a minute."""
+    """A rank dies between two steps: the others' next call fails, long before the timeout of five minutes."""
     head = mine(group)
     call(head).backward()
     if dist.get_rank() == 3:

@@ -47,9 +47,9 @@ def run(cases: dict[str, Case], last: Case | None = None) -> None:
 
 def _rank(rank: int, folder: Path, cases: dict[str, Case], last: Case | None) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
     )
-    pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    pair = dist.new_group([0, 1], timeout=timedelta(minutes=5))
     found: dict[str, str] = {}
     try:
         for name, case in cases.items():
