@@ -1,17 +1,22 @@
 """`logitless align --method ste` from its command line."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import Qwen3ForSequenceClassification
+from yaml import safe_load
 
 from logitless.cli.grade import parse
 from logitless.cli.main import main
 from logitless.cli.options import method_of
-from logitless.train.grade_config import EMBEDDED, SMALL_MODEL
+from logitless.train.grade_config import EMBEDDED, SMALL_MODEL, GradeConfig
 from tests.train.micro import line_corpus, micro_model
 
 
@@ -54,6 +59,24 @@ def test_the_small_model_has_sizes_of_its_own(tmp_path):
     path.write_text("model: other\nbeta: 0.2\n")
     config = parse(["--method", "ste", "--config", str(path)])
     assert (config.model, config.beta, config.completion_length) == ("other", 0.2, 64)
+
+
+def test_the_recipes_of_the_page_are_read(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "grade.md"
+    text = page.read_text("utf-8")
+    (yaml,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "imdb.yaml"
+    path.write_text(yaml)
+    config = parse(["--config", str(path), "--output-dir", "runs/imdb"])
+    assert (config.method, config.model, config.tau_end, config.max_steps) == ("ste", "Qwen/Qwen3-4B", 0.5, 250)
+    assert config == replace(
+        GradeConfig(model=config.model),
+        **{x: getattr(config, x) for x in safe_load(yaml)},
+        config=path,
+        output_dir=Path("runs/imdb"),
+    )
+    commands = [shlex.split(x, comments=True) for x in text.splitlines() if x.startswith("logitless align --method")]
+    assert [parse(x[2:]).method for x in commands] == ["ste", "reinforce", "all"]
 
 
 def test_bad_options_are_one_line(capsys):

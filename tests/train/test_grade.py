@@ -19,7 +19,7 @@ from logitless.train.files import read_lines
 from logitless.train.grade import run, show
 from logitless.train.grade_compare import interval
 from logitless.train.grade_config import GradeConfig
-from logitless.train.grade_data import SPLITS, batch_of, prose_and_code, texts_of, train_classifier
+from logitless.train.grade_data import SPLITS, Texts, batch_of, prompts_of, prose_and_code, texts_of, train_classifier
 from logitless.train.grade_methods import method_of
 from logitless.train.grade_models import SoftReward
 from logitless.train.grade_score import Reinforce
@@ -143,6 +143,13 @@ def test_prose_and_code_come_apart():
         ('"""About this.\nMore."""\n    """Says hello."""\n', 1),
         ("import os\ndef f():\n    return os\n", 0),
     ]
+
+
+def test_documents_of_one_long_line_have_prompts_too(small):
+    texts = Texts({name: [f"{name} {i} " + "word " * 40 for i in range(3)] + ["short"] for name in SPLITS}, [])
+    found = prompts_of(small.config, texts, pretrained(str(small.model)))
+    assert all(len(ids) == small.config.prompt_length for rows in found.values() for ids in rows)
+    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(SPLITS, 3)
 
 
 def test_splits_share_no_document():

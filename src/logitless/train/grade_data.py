@@ -23,6 +23,7 @@ from .tokenizer import TextTokenizer
 SPLITS = ("train", "validation", "test")
 PER_DOCUMENT = 4
 MOST_PROMPTS = 4096
+LONGEST_TOKEN = 16  # characters, about
 PASSAGES, LAYERS, STEPS, ROWS, RATE = 1200, 2, 80, 24, 3e-3  # of the classifier
 Prompts = dict[str, list[list[int]]]
 
@@ -48,7 +49,8 @@ def texts_of(data: str | None) -> Texts:
 
 
 def prompts_of(config: GradeConfig, texts: Texts, tokenizer: TextTokenizer) -> Prompts:
-    """Token ids of each split's prompts: whole lines of documents, in an order that the seed gives. DataError."""
+    """Token ids of each split's prompts: whole lines of documents, or where these are too long a document's first
+    tokens, in an order that the seed gives. Raises DataError."""
     wanted = config.max_steps * config.batch_size * config.gradient_accumulation_steps
     sizes = {"train": min(wanted, MOST_PROMPTS), "validation": config.evaluation_prompts}
     found = {name: list(_prompts(config, texts.prompts[name], tokenizer)) for name in SPLITS}
@@ -68,7 +70,9 @@ def _prompts(config: GradeConfig, texts: list[str], tokenizer: TextTokenizer) ->
     for text in order[: MOST_PROMPTS // PER_DOCUMENT]:
         rows = passages(text, tokenizer, config.prompt_length, config.prompt_length)
         some = Random(config.seed).sample(rows, min(PER_DOCUMENT, len(rows)))
-        yield from tokenizer.encode([row["prompt"] for row in some]) if some else []
+        start = text[: LONGEST_TOKEN * config.prompt_length]
+        found = tokenizer.encode([row["prompt"] for row in some] or [start])
+        yield from (ids[: config.prompt_length] for ids in found if some or len(ids) > config.prompt_length)
 
 
 def batch_of(prompts: list[list[int]], seeds: Tensor, pad: int, longest: int, device: torch.device) -> Batch:
