@@ -313,3 +313,14 @@ def test_intervals_over_seeds_are_students():
     many = interval([float(i % 2) for i in range(31)])  # 30 degrees of freedom: 2.042
     assert many["high"] - many["mean"] == pytest.approx(2.042 * stdev(many["values"]) / 31**0.5, rel=3e-3)
     assert "low" not in interval([1.0])
+
+
+@pytest.mark.slow
+def test_the_default_learns_with_every_method(tmp_path, monkeypatch):
+    """As `logitless align --method all` from a clean clone: ten minutes on two quiet cores."""
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(GradeConfig().defaults(), method="all", device="cpu", output_dir=tmp_path / "all")
+    summary = run(config)
+    assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy"}
+    gains = {name: x["test_reward"]["mean"] - x["val_reward_before"] for name, x in summary["methods"].items()}
+    assert all(gains[name] > 0.2 for name in ("ste", "reinforce", "ppo", "ste_legacy"))
