@@ -19,8 +19,10 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
+from logitless.vocab import checks, problem
 from logitless.vocab.backends import tiles, triton_tuned
 from logitless.vocab.checks import flatten
 from logitless.vocab.engine import Pass
@@ -379,6 +381,66 @@ def wide_gradient() -> None:
         true = 3 * exact.weight.grad
         worst = float((there.weight.grad.double() - true).abs().max() / true.abs().max())
         assert worst < (1e-5 if dtype == torch.float32 and DEVICE == "cpu" else BF16_GRADIENT)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what reads a number from the device, or makes a result whose size depends on its numbers."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.REFUSED or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _step(ops: Operands, budget: int | None) -> list[torch.Tensor]:
+    """Everything that a training step asks for, ignored tokens among the others."""
+    options = {"memory_budget": budget, "backend": "triton"}
+    leaves = list(ops.leaves.values())
+    loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, label_smoothing=0.1, **options)
+    own = ll.token_loss(
+        lambda s, x: -s.logprob * x - 0.1 * s.entropy + s.kl, ops.hidden, ops.head, ops.labels,
+        inputs=(torch.ones_like(ops.labels, dtype=ops.hidden.dtype),), want=("logprob", "entropy", "kl"),
+        reference=ops.reference, **options,
+    )  # fmt: skip
+    want = ("logprob", "entropy", "rank")
+    stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, top_k=3, **options)
+    total = loss + own + (stats.logprob * stats.entropy).sum() + stats.top_k_logits.sum()
+    return [loss, own, stats.logprob, stats.rank, stats.top_k_ids, *torch.autograd.grad(total, leaves)]
+
+
+def _waits(step: Callable[[], object]) -> bool:
+    try:
+        with NoWaiting():
+            step()
+    except AssertionError as reason:
+        return "waits for the device" in str(reason)
+    return False
+
+
+@case("no waiting for the device in a CUDA graph")
+def captured() -> None:
+    """On a GPU a graph is captured and replayed; on a CPU what would wait is refused."""
+    for budget in (None, 20_000):
+        ops = moved(operands((11,), 7, 301, dtype=torch.float32, reference=True))
+        ops.labels[[2, 7]] = -100
+        plain = _step(ops, budget)
+        if DEVICE == "cpu":
+            assert _waits(lambda ops=ops, budget=budget: _step(ops, budget))  # labels are looked at outside a graph
+            with ExitStack() as stack:
+                for module in (problem, checks):
+                    stack.enter_context(patch.object(module, "capturing", lambda _: True))
+                stack.enter_context(NoWaiting())
+                found = _step(ops, budget)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = _step(ops, budget)
+            graph.replay()
+        for mine, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @case("memory: slices within the budget, no more")

@@ -11,7 +11,7 @@ from ..algebra.costs import Price, price_of
 from ..errors import GradientError
 from .accumulator import Accumulator
 from .engine import Saved, gradients, values
-from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec
+from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, hidden_where_ignored, settled
 
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
@@ -69,14 +69,15 @@ class _Stats(torch.autograd.Function):
 
 def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
     """The wanted statistics, (N, ...) each, differentiable with respect to hidden, weight, bias, low and up."""
+    inputs, counted = settled(spec, inputs)
     needs = needs_of(inputs)
     price = stats_price(spec, inputs, needs)
     if price.method == "values":
         with torch.no_grad():
-            return values(Problem.checked(spec, inputs), price, save=False)[0]
+            return hidden_where_ignored(values(Problem.checked(spec, inputs), price, save=False)[0], counted)
     names: list[str] = []
     out = _Stats.apply(spec, price, needs, names, *inputs)
-    return dict(zip(names, out, strict=True))
+    return hidden_where_ignored(dict(zip(names, out, strict=True)), counted)
 
 
 class FormedLoss:

@@ -16,7 +16,7 @@ from ..errors import ConfigError, DeviceError, DtypeError, GradientError, NotFin
 from .dispatch import choose
 from .head import LMHead
 from .lowrank import up_of
-from .problem import Inputs, Spec
+from .problem import Inputs, Spec, capturing
 
 
 class Options(TypedDict, total=False):
@@ -197,7 +197,8 @@ def _check_temperature(
         return float(temperature), None
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
-    if not torch.compiler.is_compiling() and not bool((temperature > 0).all()):
+    unread = torch.compiler.is_compiling() or capturing(hidden)
+    if not unread and not bool((temperature > 0).all()):
         raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
     try:
         expanded = temperature.detach().to(hidden.device).expand(lead)

@@ -11,7 +11,7 @@ from ..errors import GradientError, ShapeError
 from ..losses import supervised
 from .autograd import FormedLoss, attach, needs_of, stats
 from .engine import loss_gradients
-from .problem import Inputs, Needs, Problem, Spec
+from .problem import Inputs, Needs, Problem, Spec, settled
 from .stats import TokenStats
 
 LossFn = Callable[..., Tensor]
@@ -19,9 +19,10 @@ LossFn = Callable[..., Tensor]
 
 def chunked_loss(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
     """Σ over tokens of loss_fn(stats, *extra), or its mean over the tokens that count."""
+    inputs, counted = settled(spec, inputs)
     needs = needs_of(inputs)
     problem = Problem.checked(spec, inputs)
-    caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None))
+    caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None, counted))
     return _finish(problem, needs, caller, extra, caller.extra_grads)
 
 
@@ -29,21 +30,23 @@ def chunked_cross_entropy(
     spec: Spec, inputs: Inputs, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
 ) -> Tensor:
     """Cross-entropy over all tokens, with its slopes in closed form."""
+    inputs, counted = settled(spec, inputs)
     needs = needs_of(inputs)
     problem = Problem.checked(spec, inputs)
-    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator))
+    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
     return _finish(problem, needs, evaluator, (), [])
 
 
 def loss_of_each(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...]) -> Tensor:
     """loss_fn's value for every token, 0 where ignored; loss_fn sees only the tokens that count."""
+    inputs, counted = settled(spec, inputs)
     problem = Problem.of(spec, inputs)
     every = slice(None)
     numbers = {name: problem.rows(x, every) for name, x in stats(spec, inputs).items()}
     loss = loss_fn(TokenStats(numbers), *(problem.rows(x, every) for x in extra))
     _check_loss(loss, problem.n_tokens)
     if problem.index is None:
-        return loss
+        return loss if counted is None else torch.where(counted, loss, 0)
     return loss.new_zeros(inputs.hidden.shape[0]).index_put((problem.index,), loss)
 
 
@@ -61,14 +64,22 @@ def _finish(
     return attach(formed, evaluate.total, problem.inputs, extra, extra_grads)
 
 
-def reduction_scale(problem: Problem, mean: bool, denominator: Tensor | None) -> Tensor:
-    """What the sum over tokens is multiplied by, a scalar."""
+def reduction_scale(problem: Problem, mean: bool, denominator: Tensor | None, counted: Tensor | None = None) -> Tensor:
+    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `counted` says which count."""
     like = {"dtype": problem.compute, "device": problem.inputs.hidden.device}
+    ones = torch.ones((), **like) if counted is None else counted.to(problem.compute)
     if not mean:
-        return torch.ones((), **like)
-    if denominator is None:
-        return torch.full((), 1 / max(problem.n_tokens, 1), **like)
-    return 1 / denominator.detach().to(**like)
+        return ones
+    if denominator is not None:
+        return ones / denominator.detach().to(**like)
+    if counted is not None:
+        return ones / ones.sum().clamp(min=1)
+    return torch.full((), 1 / max(problem.n_tokens, 1), **like)
+
+
+def _of_rows(scale: Tensor, rows: slice) -> Tensor:
+    """`reduction_scale` of some tokens."""
+    return scale[rows] if scale.dim() else scale
 
 
 def cross_entropy_of(stats: TokenStats, smoothing: float, z_loss: float) -> Tensor:
@@ -90,12 +101,12 @@ class CrossEntropy:
 
     def __init__(self, smoothing: float, z_loss: float, scale: Tensor) -> None:
         self.smoothing, self.z_loss, self.scale = smoothing, z_loss, scale
-        self.total = torch.zeros_like(scale)
+        self.total = scale.new_zeros(())
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         seen = TokenStats(stats)
-        self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * self.scale).sum()
-        scale = self.scale.expand_as(seen.logprob)
+        scale = _of_rows(self.scale, rows).expand_as(seen.logprob)
+        self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * scale).sum()
         slope = {"logprob": (self.smoothing - 1) * scale}
         if self.smoothing or self.z_loss:
             slope["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
@@ -119,7 +130,7 @@ class _Caller:
             else None
             for x in extra
         ]
-        self.total = torch.zeros_like(scale)
+        self.total = scale.new_zeros(())
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.set_grad_enabled(self.differentiate):
@@ -132,7 +143,7 @@ class _Caller:
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             loss = self.loss_fn(TokenStats(leaves), *parts)
             _check_loss(loss, rows.stop - rows.start)
-            summed = (loss.to(self.scale.dtype) * self.scale).sum()
+            summed = (loss.to(self.scale.dtype) * _of_rows(self.scale, rows)).sum()
         self.total += summed.detach()
         if not summed.requires_grad:
             return {}

@@ -18,7 +18,7 @@ from ..algebra.stats import sums_of
 from .autograd import needs_of, stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
 from .loss import CrossEntropy, reduction_scale
-from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype
+from .problem import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, hidden_where_ignored, settled
 
 
 def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
@@ -109,8 +109,9 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 @torch.library.custom_op("logitless::stats", mutates_args=())
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
     call = _Call.of(tensors, present, key, flags)
-    problem = Problem.checked(call.spec, call.inputs)
-    out, saved = values(problem, call.price, save=call.price.method != "values")
+    inputs, counted = settled(call.spec, call.inputs)
+    out, saved = values(Problem.checked(call.spec, inputs), call.price, save=call.price.method != "values")
+    out = hidden_where_ignored(out, counted)
     parts = dict(zip(*saved.flat(), strict=True))
     n = call.inputs.hidden.shape[0]
     kept = [
@@ -133,8 +134,9 @@ def _stats_backward(
     call = _Call.of(tensors, present, key, flags)
     saved = Saved.of([name for name, _, _ in call.layout], call.rest)
     names = [name for name, there in zip(outputs(call.spec, call.inputs), given, strict=True) if there]
-    problem = Problem.of(call.spec, call.inputs)
-    result = gradients(problem, call.price, saved, dict(zip(names, grads, strict=True)), call.needs)
+    inputs, counted = settled(call.spec, call.inputs)
+    up = hidden_where_ignored(dict(zip(names, grads, strict=True)), counted)
+    result = gradients(Problem.of(call.spec, inputs), call.price, saved, up, call.needs)
     return call.own(result)
 
 
@@ -172,9 +174,10 @@ def _cross_entropy(
     z_loss: float, mean: bool,
 ) -> list[Tensor]:  # fmt: skip
     call = _Call.of(tensors, present, key, flags)
-    problem = Problem.checked(call.spec, call.inputs)
+    inputs, counted = settled(call.spec, call.inputs)
+    problem = Problem.checked(call.spec, inputs)
     denominator = call.rest[0] if call.rest else None
-    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator))
+    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
     total, _, _ = loss_gradients(problem, call.needs, evaluate)
     return [evaluate.total, *call.own(total.result())]
 

@@ -108,7 +108,7 @@ class Problem:
     def of(cls, spec: Spec, inputs: Inputs) -> Problem:
         """The problem with ignored tokens left out."""
         labels, index = inputs.labels, None
-        if labels is not None:
+        if labels is not None and not capturing(inputs.hidden):
             valid = labels != spec.ignore_index
             index = None if bool(valid.all()) else valid.nonzero().squeeze(1)
         return cls(spec, inputs, index)
@@ -132,6 +132,8 @@ class Problem:
 
     def check_ids(self) -> None:
         """Raise LabelError for a counted label or candidate outside the vocabulary."""
+        if capturing(self.inputs.hidden):
+            return
         rows, every = self.head.rows, slice(None)
         for name, ids in (("labels", self.inputs.labels), ("candidates", self.inputs.candidates)):
             ids = self.take(ids, every)
@@ -188,6 +190,32 @@ class Problem:
             x[rows] = values.to(x.dtype)
         else:
             x[self.index[rows]] = values.to(x.dtype)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for the device."""
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def settled(spec: Spec, inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+    """Where tokens cannot be left out, in a CUDA graph: ignored ones with a label that exists, and which tokens count.
+
+    Everywhere else the inputs as they are, and None.
+    """
+    if inputs.labels is None or not capturing(inputs.hidden):
+        return inputs, None
+    counted = inputs.labels != spec.ignore_index
+    return inputs._replace(labels=torch.where(counted, inputs.labels, 0)), counted
+
+
+def hidden_where_ignored(out: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+    """The statistics with what ignored tokens get in their places; their upstream gradients then are 0."""
+    if counted is None:
+        return out
+    blanks = {name: -1 if name == "top_k_ids" else 0 for name in out}
+    return {
+        name: torch.where(counted if x.dim() == 1 else counted[:, None], x, blanks[name]) for name, x in out.items()
+    }
 
 
 def full_precision(device_type: str) -> AbstractContextManager[Any]:

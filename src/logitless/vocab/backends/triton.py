@@ -6,9 +6,10 @@ to what they read. The gradient of bf16 operands is written in bf16 over the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from .triton_tuned import launch, table_for
 
 __all__ = ["fold", "label_coefficient", "mixture_sums", "part", "scale_", "second_look", "unfold"]
 kernels: Any = triton_kernels  # a launch turns plain numbers into what a kernel's signature says
+F = TypeVar("F", bound=Callable[..., Any])
 MERGED = 64  # partial folds that one program merges
 
 
@@ -134,6 +136,18 @@ def merge(state: Tensor, flags: dict[str, bool]) -> Tensor:
     return state
 
 
+def _there(function: F) -> F:
+    """`function` with the device of its chunk, or tensor, as the current one: a kernel runs on no other."""
+
+    @wraps(function)
+    def run(first: Any, *args: Any, **options: Any) -> Any:
+        device = first.device if isinstance(first, Tensor) else first.inputs.hidden.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return function(first, *args, **options)
+
+    return run  # pyright: ignore[reportReturnType]
+
+
 def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> bool:
     """Whether products and fold share a kernel: for values of one head, where the device's table says it is faster."""
     first, *adapters = chunk.policy.factors
@@ -164,6 +178,7 @@ def fold(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
     return part(chunk, bases, keep).folded(chunk)
 
 
+@_there
 def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Part:
     """`fold` of the rows here, unfinished: what ranks that share a vocabulary merge."""
     if in_one_kernel(chunk, bases, keep):
@@ -188,6 +203,7 @@ def second_look(chunk: Chunk, totals: Totals) -> None:
     put_mixture(chunk, totals, *mixture_sums(chunk, totals))
 
 
+@_there
 def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
     """The kept rows' shares of jsd and of KL(p‖M), the label's left out."""
     heads, sizes = Heads(chunk), table_for(totals.m.device)["look"]
@@ -201,6 +217,7 @@ def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
+@_there
 def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
     """Add the dense bases' share of every gradient to `grads`: rows kept by `fold`, or recomputed."""
     capped = chunk.policy.outer is not None
@@ -233,6 +250,7 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
         grads.weight[chunk.policy.head.held :].zero_()
 
 
+@_there
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x times a scalar on the device, in place; costs nothing where that is 1, and nobody waits to know."""
     kernels.scale[(max(1, min(1024, triton.cdiv(x.numel(), 4096))),)](x, factor, x.numel(), BLOCK=4096)
