@@ -53,8 +53,8 @@ def soft_tokens(group: Any) -> None:
 def sampled_tokens(group: Any) -> None:
     """The record of one process, under every kind of rule, and the same tokens for any number of ranks."""
     rules = (
-        {}, {"temperature": 0}, {"top_k": 5, "temperature": 0.6}, {"top_p": 0.7}, {"top_p": 0.999, "temperature": 3.0},
-        {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8, "min_p": 0.01, "temperature": torch.rand(7) + 0.3},
+        {}, {"temperature": 0}, {"top_p": 0.999, "temperature": 3.0},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.01, "temperature": torch.rand(7) + 0.3},
     )  # fmt: skip
     wide = 131  # more entries than are retained, so that noise lifts some of the others, and rows are read whole
     uneven, even = ((3, 128), (66, 65)) if dist.get_world_size(group) == 2 else ((1, 60, 0, 70), (33, 33, 33, 32))
@@ -64,8 +64,8 @@ def sampled_tokens(group: Any) -> None:
         if one.ops.bias is not None:
             one.ops.bias.data[4:8] = -torch.inf
         noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
-        for rule in rules:
-            for keep, budget in ((3, None), (0, 1)) if rule is rules[4] else ((2, None),):
+        for rule in rules if sizes is uneven else rules[:1]:
+            for keep, budget in ((3, None), (0, 1)) if rule is rules[2] else ((2, None),):
                 ours, alone = (
                     ll.sample_tokens(one.ops.hidden, head, keep=keep, noise=noise, memory_budget=budget, **rule)
                     for head in (one.head, one.ops.head)
@@ -137,6 +137,8 @@ def dtensors(group: Any) -> None:
 
 def compiled(group: Any) -> None:
     """One graph, with the collectives inside of its operators; a DTensor's rows are found while it is traced."""
+    if group is dist.group.WORLD:
+        return  # two ranks are enough for what takes seconds
     one = split(group, UNEVEN)
     mesh = DeviceMesh.from_group(group, "cpu")
     weight = distribute_tensor(one.ops.weight.detach(), mesh, [Shard(0)]).requires_grad_()
