@@ -1,10 +1,11 @@
 """One run on a machine with a GPU: correctness, then the whole table against the peers that are installed.
 
-    bench/gpu.sh [check|table|extras|all] [--out FILE] [--rows loss,values] [--seconds 500] [--tiny]
+    bench/gpu.sh [check|table|extras|tune|all] [--out FILE] [--rows loss,values] [--seconds 500] [--tiny]
 
-`all` is check and table. The result is one JSON-lines file (GPU, driver and versions inside), and beside it one plot
-where matplotlib is there. Nothing is fetched: a peer that is not installed is named with its reason. `--tiny` runs
-every part on toy shapes, on a CPU under Triton's interpreter where TRITON_INTERPRET=1: a check of the benchmark.
+`all` is check and table; `tune` writes launch sizes. The result is one JSON-lines file (GPU, driver and versions
+inside), and beside it one plot where matplotlib is there. Nothing is fetched: a peer that is not installed is named
+with its reason. `--tiny` runs every part on toy shapes, on a CPU under Triton's interpreter where TRITON_INTERPRET=1:
+a check of the benchmark.
 """
 
 import argparse
@@ -223,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "table", "extras"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "table", "extras", "tune"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/gpu.jsonl"), help="must not exist")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
     parser.add_argument("--methods", default="", help="comma-separated beginnings of names; the bare GEMMs always run")
@@ -234,12 +235,16 @@ def main(arguments: list[str] | None = None) -> int:
     options.rows = options.rows.split(",")
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; choose from {', '.join(ROWS)}")
-    if options.out.exists() and options.what in ("all", "table", "extras"):
+    if options.out.exists() and options.what != "check":
         parser.error(f"{options.out} exists already; name another file")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
         parser.error("torch sees no GPU; on a CPU only --tiny makes sense, with TRITON_INTERPRET=1")
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.what == "tune":
+        from bench.gpu_tune import tune
+
+        return tune(options.out, options.tiny, device)
     if options.what == "extras":
         from bench.gpu_extras import extras
 

@@ -1,5 +1,6 @@
 """The GPU benchmark from end to end on toy shapes: under Triton's interpreter where there is no GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from bench import gpu
 from bench.gpu_rows import ROWS, errors_of, make_operands, oracle
 from bench.harness import read_lines
+from logitless.vocab.backends import triton_tuned
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -48,6 +50,31 @@ def test_a_dry_run(rows, tmp_path):
         assert absent <= {"ModuleNotFoundError: No module named 'liger_kernel'"}
     assert done.stdout.count("| **") == len(rows)
     assert out.with_suffix(".png").exists() or "no plot: matplotlib is not installed" in done.stdout
+
+
+@pytest.mark.slow
+def test_tuning_writes_sizes(tmp_path):
+    out = tmp_path / "sizes.json"
+    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    command = ["bash", str(ROOT / "bench/gpu.sh"), "tune", "--tiny", "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment | {"PYTHON": sys.executable}
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    sizes = json.loads(out.read_text("utf-8"))
+    assert sizes["fold"]["block"] in (256, 512)
+    assert set(sizes) == set(triton_tuned.table("default"))
+
+
+def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
+    (tmp_path / "tuned").mkdir()
+    for name in ("default", "nvidia-h200"):
+        (tmp_path / "tuned" / f"{name}.json").write_text(json.dumps({"about": name}))
+    monkeypatch.setattr(triton_tuned, "files", lambda _: tmp_path)
+    triton_tuned.table.cache_clear()
+    assert triton_tuned.table("NVIDIA H200")["about"] == "nvidia-h200"
+    assert triton_tuned.table("NVIDIA B200")["about"] == "default"
+    triton_tuned.table.cache_clear()
 
 
 def test_the_correctness_suite_needs_no_pytest():
