@@ -62,6 +62,7 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
         "training_seconds": sum(x["seconds"] for x in steps_taken),
         "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
         "coverage": fmean(x["coverage"] for x in steps_taken),
+        "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
         "versions": {name: version(name) for name in ("logitless", "torch", "transformers", "peft")},
         "output_dir": str(place),
         "checkpoint": str(place / "model"),
