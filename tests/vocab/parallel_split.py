@@ -71,7 +71,7 @@ def same_on_all(x: Tensor, group: Any) -> None:
 
 def check(split: Split, want: tuple[str, ...], whole_reference: bool = False, **options: Any) -> None:
     """As `comparing.compare`, of a head that is split."""
-    ours_only = {name: options.pop(name) for name in ("memory_budget",) if name in options}
+    ours_only = {name: options.pop(name) for name in ("memory_budget", "backend") if name in options}
     tolerance = options.pop("tolerance", 1e-10)
     ops, exact = split.ops, split.ops.to(torch.float64)
     expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference, **options)

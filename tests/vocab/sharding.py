@@ -19,10 +19,10 @@ RANKS = 4
 Case = Callable[[Any], None]
 
 
-def launch(module: str, folder: Path, timeout: int = 300) -> dict[str, dict[str, str]]:
-    """Run `module`, which calls `run`; returns what became of each case, by rank."""
+def launch(module: str, folder: Path, timeout: int = 300, **more: str) -> dict[str, dict[str, str]]:
+    """Run `module`, which calls `run`, with `more` in its environment; returns what became of each case, by rank."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
     done = subprocess.run(
         [sys.executable, "-m", module, str(folder)], cwd=ROOT, env=environment, timeout=timeout,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,

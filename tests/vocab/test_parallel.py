@@ -1,5 +1,7 @@
 """Heads whose vocabulary is split over two and four ranks: one launch, a test for each case."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from logitless.algebra.costs import traffic_of
@@ -21,6 +23,12 @@ def test_split_over_ranks(found, case, size):
 
 def test_a_rank_that_is_killed(found):
     assert [found[str(rank)]["last"] for rank in range(4)] == ["ok", "ok", "ok", "never ended"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_on_a_part_of_the_vocabulary(tmp_path):
+    found = launch("tests.vocab.parallel_triton", tmp_path, TRITON_INTERPRET="1")
+    assert {found[rank]["kernels 2"] for rank in "01"} == {"ok"}
 
 
 def test_what_leaves_a_rank():

@@ -75,11 +75,11 @@ class Heads:
         n, self.device = chunk.n_tokens, chunk.inputs.hidden.device
         self.policy = Head(chunk.policy, n, self.device)
         self.reference = None if chunk.reference is None else Head(chunk.reference, n, self.device)
-        labels, heat = chunk.inputs.labels, self.policy.heat
+        labels, heat, first = chunk.inputs.labels, self.policy.heat, chunk.policy.head.first
         self.label_logits = heat if chunk.label is None else chunk.label[0]
         ref = self.reference or self.policy
         self.tensors = {
-            "labels": heat if labels is None else labels.contiguous(),
+            "labels": heat if labels is None else (labels - first if first else labels).contiguous(),
             "heat": heat,
             "ref_heat": ref.heat,
             "bias": self.policy.bias_or(heat),
