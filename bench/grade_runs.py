@@ -97,20 +97,20 @@ def variance(config: GradeConfig, samples: int, blocks: int, taus: tuple[float, 
     """The variance of one batch's gradient over draws of the noise, the policy unchanged, in `blocks` of draws.
 
     reinforce's baseline is the mean gain of draws of its own. `cosine`: of the mean gradient with reinforce's, which
-    has no bias; `ceiling`: of two halves of reinforce's own draws, what chance leaves of 1.
+    has no bias; `halves`: of two halves of reinforce's own draws.
     """
     run = opened(config)
     batch = run.batch(run.prompts["train"][: config.batch_size], "variance")
     score = method_of(run, "reinforce")
     score.learn([gradient(score, draw(batch, i), 1.0)[1] for i in range(-8, 0)])
     kinds = [("reinforce", 1.0), *((name, tau) for name in ("ste", "gumbel") for tau in taus)]
-    rows, exact, ceiling = [], None, 1.0
+    rows, exact, halves = [], None, 1.0
     for name, tau in kinds:
         method = score if name == "reinforce" else method_of(run, name)
         found = torch.stack([gradient(method, draw(batch, i), tau)[0] for i in range(samples)])
         mean = found.mean(0)
         if exact is None:
-            exact, ceiling = mean, cosine(found[::2].mean(0), found[1::2].mean(0))
+            exact, halves = mean, cosine(found[::2].mean(0), found[1::2].mean(0))
         parts = [variance_of(part) for part in found.chunk(blocks)]
         rows.append(
             {
@@ -122,7 +122,7 @@ def variance(config: GradeConfig, samples: int, blocks: int, taus: tuple[float, 
                 "cosine": cosine(mean, exact),
             }
         )
-    return {"config": told(config), "policy": size_of(run), "samples": samples, "ceiling": ceiling, "rows": rows}
+    return {"config": told(config), "policy": size_of(run), "samples": samples, "halves": halves, "rows": rows}
 
 
 def size_of(run: Run) -> Record:

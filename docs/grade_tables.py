@@ -202,7 +202,8 @@ def ratios(record: Record, row: Record) -> list[float]:
 
 
 def variance(record: Record) -> str:
-    score = record["rows"][0]
+    score, halves = record["rows"][0], max(0.0, record["halves"])
+    most = (2 * halves / (1 + halves)) ** 0.5  # Spearman and Brown: from half the draws to all, to the truth
     table = []
     for r in record["rows"]:
         blocks = ratios(record, r)
@@ -212,7 +213,7 @@ def variance(record: Record) -> str:
                 f"`{r['method']}`", "" if own else f"{r['tau']:g}", f"{r['variance']:.2e}",
                 "" if own else f"{score['variance'] / r['variance']:.3g}×",
                 "" if own else f"{min(blocks):.3g} to {max(blocks):.3g}",
-                f"{noise(r):.3g}", f"{record['ceiling']:.2f} (two halves)" if own else f"{r['cosine']:.2f}",
+                noise(r), f"at most {most:.2f}" if own else f"{r['cosine']:.2f}",
             ]
         )  # fmt: skip
     head = ["method", "τ", "variance", "reinforce's over it", "in blocks", "noise over signal", "cosine"]
@@ -223,15 +224,16 @@ def variance(record: Record) -> str:
             f"The trace of the gradient's covariance over {record['samples']} draws of the noise for one batch of "
             f"{c['batch_size']} prompts, T={c['completion_length']}, the policy untrained. Noise over signal: that "
             "variance over the mean gradient's square, what a method pays in samples. Cosine: of the mean gradient "
-            "with reinforce's, which alone has no bias; of two halves of its own draws, what chance leaves of 1. "
+            "with reinforce's, which alone has no bias; at most: what an exact gradient would have on average with "
+            "that noisy mean, from the cosine of two halves of its draws. "
             f"{policy(record)}",
             machine(record),
         ]
     )
 
 
-def noise(row: Record) -> float:
-    return row["variance"] / row["mean_square"] if row["mean_square"] else float("inf")
+def noise(row: Record) -> str:
+    return f"{row['variance'] / row['mean_square']:.3g}" if row["mean_square"] else "no signal"
 
 
 # what is learned
@@ -322,8 +324,13 @@ def claims(found: dict[str, Record]) -> list[list[str]]:
 
 
 def variance_claim(record: Record) -> list[str]:
-    times = [record["rows"][0]["variance"] / r["variance"] for r in record["rows"] if r["method"] == "ste"]
+    score, *others = record["rows"]
+    ours = [r for r in others if r["method"] == "ste"]
+    times = [score["variance"] / r["variance"] for r in ours]
     measured = f"{min(times):.3g} to {max(times):.3g}× lower, by τ"
+    if all(r["mean_square"] for r in (score, *ours)):
+        worth = [x * r["mean_square"] / score["mean_square"] for x, r in zip(times, ours, strict=True)]
+        measured += f"; in units of the mean gradient's square {min(worth):.2g} to {max(worth):.2g}×"
     return ["gradient variance, `ste` against `reinforce`", "reported: over 14× lower", measured, said(min(times) > 14)]
 
 
