@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.memory.activations import activations, folded
 from logitless.memory.plan import plan
+from logitless.memory.profile import Step, traced
 from logitless.memory.setting import Setting
-from logitless.models.catalog import from_config
+from logitless.models.catalog import from_config, shape_of
+from logitless.models.long_context import tile_mlp
 from logitless.train.model import checkpoint_layers, with_adapters
 from tests.support import AllocationTracker, trace_allocations
 
@@ -97,15 +99,16 @@ LONG = {
 
 @pytest.mark.compiled  # fake tensors hold nothing to poison
 @pytest.mark.parametrize("lora", [0, 8])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "tiles"), [(False, 1), (True, 1), (False, 6), (True, 6)])
 @pytest.mark.parametrize(("kind", "attention"), [("qwen3", "sdpa"), ("llama", "sdpa"), ("gemma2", "eager")])
-def test_a_plan_against_a_traced_step(kind, attention, checkpointing, lora, no_mask):
+def test_a_plan_against_a_traced_step(kind, attention, checkpointing, tiles, lora, no_mask):
     """A whole forward, dense loss and backward of a model in bf16, traced without memory."""
     tokens, layers = 16_384, 6
     no_mask(kind)
     config = {**LONG, "model_type": kind}
     model = build(config, layers, lora, attention)
     weights = sum(p.nbytes for p in model.parameters())
+    tile_mlp(model, tiles)
     if checkpointing:
         checkpoint_layers(model)
         if lora:
@@ -131,6 +134,7 @@ def test_a_plan_against_a_traced_step(kind, attention, checkpointing, lora, no_m
         batch_size=1,
         response_length=tokens,
         gradient_checkpointing=checkpointing,
+        mlp_tiles=tiles,
         lora_rank=lora,
         attention=attention.replace("sdpa", "flash"),
         optimizer="none",
@@ -167,3 +171,12 @@ def test_adapted_experts_against_a_real_step(checkpointing, no_mask):
         most = kept["experts with their adapters"]
         assert most > 0.3 * forward.kept
         assert math.isclose(most + kept["activations of the layers"], forward.kept, rel_tol=0.03)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("lora", [0, 16])
+def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora):
+    light = {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 8, "lora_rank": lora}
+    step = Step("qwen3-0.6b", context_length=32768, attention="sdpa", optimizer="none", **light)
+    setting = Setting(shape_of("qwen3-0.6b"), batch_size=1, response_length=32768, optimizer="none", **light)
+    assert math.isclose(plan(setting).peak, traced(step).peak.nbytes, rel_tol=0.02)

@@ -93,7 +93,7 @@ def test_offloading_needs_checkpointing():
 def test_models_that_route_are_refused_and_left_alone():
     routing = model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     classes = [type(m) for m in routing.modules()]
-    with pytest.raises(ConfigError, match="needs dense MLPs: .* has layers that route"):
+    with pytest.raises(ConfigError, match=r"needs dense MLPs: .* has layers that route"):
         tile_mlp(routing, 2)
     assert [type(m) for m in routing.modules()] == classes
     with pytest.raises(ConfigError, match="no layer with an mlp"):

@@ -70,6 +70,10 @@ class PlanConfig:
     """Keep an fp32 copy of bf16 weights for the optimizer."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
+    offload_activations: bool = False
+    """Keep what checkpointing keeps in the host's memory."""
+    mlp_tiles: int = 1
+    """Compute each MLP in so many pieces of the sequence."""
     lora_rank: int = 0
     """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
     attention: Literal["flash", "eager"] = "flash"

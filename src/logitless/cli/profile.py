@@ -48,7 +48,7 @@ class ProfileConfig:
     memory_budget: str = "256MiB"
     """What slices of the logits may take."""
     remedies: tuple[str, ...] = ()
-    """Trace these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context; each takes as long."""
+    """Trace, each as slowly, these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
     units: Literal["GiB", "GB"] = "GiB"

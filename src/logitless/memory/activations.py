@@ -1,8 +1,8 @@
 """What a layer keeps for its backward pass, in bytes per token: bf16, as transformers' layers under autograd do.
 
 A norm keeps its input in fp32 and the normalised tensor; a matrix its input; flash attention q, k, v, its output and
-a log-sum-exp; a gated MLP four tensors of its width. A frozen weight keeps no input; PEFT's adapters keep their own
-copy of it, in fp32. Tests hold these numbers against what real layers save.
+a log-sum-exp; a gated MLP four tensors of its width, in tiles only its input. A frozen weight keeps no input; PEFT's
+adapters keep their own copy of it, in fp32. Tests hold these numbers against what real layers save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
     attention = _attention(shape, setting, trained, rank)
     dense = attention + _mlp(shape, setting.tensor_parallel, trained, 0 if shape.adapted_experts else rank)
     routed = attention + _experts(shape, setting.tensor_parallel, trained, rank)
-    hidden, width = shape.hidden, ceil_div(_width(shape), setting.tensor_parallel)
+    tiles = setting.mlp_tiles
+    hidden, width = shape.hidden, ceil_div(ceil_div(_width(shape), setting.tensor_parallel), tiles)
+    tile = 0
+    if tiles > 1:  # an MLP keeps its input, and one piece is computed again at a time
+        tile = ceil_div(dense - attention, tiles)
+        dense = attention + 2 * hidden
     norm = _norm(hidden, shape, trained=trained)
     adapters = bool(rank)
     scores = 0 if setting.attention == "flash" else ceil_div(shape.heads, setting.tensor_parallel) * setting.length
@@ -49,7 +54,7 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
             10 * width + 11 * hidden if adapters else 6 * width + 5 * hidden,
             10 * scores + 5 * hidden,
         ),
-        backward=max((6 if adapters else 4) * width, 6 * scores) + 5 * hidden,
+        backward=max((6 if adapters else 4) * width + tile, 6 * scores, (15 if adapters else 12) * hidden) + 5 * hidden,
         scores=4 * scores,
     )
 

@@ -165,9 +165,11 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
     per = activations(shape, setting)
     saved = setting.micro_sequences * _soft_steps(setting) if setting.kind.soft_tokens and way == "dense" else n
     keep = per.held(setting.gradient_checkpointing)
+    held = (FORWARD, LOSS, LOSS_BACKWARD, BACKWARD)
+    if setting.offload_activations:  # one layer's, the others are on the host
+        keep, held = BF16 * shape.hidden, (*held, BACKWARD_END)
     wide = _widest(setting, shape, n)
     what = "layers' inputs" if setting.gradient_checkpointing else "activations of the layers"
-    held = (FORWARD, LOSS, LOSS_BACKWARD, BACKWARD)
     yield Component(what, f"{shape.layers} × {saved:,} tokens", keep * saved, held, min(wide, keep * saved))
     yield Component(
         "last norm and hidden states", f"({n:,}, {shape.hidden})", per.last * n, held[1:3], 4 * shape.hidden * n

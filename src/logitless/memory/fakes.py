@@ -28,8 +28,8 @@ CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
 class Fakes:
     """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
 
-    Numbers are 1, conditions hold, nothing is found and nothing is NaN; but of vectors of `tokens` elements `ignored` are false
-    (the last label of each row).
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN; but of vectors of `tokens` elements `ignored`
+    are false (the last label of each row).
     """
 
     def __init__(self, device: str, tokens: int, ignored: int, labels: Labels) -> None:

@@ -41,13 +41,15 @@ def logitless_train(setting: Setting) -> str | None:
     """`logitless train`'s command line: supervised training, all GPUs with the whole model."""
     if setting.algorithm != "sft":
         return None
-    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked"])
+    light = ["--offload-activations"] * setting.offload_activations
+    light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
+    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light])
 
 
 def logitless_align(setting: Setting) -> str | None:
     """`logitless align`'s command line, where its groups of responses fill whole batches."""
     method, each = ALIGN.get(setting.algorithm), setting.responses_per_prompt
-    if method is None:
+    if method is None or setting.offload_activations or setting.mlp_tiles > 1:
         return None
     parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
     parts.append(f"--completion-length {setting.response_length}")
@@ -79,7 +81,8 @@ def _own(command: str, setting: Setting, parts: list[str]) -> str | None:
 def trl(setting: Setting) -> str | None:
     """The flags of TRL's trainer, or None where it has none for the algorithm."""
     name = TRL.get(setting.algorithm)
-    if name is None:
+    online = name in ("grpo", "rloo")
+    if name is None or setting.mlp_tiles > 1 or (setting.offload_activations and online):
         return None
     # TRL's master weights are fp32 parameters under bf16 autocast
     wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"
@@ -91,10 +94,11 @@ def trl(setting: Setting) -> str | None:
         f"--gradient_accumulation_steps {setting.accumulation}",
         f"--gradient_checkpointing {_yes(setting.gradient_checkpointing)}",
         "--bf16 true",
+        *["--activation_offloading true"] * setting.offload_activations,
     ]
     if setting.optimizer in OPTIM:
         parts.append(f"--optim {OPTIM[setting.optimizer]}")
-    parts += _rollouts(setting) if name in ("grpo", "rloo") else _texts(setting)
+    parts += _rollouts(setting) if online else _texts(setting)
     if setting.lora_rank:
         rank = setting.lora_rank
         parts.append(f"--use_peft true --lora_r {rank} --lora_alpha {2 * rank} --lora_target_modules all-linear")

@@ -37,7 +37,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     "batch_size", "responses_per_prompt", "response_length", "gpus", "gpu_bytes", "tensor_parallel",
-    "context_parallel", "top_k", "memory_budget",
+    "context_parallel", "top_k", "memory_budget", "mlp_tiles",
 )  # fmt: skip
 AT_LEAST_ZERO = ("prompt_length", "validation_length", "micro_batch", "rollout_batch", "lora_rank", "reserve")
 
@@ -64,6 +64,8 @@ class Setting:
     optimizer: str = "adamw-fp32"
     master_weights: bool = True
     gradient_checkpointing: bool = False
+    offload_activations: bool = False  # what checkpointing keeps waits on the host
+    mlp_tiles: int = 1  # pieces of the sequence in which an MLP is computed
     lora_rank: int = 0
     attention: str = "flash"
     reference: str = "auto"
@@ -88,6 +90,10 @@ class Setting:
         for shape in (self.model, self.critic_shape or self.model, self.reward_shape or self.model):
             divides = shape.heads % self.tensor_parallel == 0
             _require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
+        if self.mlp_tiles > 1 and self.model.moe_layers:
+            raise OptionError(f"--mlp-tiles needs dense MLPs: {self.model.name} has layers that route")
         if self.reserve >= self.gpu_bytes:
             raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
         return self
