@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import logitless as ll
@@ -161,7 +162,39 @@ def compiled(group: Any) -> None:
             same_on_all(graph, group)
 
 
+class Scored(nn.Module):
+    """A head with its loss inside, where FSDP2's hooks have gathered what data-parallel ranks hold of it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return ll.linear_cross_entropy(hidden, ll.LMHead(self.weight), labels)
+
+
+def two_dimensions(group: Any) -> None:
+    """FSDP2 over one dimension of a mesh, the vocabulary over the other."""
+    if group is not dist.group.WORLD:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ops = operands(lead=(2, 6), v=V, bias=False)
+    model = Scored(distribute_tensor(ops.weight.detach(), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    mine = mesh.get_local_rank("dp")  # unlike tokens for unlike data-parallel ranks
+    hidden = ops.hidden.detach()[mine].requires_grad_()
+    loss = model(hidden, ops.labels[mine])
+    loss.backward()
+    z = ops.hidden @ ops.weight.T
+    dense = torch.nn.functional.cross_entropy(z[mine], ops.labels[mine])
+    both = torch.nn.functional.cross_entropy(z.flatten(0, 1), ops.labels.flatten())
+    assert_near(loss.detach(), dense.detach(), 1e-10)
+    assert_near(hidden.grad, torch.autograd.grad(dense, ops.hidden, retain_graph=True)[0][mine], 1e-10)
+    assert_near(model.weight.grad.full_tensor(), torch.autograd.grad(both, ops.weight)[0], 1e-10)
+
+
 CASES = {
+    "two dimensions": two_dimensions,
     "compiled": compiled,
     "soft tokens": soft_tokens,
     "sampled tokens": sampled_tokens,
