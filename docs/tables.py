@@ -123,11 +123,26 @@ def precision(records: list[Record]) -> str:
     )
 
 
+def in_jax(records: list[Record]) -> str:
+    """Seconds and XLA's own account of temporaries, ours beside dense, of each work."""
+    head = ["work", "method", "time", "× dense", "temporaries"]
+    of = {(r["work"], r["method"]): r for r in records[1:]}
+    rows = []
+    for (work, method), r in of.items():
+        ratio = r["seconds"] / of[work, "dense"]["seconds"]
+        rows.append([work, method, f"{1e3 * r['seconds']:,.0f} ms", f"{ratio:.2f}", f"{r['temporaries_mb']:,.0f} MB"])
+    env, sizes = records[0], records[0]["sizes"]
+    where = f"{env['cpu']}, {env['cores']} cores, jax {env['versions']['jax']}, {env['date'][:10]}"
+    what = "N={tokens:,}, steps of {step}, H={hidden}, V={vocab:,}, {keep} best entries".format(**sizes)
+    return f"{grid(head, rows)}\n\n{what}; {where}: `python -m bench.jax_loss`."
+
+
 PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
     "precision.md": ("precision.jsonl", precision),
     "grade.md": ("grade.jsonl", grade),
+    "jax.md": ("jax.jsonl", in_jax),
 }
 
 
