@@ -5,20 +5,23 @@ import tempfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench.harness import read_lines
 from logitless.relax import anneal, generate, online_kl
 from logitless.train.grade_compare import table
-from logitless.train.grade_config import METHODS_COMPARED, GradeConfig
+from logitless.train.grade_config import LEGACY, METHODS_COMPARED, GradeConfig
 from logitless.train.grade_methods import METHODS
 from logitless.train.grade_run import Run
 from logitless.train.grade_setup import policy_of, set_up
 from logitless.train.grade_step import Batch, Method, Outcome
 from logitless.train.rundir import SUMMARY_FILE, stored
+from logitless.train.sft import METRICS_FILE
 
 Record = dict[str, Any]
 
@@ -146,17 +149,35 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def learning(place: Path) -> Record:
-    """What `logitless align --method all --seeds N` came to, of the seeds that all of its methods have finished."""
+    """What `logitless align --method all --seeds N` came to, of the seeds that are finished; ste_legacy beside ste."""
     config = stored(place, GradeConfig())
     found = {path.parent.name: json.loads(path.read_text("utf-8")) for path in place.glob(f"*-*/{SUMMARY_FILE}")}
-    methods = [name for name in METHODS_COMPARED if any(run.rpartition("-")[0] == name for run in found)]
-    seeds = [n for n in range(config.seed, config.seed + config.seeds) if all(f"{m}-{n}" in found for m in methods)]
-    runs = [found[f"{method}-{seed}"] for method in methods for seed in seeds]
-    missing = [name for name in METHODS_COMPARED if name not in methods]
-    adapters = runs[0]["trainable_parameters"] if config.lora_rank else 0
-    size = {"parameters": runs[0]["parameters"] - adapters, "vocab": runs[0]["vocab_size"]}
-    counts = {"steps": config.max_steps, "seeds": len(seeds), "missing": missing}
-    return {"config": told(config), "policy": size, **counts, **table(runs, [])}
+    one = next(iter(found.values()))
+    adapters = one["trainable_parameters"] if config.lora_rank else 0
+    size = {"parameters": one["parameters"] - adapters, "vocab": one["vocab_size"]}
+
+    def compared(names: tuple[str, ...]) -> Record:
+        methods = [name for name in names if any(run.rpartition("-")[0] == name for run in found)]
+        seeds = range(config.seed, config.seed + config.seeds)
+        whole = [n for n in seeds if all(f"{m}-{n}" in found for m in methods)]
+        runs = {m: [f"{m}-{n}" for n in whole] for m in methods}
+        return {
+            "seeds": len(whole),
+            "missing": [name for name in names if name not in methods],
+            "validation": {m: _validation([place / run for run in of]) for m, of in runs.items()},
+            **table([found[run] for of in runs.values() for run in of], []),
+        }
+
+    ours = compared(tuple(name for name in METHODS_COMPARED if name not in LEGACY))
+    legacy = compared(("ste", "ste_legacy"))
+    return {"config": told(config), "policy": size, "steps": config.max_steps, **ours, "legacy": legacy}
+
+
+def _validation(runs: list[Path]) -> Record:
+    """By step, the mean validation reward of some runs."""
+    rows = [row for run in runs for row in read_lines(run / METRICS_FILE) if "val/reward_mean" in row]
+    steps = sorted({row["step"] for row in rows})
+    return {str(n): fmean(row["val/reward_mean"] for row in rows if row["step"] == n) for n in steps}
 
 
 def told(config: GradeConfig) -> Record:

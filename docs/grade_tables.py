@@ -240,6 +240,26 @@ def noise(row: Record) -> str:
 
 
 def learning(record: Record) -> str:
+    c, legacy = record["config"], record["legacy"]
+    samples = record["steps"] * c["batch_size"] * c["gradient_accumulation_steps"]
+    out = f" Not run: {', '.join(f'`{name}`' for name in record['missing'])}." if record["missing"] else ""
+    parts = [
+        learned(record),
+        f"{record['seeds']} seeds, {record['steps']} steps, {samples:,} continuations of {c['completion_length']} "
+        f"tokens for every method, {record['test_samples']} test prompts; means, and {record['intervals']}. "
+        f"{policy(record)}{out}",
+        "The validation reward on the way, by steps, means over seeds:",
+        on_the_way(record),
+    ]
+    if not legacy["missing"]:
+        parts += [
+            f"The legacy (whole distributions) beside `ste` (k={c['top_k']}), {legacy['seeds']} seeds:",
+            learned(legacy),
+        ]
+    return "\n\n".join([*parts, machine(record)])
+
+
+def learned(record: Record) -> str:
     head = ["method", "test reward", "less `ste`'s", "in training less test", "KL, nats", "seconds a step", "coverage"]
     rows = []
     for name, m in record["methods"].items():
@@ -250,18 +270,13 @@ def learning(record: Record) -> str:
                 within(m["test_kl"]), f"{m['seconds_per_step']:.1f}", f"{m['coverage']:.1%}",
             ]
         )  # fmt: skip
-    c, before = record["config"], next(iter(record["methods"].values()))["val_reward_before"]
-    samples = record["steps"] * c["batch_size"] * c["gradient_accumulation_steps"]
-    out = f" Not run: {', '.join(f'`{name}`' for name in record['missing'])}." if record["missing"] else ""
-    return "\n\n".join(
-        [
-            grid(head, rows),
-            f"{record['seeds']} seeds, {record['steps']} steps, {samples:,} continuations of "
-            f"{c['completion_length']} tokens for every method, {record['test_samples']} test prompts; means, and "
-            f"{record['intervals']}. Before, the reward was {before:.3f}. {policy(record)}{out}",
-            machine(record),
-        ]
-    )
+    return grid(head, rows)
+
+
+def on_the_way(record: Record) -> str:
+    found = record["validation"]
+    steps = list(next(iter(found.values())))
+    return grid(["method", *steps], [[f"`{m}`", *(f"{of[n]:.3f}" for n in steps)] for m, of in found.items()])
 
 
 def within(x: Record) -> str:
@@ -275,7 +290,7 @@ def learning_claims(record: Record) -> list[list[str]]:
             shown = said(less["high"] < 0) if less["high"] < 0 or less["low"] > 0 else "not shown either way"
             measured = f"{-less['mean']:+.3f} ({-less['high']:+.3f} to {-less['low']:+.3f})"
             rows.append([f"test reward, `ste` less `{name}` at equal samples", "above 0", measured, shown])
-    less = record["methods"].get("ste_legacy", {}).get("test_reward_minus_ste")
+    less = record["legacy"]["methods"].get("ste_legacy", {}).get("test_reward_minus_ste")
     if less and "low" in less:
         equal = said(less["low"] <= 0 <= less["high"])
         rows.append(["test reward, `ste_legacy` less `ste`", "0 within its interval", within(less), equal])

@@ -135,6 +135,8 @@ def test_what_is_learned_is_read_from_a_comparison(small):
             }  # fmt: skip
             (place / f"{name}-{seed}").mkdir(parents=True)
             (place / f"{name}-{seed}" / "summary.json").write_text(json.dumps(run))
+            rows = [{"step": n, "val/reward_mean": 0.1 * n + seed} for n in (0, 5)]
+            (place / f"{name}-{seed}" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (place / "ste-3").mkdir()  # not finished
     (place / "ste-3" / "run.json").write_text("{}")
     record(config, place)
@@ -142,7 +144,8 @@ def test_what_is_learned_is_read_from_a_comparison(small):
     assert "| `ste` | 0.640 (" in text
     assert "320 continuations of 4 tokens for every method, 8 test prompts" in text
     assert "3 seeds, 10 steps" in text
-    assert "Not run: `gumbel`, `gumbel_legacy`." in text
+    assert "Not run: `gumbel`." in text
+    assert "| `ppo` | 1.000 | 1.500 |" in text
     claims = [line for line in text.splitlines() if line.startswith("| test reward")]
     assert ["| holds |" in line for line in claims] == [True, False, True]
     assert "not shown either way" in claims[1]
