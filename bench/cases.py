@@ -148,7 +148,7 @@ def step(case: Case, forward: Callable[..., Tensors], tensors: Tensors, share: f
             values = {"loss": values["loss"] * share}
             values["loss"].backward()
         elif case.wrt:
-            values["logprob"].backward(tensors["cotangent"])
+            values["logprob"].backward(tensors["cotangent"].to(values["logprob"].dtype))
     grads: Tensors = {}
     for name in case.wrt:
         grads[f"grad_{name}"], tensors[name].grad = tensors[name].grad, None

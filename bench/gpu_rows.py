@@ -123,29 +123,61 @@ def errors_of(expected: Tensors, got: Tensors) -> dict[str, float]:
 
 
 def bare_gemms(row: Row, t: Tensors) -> Step:
-    """The row's products in slices of the memory budget, fp32 results into a reused buffer, and nothing else."""
+    """The row's products in slices of the memory budget, fp32 results into a reused buffer, and nothing else.
+
+    In the order that such a call needs: whole rows of some tokens for a trainable head or two heads, else slices of the
+    vocabulary for up to 4,096 tokens.
+    """
+    narrow = operand_dtype(t["hidden"], t["weight"].dtype, torch.float32)
+    t = {k: x.detach().to(narrow) if x.is_floating_point() else x for k, x in t.items()}
+    if "weight" in row.case.wrt or "ref_weight" in row.case.takes:
+        return _by_tokens(row, t, narrow)
+    return _by_entries(row, t, narrow)
+
+
+def _by_tokens(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
     case, device = row.case, t["hidden"].device
     n, v = t["hidden"].shape[0], t["weight"].shape[0]
-    narrow = operand_dtype(t["hidden"], t["weight"].dtype, torch.float32)
-    most = max(1, row.budget // (4 * v * (1 + ("ref_weight" in case.takes))))
+    heads = 1 + ("ref_weight" in case.takes)
+    most = max(1, row.budget // (4 * v * heads))
     tokens = -(-n // -(-n // most))
-    buffers = [torch.empty(tokens, v, device=device) for _ in range(1 + ("ref_weight" in case.takes))]
-    out = {k: torch.empty(t[k].shape, device=device) for k in case.wrt if k == "weight"}
-    out |= {k: torch.empty(tokens, t[k].shape[1], device=device) for k in case.wrt if k == "hidden"}
-    t = {k: x.detach().to(narrow) if x.is_floating_point() else x for k, x in t.items()}
+    buffers = [torch.empty(tokens, v, device=device) for _ in range(heads)]
+    d_weight = torch.empty(t["weight"].shape, device=device) if "weight" in case.wrt else None
+    d_hidden = torch.empty(tokens, t["hidden"].shape[1], device=device)
 
     def run() -> Tensors:
         for start in range(0, n, tokens):
             h = t["hidden"][start : start + tokens]
             z = buffers[0][: len(h)]
-            if "ref_weight" in case.takes:
+            if heads == 2:
                 product(t["ref_hidden"][start : start + tokens], t["ref_weight"].t(), buffers[1][: len(h)])
             product(h, t["weight"].t(), z)
             dz = z.view(narrow)[:, :v]
-            if "hidden" in out:
-                product(dz, t["weight"], out["hidden"][: len(h)])
-            if "weight" in out:
-                (add_product if start else product)(dz.t(), h, out["weight"])
+            if "hidden" in case.wrt:
+                product(dz, t["weight"], d_hidden[: len(h)])
+            if d_weight is not None:
+                (add_product if start else product)(dz.t(), h, d_weight)
+        return {}
+
+    return run
+
+
+def _by_entries(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
+    n, v = t["hidden"].shape[0], t["weight"].shape[0]
+    tokens = -(-n // -(-n // 4096))
+    width = max(1, min(v, row.budget // (4 * tokens)))
+    buffer = torch.empty(tokens * width, device=t["hidden"].device)
+    d_hidden = torch.empty(tokens, t["hidden"].shape[1], device=buffer.device)
+
+    def run() -> Tensors:
+        for start in range(0, n, tokens):
+            h = t["hidden"][start : start + tokens]
+            for first in range(0, v, width):
+                w = t["weight"][first : first + width]
+                z = buffer[: len(h) * len(w)].view(len(h), len(w))
+                product(h, w.t(), z)
+                if "hidden" in row.case.wrt:
+                    (add_product if first else product)(z.view(narrow)[:, : len(w)], w, d_hidden[: len(h)])
         return {}
 
     return run
