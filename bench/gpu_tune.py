@@ -24,6 +24,7 @@ GEMMS = (  # rows, entries, inner, warps, stages
     (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4),
     (64, 256, 64, 8, 3), (16, 128, 64, 4, 5), (16, 128, 128, 4, 4), (32, 128, 128, 4, 4),
 )  # fmt: skip
+STREAMED_MIB = (16, 32, 64, 128)
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
 
@@ -71,7 +72,7 @@ class Trial:
         return min(self.bench.seconds_of(step, calls) for _ in range(3))
 
 
-def best_of(sizes: Sizes, candidates: Iterator[Sizes], seconds: Callable[[], float]) -> float:
+def best_of(sizes: dict[str, Any], candidates: Iterator[Sizes], seconds: Callable[[], float]) -> float:
     """Leaves the fastest of the candidates, and of what was there, in `sizes`."""
     found, fastest = dict(sizes), seconds()
     for candidate in candidates:
@@ -111,6 +112,9 @@ def tune(out: Path, tiny: bool, device: str) -> int:
             print(f"  {name}", flush=True)
             sizes = ({"block": b, "warps": w} for b, w in product(blocks, warps))
             best_of(kept[name], sizes, lambda step=step: trial.seconds(step))
+        print("  slices that are not kept", flush=True)
+        streams = ({"streamed_bytes": size << 20} for size in ((1,) if tiny else STREAMED_MIB))
+        best_of(kept, streams, lambda: trial.seconds(steps["fold"]))
         print("  products and fold in one kernel", flush=True)
         kept["gemm"].update(least_tokens=1, most_tokens=1 << 40)
         names = ("rows", "entries", "inner", "warps", "stages")

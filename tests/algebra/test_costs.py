@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.algebra.costs import MIB, dense_loss_bytes, gemm_flop, logits_bytes, price_of, slices_of
+from logitless.algebra.costs import (
+    ALIGNED,
+    FUSED_WIDTH,
+    MIB,
+    dense_loss_bytes,
+    fused_slices_of,
+    gemm_flop,
+    logits_bytes,
+    price_of,
+    slices_of,
+)
 
 GIB = 1 << 30
 NONE = {"hidden_grad": False, "weight_grad": False, "bias_grad": False}
@@ -78,3 +88,35 @@ def test_wide_slices_keep_the_tokens_and_the_budget(n, budget, device):
     assert wide.nbytes <= max(budget, narrow.nbytes)
     if n == 8 and budget == 1 << 28:
         assert wide.width == 50_000
+
+
+@given(
+    n=st.integers(1, 10**6),
+    v=st.integers(1, 10**6),
+    budget=st.integers(1, 10**10),
+    heads=st.integers(1, 2),
+    bases=st.integers(0, 2),
+    converted=st.integers(0, 10**4),
+    whole=st.booleans(),
+    streamed=st.sampled_from([0, 32 * MIB]),
+)
+def test_slices_of_kernels_keep_to_the_budget(n, v, budget, heads, bases, converted, whole, streamed):
+    s = fused_slices_of(
+        n, v, budget=budget, heads=heads, bases=bases, converted=converted, whole=whole, streamed=streamed
+    )
+    assert 1 <= s.tokens <= n
+    assert 1 <= s.width <= v
+    tiles = heads + max(0, bases - 1)
+    least = tiles * (v + ALIGNED) if whole else tiles * (64 + ALIGNED)
+    assert s.nbytes <= max(budget, 4 * (least + converted * s.width + tiles * s.tokens * ALIGNED))
+    if bases and not whole:
+        assert s.width <= FUSED_WIDTH
+
+
+def test_slices_of_kernels_at_the_sizes_of_a_real_head():
+    assert fused_slices_of(4096, 128_256, budget=1024 * MIB, whole=True).tokens == 2048
+    qwen = fused_slices_of(8192, 151_936, budget=1024 * MIB, whole=True)
+    assert (qwen.tokens, qwen.width) == (13 * 128, 151_936)  # five chunks, in whole blocks of a product
+    assert fused_slices_of(4096, 128_256, budget=256 * MIB).width == 16_384
+    assert fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1).width == FUSED_WIDTH
+    assert fused_slices_of(4096, 128_256, budget=256 * MIB, streamed=32 * MIB).width == 2048

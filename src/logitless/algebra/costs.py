@@ -129,21 +129,28 @@ def fused_slices_of(
     bases: int = 0,
     converted: int = 0,
     whole: bool = False,
+    streamed: int = 0,
 ) -> Slices:
     """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
 
-    bases: products that accumulate during the fold, whose weights lie over the slice, a second one's beside it; the
-    rest as `slices_of`.
+    bases: products that accumulate during the fold, whose weights lie over the slice, a second one's beside it;
+    streamed: bytes of a slice that is not kept, such as fit a cache, 0 for as many as the budget; the rest as
+    `slices_of`.
     """
     room = max(1, budget // itemsize)
     tiles = heads + max(0, bases - 1)
     if whole:
-        width = max(1, min(vocab_size, room // (4 * converted))) if converted else vocab_size
+        width = vocab_size
+        if converted:
+            width = min(vocab_size, max(ALIGNED, room // (4 * converted) // ALIGNED * ALIGNED))
         row = tiles * -(-vocab_size // width) * aligned(width)
         tokens = _even_blocks(n_tokens, max(1, (room - converted * width) // row))
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, room // tiles // 64)))
-    width = max(1, min(vocab_size, room // (tiles * tokens + converted), FUSED_WIDTH if bases else vocab_size))
+    most = min(vocab_size, FUSED_WIDTH if bases else vocab_size)
+    if streamed:
+        most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
+    width = max(1, min(most, room // (tiles * tokens + converted)))
     width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
     return Slices(tokens, width, itemsize * (tiles * tokens * aligned(width) + converted * width))
 
@@ -157,7 +164,7 @@ def _even_blocks(n_tokens: int, most: int) -> int:
     """`_even`, in whole blocks of a GPU's products where there are several."""
     tokens = _even(n_tokens, most)
     blocks = -(-tokens // GEMM_ROWS) * GEMM_ROWS
-    return blocks if GEMM_ROWS < tokens and blocks <= min(most, n_tokens) else tokens
+    return blocks if tokens > GEMM_ROWS and blocks <= min(most, n_tokens) else tokens
 
 
 def _even(n_tokens: int, most: int) -> int:

@@ -17,6 +17,7 @@ from .accumulator import Accumulator
 from .backends.chunk import Chunk, Folded, Grads, Scratch
 from .backends.parallel import Parallel
 from .backends.tiles import operand_dtype, weight_sum
+from .backends.triton_tuned import table_for
 from .dispatch import load
 from .gradient import one_hots, unfold
 from .meeting import layout_of
@@ -44,7 +45,8 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: boo
         },
     )
     if spec.backend == "triton":
-        return fused_slices_of(*size, **same, bases=bases)
+        streamed = table_for(inputs.hidden.device)["streamed_bytes"]
+        return fused_slices_of(*size, **same, bases=bases, streamed=streamed)
     tiles = tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k)
     return slices_of(*size, **same, device=inputs.hidden.device.type, tiles=tiles, wide=wide)
 
