@@ -13,8 +13,8 @@ from logitless.memory.plan import plan
 from logitless.memory.profile import Step, traced
 from logitless.memory.setting import Setting
 from logitless.models.catalog import from_config, shape_of
+from logitless.models.instances import checkpoint_layers, with_adapters
 from logitless.models.long_context import tile_mlp
-from logitless.train.model import checkpoint_layers, with_adapters
 from tests.support import AllocationTracker, trace_allocations
 
 TOKENS = 64

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.errors import ConfigError
 from logitless.models.catalog import ALIASES, CONFIGS, FAMILIES, REQUIRED, from_config, shape_of
-from logitless.train.model import with_adapters
+from logitless.models.instances import with_adapters
 
 # The meta device knows torch.empty by identity: a poisoned one would allocate gigabytes.
 pytestmark = pytest.mark.compiled

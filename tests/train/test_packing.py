@@ -6,7 +6,7 @@ import torch
 
 from logitless import install
 from logitless.errors import DataError, LabelError
-from logitless.train.model import checkpoint_layers
+from logitless.models.instances import checkpoint_layers
 from logitless.train.packing import IGNORED, PackedRows, Stream, check_ids, collate, hold_out
 from tests.train.micro import micro_model
 
