@@ -49,7 +49,7 @@ test-gemma: .venv/dev.stamp
 	$(BIN)/python -c "$(SITE)" > "$$(build/gemma/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/gemma install --quiet --disable-pip-version-check \
 		--no-deps --requirement tests/integrations/gemma.txt
-	PYTHONPATH=src OMP_NUM_THREADS=1 build/gemma/bin/python -m pytest -rs -W default tests/integrations/test_gemma.py
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/gemma/bin/python -m pytest -rs -W default -o timeout=1200 tests/integrations/test_gemma.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
