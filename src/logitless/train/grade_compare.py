@@ -27,7 +27,7 @@ PANELS: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
     ("val/reward_mean", "validation reward", lambda r: r["val/reward_mean"]),
     ("train/kl", "KL, nats per continuation", lambda r: r["train/kl"]),
     ("grad_norm", "gradient norm", lambda r: r["grad_norm"]),
-    ("grad_variance", "gradient variance\nover its mean's square", lambda r: relative(r)),
+    ("grad_variance", "gradient variance", lambda r: r["grad_variance"]),
     ("tau", "τ", lambda r: r["tau"]),
     ("coverage", "coverage", lambda r: r["coverage"]),
     ("seconds", "seconds per step", lambda r: r["seconds"]),
@@ -41,8 +41,9 @@ COLOURS = {
 
 
 def relative(record: Record) -> float:
-    """The variance of a gradient in units of its mean's square: what one sample is worth."""
-    return record["grad_variance"] / max(record["grad_mean_square"], 1e-30)
+    """The variance of a gradient in units of its mean's square; infinite where the mean is lost in it."""
+    square = record["grad_mean_square"]
+    return record["grad_variance"] / square if square > 0 else math.inf
 
 
 def interval(values: Sequence[float]) -> Record:
@@ -91,33 +92,24 @@ def table(summaries: list[Record], records: list[Record]) -> Record:
 def show(summary: Record, console: Console) -> None:
     """The table of a comparison."""
     say(console, f"{summary['model']}: {summary['steps']} steps, {summary['seeds']} seed(s)")
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    columns = (
-        "method",
-        "test reward",
-        "95 %",
-        "std",
-        "validation",
-        "KL",
-        "gap",
-        "variance / mean²",
-        "s / step",
-        "peak",
-    )
+    shown = Table(box=None, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
+    columns = ("method", "test reward", "95 %", "KL", "gap", "var/mean²", "s/step", "peak")
     for i, name in enumerate(columns):
         shown.add_column(name, justify="right" if i else "left", no_wrap=True)
     for name, x in summary["methods"].items():
         reward, variance = x["test_reward"], "" if x["grad_variance"] is None else f"{relative(x):.3g}"
         shown.add_row(
-            name, f"{reward['mean']:.3f}", f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "",
-            f"{x['test_reward_std']:.3f}", f"{x['val_reward_before']:.3f} → {x['val_reward_after']:.3f}",
-            f"{x['test_kl']['mean']:.2f}", f"{x['generalisation_gap']['mean']:+.3f}", variance,
-            f"{x['seconds_per_step']:.2f}", format_bytes(x["peak_memory_bytes"]),
+            name, f"{reward['mean']:.3f}±{x['test_reward_std']:.2f}",
+            f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "", f"{x['test_kl']['mean']:.2f}",
+            f"{x['generalisation_gap']['mean']:+.3f}", variance, f"{x['seconds_per_step']:.2f}",
+            format_bytes(x["peak_memory_bytes"]),
         )  # fmt: skip
     console.print(shown, highlight=False)
+    before = fmean(x["val_reward_before"] for x in summary["methods"].values())
     for name, reason in summary["left_out"].items():
         say(console, f"{name} is left out: {reason}")
-    say(console, f"intervals over seeds, {summary['intervals']}; std over {summary['test_samples']} test samples")
+    say(console, f"validation reward before: {before:.3f}; ± is over {summary['test_samples']} test samples")
+    say(console, f"intervals: {summary['intervals']}")
     say(console, f"in {summary['output_dir']}: comparison.png, metrics.jsonl, summary.json")
 
 
@@ -142,5 +134,5 @@ def draw(path: Path, records: list[Record]) -> None:
             axes.set_yscale("log")
     for axes in grid[-3:]:
         axes.set_xlabel("optimiser step")
-    grid[0].legend(frameon=False, fontsize=8, ncols=2)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), frameon=False)
     finish(figure, list(grid), path)
