@@ -151,6 +151,15 @@ def _add_frozen_heads() -> None:
 _add_frozen_heads()
 
 
+@case("frozen head with best entries")
+def frozen_with_best() -> None:
+    """Some of the best entries are read from the slice after the fold, where weights may not lie yet."""
+    for dtype, k, want in ((torch.float64, 3, ("logprob", "entropy")), (torch.float32, 3, ("logprob",)),
+                           (torch.float32, 70, ("logprob", "entropy"))):  # fmt: skip
+        ops = operands((6,), 7, 517, dtype=dtype).training("hidden")
+        check(ops, want, top_k=k, candidates=torch.randint(517, (6, 2)), memory_budget=30_000)
+
+
 @case("adapters on the head")
 def adapters() -> None:
     check(operands((9,), 7, 523, reference=True, ranks=(2, 3)), ("logprob", "entropy", "kl"), memory_budget=30_000)

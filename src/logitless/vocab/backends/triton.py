@@ -80,10 +80,11 @@ class Running:
                 add_product(x, part.to(x.dtype), out)
 
     def room(self, tile: Tile, w: Operands, k: int) -> Tensor:
-        """Where the k-th basis' weights go: over the products, but for a second one that is as wide as they are."""
-        if k == 0 or w[0].dtype != tile.z.dtype:
-            return narrow(tile.z, w[0].dtype, k)
-        return buffer(self.chunk, "weights", tile.z.shape[1])
+        """Where the k-th basis' weights go: over the products, unless these are read again or have no room for them."""
+        dtype, width = w[0].dtype, tile.z.shape[1]
+        if self.best.reads_logits or (k > 0 and dtype == tile.z.dtype):
+            return narrow(buffer(self.chunk, f"weights{k}", width), dtype)
+        return narrow(tile.z, dtype, k)
 
     def rescale(self) -> None:
         """The products relative to the new maximum."""
