@@ -20,6 +20,8 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
     given = (
         "--model small --data d --context-length 64 --batch-size 3 --gradient-accumulation-steps 2 "
         "--gradient-checkpointing --max-steps 9 --learning-rate 1e-3 --lora-rank 4 --loss dense --memory-budget 1GiB "
+        "--attention nsa --mlp-tiles 2 --offload-activations --rope-scaling yarn:2 --sharding fsdp2 --rank-timeout 60 "
+        "--tensor-parallel 1 --context-parallel 1 "
         "--seed 5 --dtype bfloat16 --device cpu --output-dir o --json j"
     )
     assert parse(given.split()) == TrainConfig(
@@ -32,6 +34,12 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         max_steps=9,
         learning_rate=1e-3,
         lora_rank=4,
+        attention="nsa",
+        mlp_tiles=2,
+        offload_activations=True,
+        rope_scaling="yarn:2",
+        sharding="fsdp2",
+        rank_timeout=60,
         loss="dense",
         memory_budget="1GiB",
         seed=5,

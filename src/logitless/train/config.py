@@ -14,9 +14,13 @@ from typing import Any, Literal, Self, TypeVar
 
 from ..errors import OptionError
 from ..memory.units import parse_bytes
+from ..models.positions import parse_scaling
 
 # What a resumed run may change; the rest decides what the weights and the data order mean.
-RESUMABLE = {"max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "report_to"}
+RESUMABLE = {
+    "max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "offload_activations", "mlp_tiles",
+    "rank_timeout", "report_to",
+}  # fmt: skip
 INVOCATION = {"output_dir", "resume", "json", "config"}
 Options = TypeVar("Options", bound="RunOptions")
 
@@ -53,6 +57,11 @@ class RunOptions:
     def context_length(self) -> int:
         """Tokens of a sequence."""
         raise NotImplementedError
+
+    attention = "auto"  # how the model's body is computed: options of `train` alone
+    mlp_tiles = 1
+    offload_activations = False
+    rope_scaling = ""
 
     def defaults(self) -> Self:
         """What options are where they are not given; they may depend on those that are."""
@@ -111,6 +120,22 @@ class TrainConfig(RunOptions):
     """Peak of a cosine schedule. Default: 3e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""
     lora_rank: int = 0
     """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
+    attention: Literal["auto", "sdpa", "eager", "nsa"] = "auto"
+    """nsa: native sparse attention, memory linear in the context. auto: as the checkpoint's config says, else sdpa."""
+    mlp_tiles: int = 1
+    """Compute each MLP in so many pieces of the sequence, again in backward: the same numbers in less memory."""
+    offload_activations: bool = False
+    """Keep what --gradient-checkpointing keeps in the host's memory."""
+    rope_scaling: str = ""
+    """KIND:FACTOR, such as yarn:4, to go beyond the model's positions: linear, dynamic or yarn."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """What several ranks divide beside the data: nothing, or weights, gradients and optimizer state."""
+    tensor_parallel: int = 1
+    """Ranks that share each matrix: 1, all that can be trained and resumed here."""
+    context_parallel: int = 1
+    """Ranks that share each sequence: 1, all that keeps packed documents apart."""
+    rank_timeout: int = 1800
+    """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "chunked"] = "auto"
     """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
 
@@ -119,7 +144,33 @@ class TrainConfig(RunOptions):
         self.check_shared("context_length")
         expected = "at least 2 (a token and its successor)"
         require(self.context_length >= 2, "context_length", expected, self.context_length)
+        require(self.mlp_tiles >= 1, "mlp_tiles", "at least 1", self.mlp_tiles)
+        require(self.rank_timeout >= 1, "rank_timeout", "at least 1", self.rank_timeout)
+        self._check_split()
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
+        if self.rope_scaling:
+            parse_scaling(self.rope_scaling)
         return self
+
+    def _check_split(self) -> None:
+        """OptionError for ranks that share matrices or sequences, which no engine beneath can train and resume."""
+        for name in ("tensor_parallel", "context_parallel"):
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        length, ranks = self.context_length, self.context_parallel
+        fitting = f"a multiple of --context-parallel {ranks}, such as {-(-length // ranks) * ranks}"
+        require(length % ranks == 0, "context_length", fitting, length)
+        instead = "use --sharding fsdp2, which divides weights and optimizer state"
+        if self.tensor_parallel > 1:
+            raise OptionError(
+                f"--tensor-parallel {self.tensor_parallel}: transformers resumes no model whose matrices are split; "
+                f"{instead}"
+            )
+        if ranks > 1:
+            raise OptionError(
+                f"--context-parallel {ranks}: torch's ring attention cannot keep packed documents apart; {instead}, "
+                "and --offload-activations with --mlp-tiles, which shorten what a context needs"
+            )
 
 
 def require(holds: bool, name: str, expected: str, got: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, OptionError
-from ..models.instances import checkpoint_layers, config_of, with_adapters
+from ..models.instances import config_of, with_adapters
+from ..models.positions import check_reach, scale
 from ..models.presets import PRESETS, preset
 from .config import RunOptions
 from .tokenizer import TextTokenizer, pretrained, tekken
@@ -84,30 +86,60 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     return tokenizer
 
 
+def reaching(config: RunOptions, source: ModelSource) -> Any:
+    """The source's configuration, its positions scaled where asked; OptionError when they end before the context."""
+    wanted = deepcopy(source.config)
+    if config.rope_scaling:
+        scale(wanted, config.rope_scaling)
+    check_reach(wanted, config.context_length, config.model)
+    return wanted
+
+
 def build(config: RunOptions, source: ModelSource) -> Any:
     """The transformers model to train, on the CPU, with adapters where asked; the same weights for the same seed."""
-    import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
-    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and config.context_length > longest:
-        raise OptionError(f"--context-length {config.context_length}: {config.model} has positions up to {longest}")
+    from ..models.long_context import lightened
+
+    wanted = reaching(config, source)
     set_seed(config.seed)
+    model = _sparse(config, source, _transformers_model(config, source, wanted))
+    model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
+    return with_adapters(model, config.lora_rank) if config.lora_rank else model
+
+
+def _transformers_model(config: RunOptions, source: ModelSource, wanted: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    attention = config.attention if config.attention in ("sdpa", "eager") else None
+    shared = {"attn_implementation": attention, "trust_remote_code": False}
     try:
         if source.weights is None:
             dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-            model = AutoModelForCausalLM.from_config(source.config, dtype=dtype, trust_remote_code=False)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                source.weights, dtype=config.dtype, use_safetensors=True, trust_remote_code=False
-            )
+            return AutoModelForCausalLM.from_config(wanted, dtype=dtype, **shared)
+        return AutoModelForCausalLM.from_pretrained(
+            source.weights, config=wanted, dtype=config.dtype, use_safetensors=True, **shared
+        )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         misfit = "mismatched" in str(error)
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
         raise ConfigError(f"--model {config.model}: {reason}") from None
-    if config.gradient_checkpointing:
-        checkpoint_layers(model)
-    return with_adapters(model, config.lora_rank) if config.lora_rank else model
+
+
+def _sparse(config: RunOptions, source: ModelSource, model: Any) -> Any:
+    """The model with native sparse attention, where that is asked for or its config says so."""
+    from ..models.nsa.layers import attach, load_parameters
+
+    has = bool(getattr(source.config.get_text_config(), "nsa", None))
+    if not has and config.attention != "nsa":
+        return model
+    if config.attention not in ("auto", "nsa"):
+        raise OptionError(
+            f"--attention {config.attention}: the config of {config.model} names nsa; leave --attention out, or take "
+            "nsa out of its config.json"
+        )
+    return load_parameters(model, source.weights) if has and source.weights else attach(model)
 
 
 def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:

@@ -50,6 +50,10 @@ class PackedRows(Dataset):
         if most is not None:
             self.rows = min(self.rows, most)
 
+    def whole_steps(self, rows: int) -> PackedRows:
+        """These rows without the last ones that would fill a step of `rows` only in part; all, where they fill none."""
+        return PackedRows(self.stream, self.length, len(self) // rows * rows or len(self))
+
     def __len__(self) -> int:
         return self.rows
 

@@ -49,9 +49,14 @@ def claim(config: RunOptions, name: str) -> Path:
     return place
 
 
-def record(config: RunOptions, place: Path) -> None:
+def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
     """Writes run.json: from now on, the run can be resumed."""
-    write_json(place / RUN_FILE, {"schema": 1, "config": config.to_dict()})
+    write_json(place / RUN_FILE, {"schema": 1, "config": config.to_dict(), "ranks": ranks})
+
+
+def ranks_at_start(place: Path) -> int:
+    """How many ranks the run in this directory was started with."""
+    return int(json.loads((place / RUN_FILE).read_text(encoding="utf-8")).get("ranks", 1))
 
 
 def _continue(config: RunOptions, run: Path) -> Path:
@@ -81,15 +86,16 @@ def explained(place: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(_how_to_go_on(place, command)) from None
+        raise Interrupted(how_to_go_on(place, command)) from None
     except Exception as error:
         if not _disk_full(error, place):
             raise
         discard_unfinished(place)
-        raise OutOfSpace(f"no space left at {place}: free some, then {_how_to_go_on(place, command)}") from error
+        raise OutOfSpace(f"no space left at {place}: free some, then {how_to_go_on(place, command)}") from error
 
 
-def _how_to_go_on(place: Path, command: str) -> str:
+def how_to_go_on(place: Path, command: str) -> str:
+    """The command that continues the run, and whence."""
     if not (place / RUN_FILE).exists():
         return "interrupted before the first step; start again"
     found = last_checkpoint(place)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import disable_progress_bars
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments
@@ -25,11 +25,13 @@ from .checkpoints import last_checkpoint
 from .config import RunOptions, TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
-from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
+from .model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
 from .progress import ProgressBar, say
-from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, record
+from .ranks import accumulation, agree, first, lost
+from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, ranks_at_start, record
+from .sharded import ShardedTrainer
 from .stepcost import measure
 from .summary import SCHEMA, numbers
 from .tokenizer import TextTokenizer
@@ -63,13 +65,14 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
     quiet()
     if config.check().device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    state = PartialState(cpu=config.device == "cpu")
+    state = PartialState(cpu=config.device == "cpu", timeout=timedelta(seconds=config.rank_timeout))
     source = resolve(config.model)
+    reaching(config, source)  # refused before the run has a place
     tokenizer = load_tokenizer(source)
-    place: list[Any] = [claim(config, Path(config.model).stem) if state.is_main_process else None]
-    broadcast_object_list(place)
-    with explained(place[0], "train"):
-        parts = _set_up(config, place[0], source, tokenizer, console)
+    agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
+    place = first(lambda: claim(config, Path(config.model).stem))
+    with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
+        parts = _set_up(config, place, source, tokenizer, console)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = build(config, source)
         align_tokens(model, tokenizer)
@@ -87,13 +90,18 @@ def quiet() -> None:
 
 def _set_up(config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
     state, tokens = PartialState(), place / TOKENS_FILE
-    if state.is_main_process and not (config.resume and tokens.exists()):
-        say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
-        prepare(config, tokenizer, source.vocab_size, tokens)
-        record(config, place)
-    state.wait_for_everyone()
+
+    def prepared() -> int:
+        if not (config.resume and tokens.exists()):
+            say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
+            prepare(config, tokenizer, source.vocab_size, tokens)
+            record(config, place, state.num_processes)
+        return ranks_at_start(place)
+
+    per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
+    given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, state.num_processes))
     train, held_out = load(tokens, config.context_length)
-    return Run(config, place, source, tokenizer, train, held_out, console)
+    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console)
 
 
 def _step_memory(parts: Run) -> dict[str, Any]:
@@ -110,13 +118,15 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     config, place = parts.config, parts.place
     found = last_checkpoint(place)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
-    given = arguments(config, place, rate)
+    divided = {"sync_each_batch": config.sharding == "fsdp2"}  # else gradients would wait in whole for the last pass
+    given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
     tokens = config.batch_size * config.gradient_accumulation_steps * given.world_size * config.context_length
     records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
     held_out = HeldOut(parts.held_out, config.batch_size, records.path)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
     alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
-    trainer = Trainer(
+    kind = ShardedTrainer if config.sharding == "fsdp2" else Trainer
+    trainer = kind(
         model=model,
         args=given,
         train_dataset=parts.train,
@@ -133,6 +143,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     if stop.asked and trainer.state.global_step < config.max_steps:
         raise KeyboardInterrupt
+    if isinstance(trainer, ShardedTrainer):
+        return trainer.whole_weights()
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
@@ -167,6 +179,10 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
     """Saves the model, draws the plots and writes the summary."""
     config, place = parts.config, parts.place
+    if config.sharding == "fsdp2":  # its parameters are on all ranks, and this is the first one alone
+        model = build(config, parts.source)
+        align_tokens(model, parts.tokenizer)
+        model.load_state_dict(weights)
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype

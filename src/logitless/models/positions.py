@@ -1,0 +1,92 @@
+"""How far a model's positions reach, and rotary embeddings scaled to reach further (no torch import)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import OptionError
+
+SCALINGS = ("linear", "dynamic", "yarn")
+STATED = ("default", "llama3", "longrope", "proportional")  # max_position_embeddings is what they reach already
+
+
+def reach(config: Any) -> int | None:
+    """The longest context that a transformers configuration stands for, in tokens; None where it does not say.
+
+    linear and dynamic scaling stretch max_position_embeddings by their factor, yarn the positions before scaling;
+    llama3 and longrope are stretched already. Every kind of layer counts, but those with a sliding window.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None:
+        return None
+    return min((_reach(parameters, longest) for parameters in _rotary(text)), default=longest)
+
+
+def _reach(parameters: dict[str, Any], longest: int) -> int:
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    if kind in STATED:
+        return longest
+    before = parameters.get("original_max_position_embeddings") or longest
+    return max(longest, math.floor((before if kind == "yarn" else longest) * factor))
+
+
+def _rotary(text: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a configuration, by kind of layer where they differ; none: positions are a table."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    far = [value for key, value in parameters.items() if isinstance(value, dict) and not key.startswith("sliding")]
+    return (far or nested) if nested else [parameters] if parameters else []
+
+
+def parse_scaling(text: str) -> tuple[str, float]:
+    """ "yarn:4" -> ("yarn", 4.0). Raises OptionError."""
+    kind, _, number = text.partition(":")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = math.nan
+    if kind not in SCALINGS or not (math.isfinite(factor) and factor >= 1):
+        expected = f"a kind ({', '.join(SCALINGS)}) and a factor of at least 1, such as yarn:4"
+        raise OptionError(f"--rope-scaling must be {expected}, got {text!r}")
+    return kind, factor
+
+
+def scale(config: Any, scaling: str) -> None:
+    """Writes a scaling such as "yarn:4" into a configuration's rotary parameters. Raises OptionError.
+
+    yarn: Peng et al., arXiv 2309.00071; linear: Chen et al., arXiv 2306.15595; dynamic: NTK-aware, by the length.
+    """
+    kind, factor = parse_scaling(scaling)
+    text = config.get_text_config()
+    places = _rotary(text)
+    if not places:
+        raise OptionError(f"--rope-scaling {scaling}: {text.model_type} has no rotary embeddings to scale")
+    if any(parameters.get("rope_type", "default") != "default" for parameters in places):
+        found = ", ".join(sorted({parameters["rope_type"] for parameters in places}))
+        raise OptionError(f"--rope-scaling {scaling}: the model's config has a scaling already ({found})")
+    longest = text.max_position_embeddings
+    for parameters in places:
+        parameters |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            parameters["original_max_position_embeddings"] = longest
+    if kind == "yarn":
+        text.max_position_embeddings = math.floor(longest * factor)
+
+
+def check_reach(config: Any, context_length: int, name: str) -> None:
+    """OptionError when a context is longer than the model's positions; it says which scaling would do."""
+    longest = reach(config)
+    if longest is None or context_length <= longest:
+        return
+    rotary = _rotary(config.get_text_config())
+    plain = rotary and all(parameters.get("rope_type", "default") == "default" for parameters in rotary)
+    factor = math.ceil(context_length / longest)
+    if plain:
+        remedy = f"--rope-scaling yarn:{factor} stretches them (other kinds: linear, dynamic)"
+    elif rotary:
+        remedy = f"raise the factor of its config's rope_parameters {factor} times"
+    else:
+        remedy = "they are a table of weights, which cannot be stretched"
+    raise OptionError(f"--context-length {context_length}: {name} has positions up to {longest}; {remedy}")

@@ -1,0 +1,77 @@
+"""Several ranks of one run: what they must agree on, errors that all of them raise, and ranks that are lost."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from .. import errors
+from ..errors import LogitlessError, OptionError, RankError
+
+Value = TypeVar("Value")
+LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
+LOST = ("connection closed by peer", "connection reset", "timed out", "timeout", "socket", "gloo", "nccl")
+
+
+def agree(**facts: Any) -> None:
+    """RankError, the same on all ranks, where ranks differ in a fact or in the versions of what they run on."""
+    mine = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}, **facts}
+    each = gather_object([mine])
+    for name, value in each[0].items():
+        other = next((rank for rank, theirs in enumerate(each) if theirs.get(name) != value), None)
+        if other is not None:
+            raise RankError(
+                f"ranks disagree on {name}: {value} on rank 0, {each[other].get(name)} on rank {other}; start all with "
+                "the same installation, options and files"
+            )
+
+
+def first(work: Callable[[], Value]) -> Value:
+    """What the first rank's `work` returns, on every rank; its LogitlessError is raised on all of them."""
+    if not PartialState().use_distributed:
+        return work()
+    told: list[Any] = [None, None, ""]
+    if PartialState().is_main_process:
+        try:
+            told[0] = work()
+        except LogitlessError as error:
+            told[1:] = [type(error).__name__, str(error)]
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise getattr(errors, told[1], LogitlessError)(told[2])
+    return told[0]
+
+
+def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
+    """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do."""
+    if per_step % (batch_size * ranks):
+        raise OptionError(
+            f"a step of this run is {per_step} sequences, which {ranks} ranks with {batch_size} at a time cannot share "
+            f"evenly: launch a number of ranks that divides {per_step // batch_size}"
+        )
+    return per_step // (batch_size * ranks)
+
+
+@contextmanager
+def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Turns the failure of a collective, when another rank died or does not answer, into one line."""
+    try:
+        yield
+    except LogitlessError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if not (dist.is_initialized() and any(sign in text.lower() for sign in LOST)):
+            raise
+        reason = text.strip().splitlines()[0][:160]
+        raise RankError(
+            f"rank {dist.get_rank()} lost another rank ({reason}); the first error among the ranks' logs says why; "
+            f"{how_to_go_on()}"
+        ) from error

@@ -1,0 +1,81 @@
+"""How far positions reach: transformers' own configurations, and what a scaling writes into them."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.errors import OptionError
+from logitless.models.positions import check_reach, parse_scaling, reach, scale
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def config(kind="qwen3", rope=None, **changes):
+    scaling = {} if rope is None else {"rope_parameters": {"rope_theta": 10_000.0, **rope}}
+    return AutoConfig.for_model(kind, **{**SIZES, **scaling, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (config(), 64),
+        (config(rope={"rope_type": "linear", "factor": 2.0}), 128),
+        (config(rope={"rope_type": "dynamic", "factor": 2.5}), 160),
+        (config(rope={**YARN, "original_max_position_embeddings": 32}), 128),  # as Qwen3 writes it: 32 scaled, 64 said
+        (config(rope={**YARN, "original_max_position_embeddings": 64}, max_position_embeddings=256), 256),
+        (config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), 64),
+        (AutoConfig.for_model("gpt2", n_positions=48), 48),
+        (config("gemma3_text", layer_types=["sliding_attention", "full_attention"]), 64),
+        (AutoConfig.for_model("mamba"), None),
+    ],
+)
+def test_what_a_configuration_reaches(given, expected):
+    assert reach(given) == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_a_scaling_is_the_one_that_transformers_reads(kind):
+    """The same frequencies as of a configuration that had the scaling from the start."""
+    ours = config()
+    scale(ours, f"{kind}:4")
+    assert reach(ours) == 256
+    own = {"original_max_position_embeddings": 64} if kind == "yarn" else {}
+    theirs = config(
+        rope={"rope_type": kind, "factor": 4.0, **own}, max_position_embeddings=ours.max_position_embeddings
+    )
+    ids = torch.arange(200)[None] % 64
+    models = []
+    for each in (config(), ours, theirs):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(each).eval())
+    plain, found, exact = (model(ids, use_cache=False).logits for model in models)
+    assert torch.equal(found, exact)
+    assert (found - plain).abs().max() > 1e-3
+    check_reach(ours, 256, "m")
+
+
+def test_a_context_past_the_positions_is_told_what_would_do():
+    with pytest.raises(OptionError, match=r"200: m has positions up to 64; --rope-scaling yarn:4 stretches them"):
+        check_reach(config(), 200, "m")
+    with pytest.raises(OptionError, match=r"positions up to 128; raise the factor .* 2 times"):
+        check_reach(config(rope={"rope_type": "linear", "factor": 2.0}), 200, "m")
+    with pytest.raises(OptionError, match="a table of weights"):
+        check_reach(AutoConfig.for_model("gpt2", n_positions=48), 49, "m")
+
+
+@pytest.mark.parametrize("text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "llama3:2", "4", ":4"])
+def test_scalings_without_a_meaning(text):
+    with pytest.raises(OptionError, match="--rope-scaling must be a kind"):
+        parse_scaling(text)
+
+
+def test_models_that_cannot_be_scaled():
+    with pytest.raises(OptionError, match="gpt2 has no rotary embeddings to scale"):
+        scale(AutoConfig.for_model("gpt2"), "yarn:2")
+    with pytest.raises(OptionError, match=r"has a scaling already \(llama3\)"):
+        scale(config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), "yarn:2")

@@ -1,0 +1,108 @@
+"""Runs on several ranks, launched by torchrun: the losses of one process, checkpoints for any number of ranks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from logitless.errors import OptionError
+from logitless.train.checkpoints import last_checkpoint
+from logitless.train.ranks import accumulation
+from logitless.train.sft import run
+from tests.integrations.launching import ROOT
+from tests.train.micro import CONTEXT
+from tests.train.test_run import dense_held_out_loss, losses, resume
+
+QUIET = Console(quiet=True)
+STEPS, PER_STEP = 12, 8  # the corpus is gone through more than once
+
+
+def launch(ranks: int, *arguments: object, timeout: int = 240) -> tuple[int, str]:
+    """Exit status and what the ranks wrote."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [*command, "tests.train.launched", *map(str, arguments)], cwd=ROOT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        written, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        written, _ = process.communicate(timeout=60)
+        raise AssertionError(f"no end within {timeout} s\n{written[-4000:]}") from None
+    return process.returncode, written
+
+
+def options(micro, place: Path, *more: object) -> list[object]:
+    fixed = ["train", "--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--device", "cpu"]
+    fixed += ["--learning-rate", 1e-2, "--loss", "chunked", "--max-steps", STEPS, "--batch-size", 1]
+    return [*fixed, "--output-dir", place, *more]
+
+
+@pytest.fixture(scope="module")
+def alone(micro, tmp_path_factory) -> dict[int, float]:
+    """The losses of one process."""
+    from logitless.train import sft
+
+    place = tmp_path_factory.mktemp("alone") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")})
+        run(replace(micro.config, batch_size=PER_STEP, max_steps=STEPS, output_dir=place), QUIET)
+    return losses(place)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, sharding):
+    """Killed in mid-run and resumed on other numbers of ranks, a run has the losses of one process."""
+    place = tmp_path / "run"
+    given = options(micro, place, "--sharding", sharding, "--gradient-accumulation-steps", PER_STEP // 2)
+    start = time.monotonic()
+    status, written = launch(2, "--die", 7, *given, "--rank-timeout", 60)
+    assert status != 0
+    assert time.monotonic() - start < 150
+    assert "logitless: rank 0 lost another rank" in written
+    assert f"--resume {place} goes on from step 6" in " ".join(written.split())
+    found = last_checkpoint(place)
+    assert found is not None
+    assert found[1] == 6
+    shutil.copytree(place, tmp_path / "four")
+    status, written = launch(4, "train", "--resume", tmp_path / "four")
+    assert status == 0, written[-4000:]
+    assert written.count("training loss") == 1  # one summary, not one per rank
+    resume(place)
+    for finished in (tmp_path / "four", place):
+        assert losses(finished) == pytest.approx(alone, rel=1e-4)
+        summary = json.loads((finished / "summary.json").read_text())
+        assert dense_held_out_loss(finished) == pytest.approx(summary["held_out_loss_after"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "ranks", "message"),
+    [
+        (["--context-length", 128], 2, "positions up to 64"),
+        (["--data", "nowhere"], 2, "no such file"),
+    ],
+)
+def test_every_rank_says_what_is_wrong(micro, tmp_path, more, ranks, message):
+    status, written = launch(ranks, *options(micro, tmp_path / "run", *more), timeout=100)
+    assert status != 0
+    assert written.count("logitless: ") == ranks == written.count(message)
+
+
+def test_a_step_is_shared_evenly():
+    assert [accumulation(8, 2, ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(OptionError, match=r"8 sequences, which 3 ranks with 2 at a time .* that divides 4"):
+        accumulation(8, 2, 3)
