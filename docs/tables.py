@@ -15,6 +15,7 @@ from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
 from docs.grade_tables import grade
 from docs.markdown import grid
+from docs.scale_tables import scale
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -157,6 +158,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
     """Every page that holds figures, with the text that the result files give."""
     for page, (name, make) in PAGES.items():
         yield ROOT / "docs" / "generated" / page, rendered(name, make) + "\n"
+    yield ROOT / "docs" / "generated" / "scale.md", scale() + "\n"
     page = ROOT / "README.md"
     text = page.read_text("utf-8")
     before, rest = text.split(BEGIN)

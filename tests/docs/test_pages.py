@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = {"many-devices.md"}  # starts ranks of its own
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -15,9 +16,11 @@ def blocks(text: str) -> list[str]:
     return ["\n" * text.count("\n", 0, found.start(1)) + found[1] for found in BLOCK.finditer(text)]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES if BLOCK.search(p.read_text("utf-8"))]
-)
+def case(page: Path):
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * (page.name in SLOW))
+
+
+@pytest.mark.parametrize("page", [case(p) for p in PAGES if BLOCK.search(p.read_text("utf-8"))])
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}
