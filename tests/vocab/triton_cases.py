@@ -429,6 +429,19 @@ def _waits(step: Callable[[], object]) -> bool:
     return False
 
 
+@case("an upstream gradient is not rounded to bf16")
+def upstream() -> None:
+    ops = moved(operands((31,), 64, 203, dtype=torch.bfloat16))
+
+    def gradient(share: float) -> torch.Tensor:
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton")
+        return torch.autograd.grad(loss * share, ops.hidden)[0].double()
+
+    whole, third = gradient(1.0), gradient(1 / 3)
+    bias = (third * whole).sum() / whole.square().sum() * 3 - 1
+    assert abs(bias) < 2.0**-11  # 1/3 in bf16 is 2^-9 too much, in every element alike
+
+
 @case("no waiting for the device in a CUDA graph")
 def captured() -> None:
     """On a GPU a graph is captured and replayed; on a CPU what would wait is refused."""

@@ -549,4 +549,5 @@ def scale(x, factor, count, BLOCK: tl.constexpr):
         for begin in range(start, count, step):
             at = begin + tl.arange(0, BLOCK)
             inside = at < count
-            tl.store(x + at, (tl.load(x + at, mask=inside, other=0.0) * by).to(x.dtype.element_ty), mask=inside)
+            y = tl.load(x + at, mask=inside, other=0.0).to(by.dtype) * by  # not by's bf16 rounding: a bias
+            tl.store(x + at, y.to(x.dtype.element_ty), mask=inside)
