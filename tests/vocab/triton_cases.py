@@ -439,7 +439,8 @@ def upstream() -> None:
 
     whole, third = gradient(1.0), gradient(1 / 3)
     bias = (third * whole).sum() / whole.square().sum() * 3 - 1
-    assert abs(bias) < 2.0**-11  # 1/3 in bf16 is 2^-9 too much, in every element alike
+    assert bias < 2.0**-11  # 1/3 in bf16 is 2^-9 too much, in every element alike
+    assert bias > (-(2.0**-11) if DEVICE == "cuda" else -(2.0**-8))  # the interpreter cuts bf16 off, a GPU rounds
 
 
 @case("no waiting for the device in a CUDA graph")
