@@ -129,6 +129,15 @@ def test_packed_documents_are_those_documents_by_themselves():
     torch.testing.assert_close(packed, torch.cat(apart, dim=1))
 
 
+def test_every_parameter_has_a_gradient_where_nothing_is_compressed():
+    """Ranks whose documents are short reduce the same gradients as ranks whose documents are long."""
+    model, ids = model_and_ids(length=SMALL.block - 1)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert missing == []
+    assert all((p.grad == 0).all() for name, p in model.named_parameters() if "compress" in name)
+
+
 def test_generation_with_a_cache_and_padding_equals_whole_forwards():
     model, ids = model_and_ids(20)
     mask = torch.ones_like(ids)

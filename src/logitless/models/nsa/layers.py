@@ -50,8 +50,8 @@ class NSAParameters(nn.Module):
         return self._compressed(key, self.compress_key), self._compressed(value, self.compress_value)
 
     def _compressed(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        if self.options.compressed(x.shape[1]) == 0:
-            return x[:, :0]
+        if self.options.compressed(x.shape[1]) == 0:  # a gradient of zeros, so that ranks reduce the same parameters
+            return linear(x.new_zeros(x.shape[0], 0, linear.in_features))
         return linear(x.unfold(1, self.options.block, self.options.stride).transpose(-1, -2).flatten(-2))
 
 
