@@ -132,6 +132,9 @@ def test_logitless_train_knows_its_flags():
     line = logitless_train(replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True))
     config = parse(line.split()[2:])
     assert (config.context_length, config.lora_rank, config.memory_budget_bytes) == (2048, 16, 256 << 20)
+    line = logitless_train(replace(SMALL_GPU, sharding="fsdp2", gpus=4))
+    assert parse(line.split()[6:]).sharding == "fsdp2"
+    assert logitless_train(replace(SMALL_GPU, sharding="zero3", gpus=4)) is None
 
 
 @pytest.mark.parametrize("algorithm", ["intuitor", "dpo", "grpo", "reinforce"])

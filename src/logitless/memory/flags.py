@@ -38,12 +38,13 @@ def launcher(setting: Setting) -> str:
 
 
 def logitless_train(setting: Setting) -> str | None:
-    """`logitless train`'s command line: supervised training, all GPUs with the whole model."""
+    """`logitless train`'s command line: supervised training, the model whole on all GPUs or divided by FSDP2."""
     if setting.algorithm != "sft":
         return None
     light = ["--offload-activations"] * setting.offload_activations
     light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
-    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light])
+    light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
+    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light], "fsdp2")
 
 
 def logitless_align(setting: Setting) -> str | None:
@@ -60,9 +61,9 @@ def logitless_align(setting: Setting) -> str | None:
     return _own("align", setting, parts)
 
 
-def _own(command: str, setting: Setting, parts: list[str]) -> str | None:
-    """A command of logitless with the options that they share; None for sharding, which they leave to others."""
-    if setting.sharding != "ddp" or setting.tensor_parallel * setting.context_parallel > 1:
+def _own(command: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
+    """A command of logitless with the options that they share; None for sharding that it leaves to others."""
+    if setting.sharding not in ("ddp", *shardings) or setting.tensor_parallel * setting.context_parallel > 1:
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
     return " ".join(
