@@ -1,6 +1,6 @@
 """`logitless train` as a rank of a torchrun launch, its memory unmeasured; a rank may die on the way.
 
-torchrun --nproc-per-node 2 -m tests.train.launched [--die STEP] train ...
+torchrun --nproc-per-node 2 -m tests.train.launched [KILL|STOP STEP] [DIFFER OPTION] train ...
 """
 
 import os
@@ -14,21 +14,23 @@ from logitless.train.callbacks import Records
 sft.measure = lambda config, tokens: {method: {"not_measured": "test"} for method in ("chunked", "dense")}
 
 
-def die_at(step: int) -> None:
-    """The last rank kills itself, as a machine that fails does, when this step begins."""
+def end_at(name: str, step: int) -> None:
+    """The last rank kills itself when this step begins, as a machine that fails does; STOP: it only falls silent."""
     begin = Records.on_step_begin
 
     def on_step_begin(self, args, state, control, **rest):
         begin(self, args, state, control, **rest)
         if state.global_step == step and args.process_index == args.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
 
     Records.on_step_begin = on_step_begin
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    if arguments[0] == "--die":
-        die_at(int(arguments[1]))
+    if arguments[0] in ("KILL", "STOP"):
+        end_at(arguments[0], int(arguments[1]))
         arguments = arguments[2:]
+    if arguments[0] == "DIFFER":  # ranks after the first are told something else
+        arguments = [*arguments[2:], *(arguments[1].split("=") if os.environ["RANK"] != "0" else [])]
     raise SystemExit(main(arguments))

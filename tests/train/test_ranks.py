@@ -69,7 +69,7 @@ def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, shardi
     place = tmp_path / "run"
     given = options(micro, place, "--sharding", sharding, "--gradient-accumulation-steps", PER_STEP // 2)
     start = time.monotonic()
-    status, written = launch(2, "--die", 7, *given, "--rank-timeout", 60)
+    status, written = launch(2, "KILL", 7, *given, "--rank-timeout", 60)
     assert status != 0
     assert time.monotonic() - start < 150
     assert "logitless: rank 0 lost another rank" in written
@@ -89,17 +89,43 @@ def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, shardi
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_all_that_makes_a_context_longer_on_two_ranks(micro, tmp_path, lora_rank):
+    """Sparse attention, tiles, offloaded inputs and adapters, divided by FSDP2: one process's losses and weights."""
+    light = ["--attention", "nsa", "--mlp-tiles", 3, "--gradient-checkpointing", "--offload-activations"]
+    more = [*light, "--sharding", "fsdp2", "--gradient-accumulation-steps", 2, "--lora-rank", lora_rank]
+    status, written = launch(2, *options(micro, tmp_path / "two", *more))
+    assert status == 0, written[-4000:]
+    one = replace(micro.config, attention="nsa", batch_size=4, lora_rank=lora_rank, max_steps=STEPS)
+    alone = run(replace(one, output_dir=tmp_path / "one"), QUIET)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    again = replace(micro.config, model=str(tmp_path / "two" / "model"), max_steps=1, output_dir=tmp_path / "again")
+    before = run(again, QUIET)["held_out_loss_before"]
+    assert before == pytest.approx(alone["held_out_loss_after"], rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "ranks", "message"),
     [
         (["--context-length", 128], 2, "positions up to 64"),
         (["--data", "nowhere"], 2, "no such file"),
+        (["DIFFER", "--seed=3"], 2, "ranks disagree on seed: 0 on rank 0, 3 on rank 1"),
     ],
 )
 def test_every_rank_says_what_is_wrong(micro, tmp_path, more, ranks, message):
-    status, written = launch(ranks, *options(micro, tmp_path / "run", *more), timeout=100)
+    given = options(micro, tmp_path / "run")
+    status, written = launch(ranks, *([*more, *given] if more[0] == "DIFFER" else [*given, *more]), timeout=100)
     assert status != 0
     assert written.count("logitless: ") == ranks == written.count(message)
+
+
+@pytest.mark.slow
+def test_a_silent_rank_is_given_up(micro, tmp_path):
+    status, written = launch(2, "STOP", 2, *options(micro, tmp_path / "run", "--rank-timeout", 8), timeout=150)
+    assert status != 0
+    assert "logitless: rank 0 lost another rank" in written, written[-4000:]
 
 
 def test_a_step_is_shared_evenly():
