@@ -62,6 +62,8 @@ def test_a_scaling_is_the_one_that_transformers_reads(kind):
 def test_a_context_past_the_positions_is_told_what_would_do():
     with pytest.raises(OptionError, match=r"200: m has positions up to 64; --rope-scaling yarn:4 stretches them"):
         check_reach(config(), 200, "m")
+    with pytest.raises(OptionError, match=r'"yarn", "factor": 4 in the rope_parameters of its config.json'):
+        check_reach(config(), 200, "m", by_option=False)
     with pytest.raises(OptionError, match=r"positions up to 128; raise the factor .* 2 times"):
         check_reach(config(rope={"rope_type": "linear", "factor": 2.0}), 200, "m")
     with pytest.raises(OptionError, match="a table of weights"):

@@ -75,15 +75,20 @@ def scale(config: Any, scaling: str) -> None:
         text.max_position_embeddings = math.floor(longest * factor)
 
 
-def check_reach(config: Any, context_length: int, name: str) -> None:
-    """OptionError when a context is longer than the model's positions; it says which scaling would do."""
+def check_reach(config: Any, context_length: int, name: str, by_option: bool = True) -> None:
+    """OptionError when a context is longer than the model's positions; it says which scaling would do.
+
+    by_option: whether the caller has --rope-scaling; otherwise the model's own config.json is the place.
+    """
     longest = reach(config)
     if longest is None or context_length <= longest:
         return
     rotary = _rotary(config.get_text_config())
     plain = rotary and all(parameters.get("rope_type", "default") == "default" for parameters in rotary)
     factor = math.ceil(context_length / longest)
-    if plain:
+    if plain and not by_option:
+        remedy = f'"rope_type": "yarn", "factor": {factor} in the rope_parameters of its config.json stretches them'
+    elif plain:
         remedy = f"--rope-scaling yarn:{factor} stretches them (other kinds: linear, dynamic)"
     elif rotary:
         remedy = f"raise the factor of its config's rope_parameters {factor} times"

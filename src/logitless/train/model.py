@@ -12,7 +12,7 @@ from ..errors import ConfigError, OptionError
 from ..models.instances import config_of, with_adapters
 from ..models.positions import check_reach, scale
 from ..models.presets import PRESETS, preset
-from .config import RunOptions
+from .config import RunOptions, fields_of
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
@@ -91,7 +91,7 @@ def reaching(config: RunOptions, source: ModelSource) -> Any:
     wanted = deepcopy(source.config)
     if config.rope_scaling:
         scale(wanted, config.rope_scaling)
-    check_reach(wanted, config.context_length, config.model)
+    check_reach(wanted, config.context_length, config.model, "rope_scaling" in fields_of(config))
     return wanted
 
 

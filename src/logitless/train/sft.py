@@ -200,6 +200,8 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "trainable_parameters": trainable,
         "vocab_size": vocab,
         "device": str(model.device),
+        "ranks": PartialState().num_processes,
+        "sharding": config.sharding,
         "dtype": str(dtype).removeprefix("torch."),
         **numbers(records),
         "loss": {
