@@ -10,7 +10,6 @@ the process's resident set. A run that was killed goes on with --keep.
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.harness import environment, write_line
 from logitless.algebra.costs import logits_bytes
 
 VOCAB = 131_072  # entries of Tekken, and rows of the head
@@ -70,12 +70,11 @@ def main(arguments=None):
         "seconds": round(time.perf_counter() - begin),
         "losses": losses,
         "parameters": summary["parameters"],
-        "machine": platform.processor() or platform.machine(),
-        "versions": summary["versions"],
     }
     print(json.dumps(row, indent=2))
     if o.out:
-        o.out.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        for record in (environment(), row):
+            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ bf16 weights and AdamW states in bf16, one sequence, fused attention. Each row a
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from bench.harness import environment, write_line
 from logitless.memory.profile import Step, traced
 
 CHANGES = (
@@ -36,17 +34,15 @@ def main(arguments=None):
         step = replace(step, **change)
         found = traced(step)
         peak = found.peak
-        row = {
-            "step": name, "model": o.model, "context_length": o.context_length, "peak_bytes": peak.nbytes,
-            "stage": peak.stage, "op": peak.op, "module": peak.module, "host_bytes": found.host,
-            "torch": torch.__version__,
-        }  # fmt: skip
+        row = {"step": name, "peak_bytes": peak.nbytes, "stage": peak.stage, "host_bytes": found.host}
         rows.append(row)
         print(
             f"{name:<42} {peak.nbytes / 2**30:7.2f} GiB in {peak.stage}, host {found.host / 2**30:6.2f} GiB", flush=True
         )
     if o.out:
-        o.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        what = {"model": o.model, "context_length": o.context_length}
+        for record in (environment() | what, *rows):
+            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ what operators allocate beside the inputs. Each pair is timed in turn in one run
 """
 
 import argparse
-import json
-import platform
 import time
 from pathlib import Path
 
 import torch
 
+from bench.harness import environment, write_line
 from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NSAParameters
 from logitless.models.nsa.options import NSAOptions
@@ -75,9 +74,9 @@ def main(arguments=None):
             f"nsa {row['nsa']['seconds']:8.3f} s {row['nsa']['peak_bytes'] / 2**20:7.0f} MiB, ratio {ratio:.2f}"
         )
     if o.out:
-        machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         sizes = {name: getattr(o, name) for name in ("heads", "kv_heads", "dim", "threads")}
-        o.out.write_text("".join(json.dumps(row | sizes | machine) + "\n" for row in rows), encoding="utf-8")
+        for record in (environment() | {"sizes": sizes}, *rows):
+            write_line(o.out, record)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
+from docs import long_tables
 from docs.grade_tables import grade
 from docs.markdown import grid
 from docs.scale_tables import scale
@@ -144,6 +145,9 @@ PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "precision.md": ("precision.jsonl", precision),
     "grade.md": ("grade.jsonl", grade),
     "jax.md": ("jax.jsonl", in_jax),
+    "long_steps.md": ("long_steps.jsonl", long_tables.steps),
+    "nsa.md": ("nsa.jsonl", long_tables.sparse),
+    "long_run.md": ("long_run.jsonl", long_tables.run),
 }
 
 
