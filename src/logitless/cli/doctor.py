@@ -147,25 +147,32 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
 
 
 def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, console: Console) -> None:
-    """Three tables."""
+    """Versions, what can run where, what typical calls would get."""
+    from rich import box
     from rich.table import Table
 
     have = [f"{name} {number}" for name, number in found["versions"].items() if number]
     console.print(f"Python {found['python']}, {', '.join(have)}", highlight=False)
-    table = Table("device", "name", "memory", "eager", "triton", title="Backends", title_justify="left")
-    states = {(b["device"], b["backend"]): "runs" if b["runs"] else b["reason"] for b in found["backends"]}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("device", "name", "memory", "backend", ""):
+        table.add_column(name)
     for d in found["devices"]:
-        kind = d["device"].partition(":")[0]
         size = "" if d["bytes"] is None else format_bytes(d["bytes"])
-        table.add_row(d["device"], d["name"], size, states[kind, "eager"], states[kind, "triton"])
-    console.print(table)
-    title = f"{config.tokens:,} tokens, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, "
-    title += f"{config.dtype}, on {where}"
-    names = ("call", "backend", "GEMMs", "TFLOP", "slices", "buffers", "kept", "gradients", "dense logits")
-    table = Table(*names, title=title, title_justify="left")
+        for b in found["backends"]:
+            if b["device"] == d["device"].partition(":")[0]:
+                table.add_row(d["device"], d["name"], size, b["backend"], "runs" if b["runs"] else b["reason"])
+    console.print(table, highlight=False)
+    console.print(
+        f"{config.tokens:,} tokens, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, {config.dtype}, "
+        f"on {where} by {found['calls'][0]['backend']}",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("call", min_width=22)
+    for name in ("GEMMs", "slices", "workspace", "gradients", "dense"):
+        table.add_column(name, justify="right", no_wrap=True)
     for c in found["calls"]:
-        sizes = (format_bytes(c[f"{kind}_bytes"]) for kind in ("buffer", "kept", "gradient", "dense"))
-        slices = f"{c['slice_tokens']:,} x {c['slice_entries']:,}"
-        gemms = f"{c['gemms']} ({c['method']})"
-        table.add_row(c["call"], c["backend"], gemms, f"{c['tflop']:.2f}", slices, *sizes)
-    console.print(table)
+        sizes = (c["buffer_bytes"] + c["kept_bytes"], c["gradient_bytes"], c["dense_bytes"])
+        slices = f"{c['slice_tokens']:,} × {c['slice_entries']:,}"
+        table.add_row(c["call"], str(c["gemms"]), slices, *map(format_bytes, sizes))
+    console.print(table, highlight=False)
