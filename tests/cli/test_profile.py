@@ -57,7 +57,7 @@ def test_json(model, capsys):
     assert found["step"]["gradient_checkpointing"] is True
     assert list(found["runs"]) == ["dense", "chunked"]
     for one in found["runs"].values():
-        assert set(one) == {"stages", "peak", "timeline", "lint"}
+        assert set(one) == {"stages", "peak", "host_peak_bytes", "timeline", "lint"}
         assert [s["name"] for s in one["stages"]] == STAGES
         assert one["peak"]["bytes"] == max(s["peak_bytes"] for s in one["stages"])
         assert len(one["timeline"]) <= 1000

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import warnings
 
 import torch
 
@@ -15,12 +14,12 @@ from logitless.scoring.run import run
 def killed(after: int | str, config: ScoreConfig) -> int:
     """The exit status of a run that ends after so many parts, or in the "merge"; "never": at its end.
 
-    Forked rather than spawned: importing everything anew takes longer than the run.
+    Forked from a server that has imported everything: that takes longer than the run, and this process has threads.
     """
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(after, config))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the parent has threads
-        process.start()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_run, args=(after, config))
+    process.start()
     process.join(120)
     process.kill()
     return process.exitcode

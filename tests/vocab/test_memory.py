@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.vocab.backends.best import LEAST_ROOM
 from tests.support import trace_allocations
 from tests.vocab.comparing import EVERYTHING, PAIRED, Operands, operands
 from tests.vocab.measuring import measure
@@ -24,10 +25,10 @@ def own_bytes(ops: Operands) -> int:
     return sum(x.numel() * (4 + (0 if x.dtype == torch.float32 else x.itemsize)) for x in ops.leaves.values())
 
 
-def assert_lean(step, ops: Operands, budget: int) -> None:
+def assert_lean(step, ops: Operands, budget: int, waiting: int = 0) -> None:
     step()  # whatever is made once and kept
     traced = trace_allocations(step)
-    allowed = budget + own_bytes(ops) + PER_TOKEN
+    allowed = budget + own_bytes(ops) + PER_TOKEN + waiting
     assert traced.largest <= max(budget, 4 * V * H) < WHOLE
     assert traced.peak <= allowed < WHOLE, f"{traced.peak / 2**20:.2f} of {allowed / 2**20:.2f} MiB"
 
@@ -59,7 +60,7 @@ def test_token_stats(want, trainable, budget, backend):
         )
         return backward([getattr(stats, name) for name in want if name != "rank"], ops)
 
-    assert_lean(step, ops, budget)
+    assert_lean(step, ops, budget, waiting=N * LEAST_ROOM * (4 + 8))  # values and ids beside the best entries
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
