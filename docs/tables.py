@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
+from bench.sampling import table as sampling_table
 from docs import long_tables
 from docs.grade_tables import grade
 from docs.markdown import grid
@@ -139,12 +140,20 @@ def in_jax(records: list[Record]) -> str:
     return f"{grid(head, rows)}\n\n{what}; {where}: `python -m bench.jax_loss`."
 
 
+def sampling(records: list[Record]) -> str:
+    """A table for each part, the last one measured."""
+    latest = {r["kind"]: r for r in records}
+    env = records[-1]["environment"]
+    return "\n\n".join([*(sampling_table(r) for r in latest.values()), machine([env])])
+
+
 PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
     "precision.md": ("precision.jsonl", precision),
     "grade.md": ("grade.jsonl", grade),
     "jax.md": ("jax.jsonl", in_jax),
+    "sampling.md": ("sampling.jsonl", sampling),
     "long_steps.md": ("long_steps.jsonl", long_tables.steps),
     "nsa.md": ("nsa.jsonl", long_tables.sparse),
     "long_run.md": ("long_run.jsonl", long_tables.run),
