@@ -316,6 +316,7 @@ def test_intervals_over_seeds_are_students():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_default_learns_with_every_method(tmp_path, monkeypatch):
     """As `logitless align --method all` from a clean clone: ten minutes on two quiet cores."""
     monkeypatch.chdir(tmp_path)
