@@ -153,6 +153,8 @@ class TestShortRuns:
     def test_a_signal_keeps_the_work(self, micro, finished, tmp_path, monkeypatch, number):
         """Asked to stop in mid-step, a run finishes the step, saves, and resumes to the same losses."""
         place = tmp_path / "stopped"
+        if signal.getsignal(number) == signal.SIG_IGN:  # tests that run under nohup
+            signal.signal(number, signal.SIG_DFL)
         at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
         with pytest.raises(Interrupted, match=f"--resume {place} goes on from step 6"):
             run(replace(micro.config, output_dir=place), QUIET)
