@@ -40,6 +40,11 @@ def policy(o):
         vocab_size=o.vocab, hidden_size=o.hidden, intermediate_size=3 * o.hidden, num_hidden_layers=o.layers,
         num_attention_heads=o.hidden // 32, num_key_value_heads=o.hidden // 64, head_dim=32, tie_word_embeddings=True,
     )  # fmt: skip
+    return adapted(config)
+
+
+def adapted(config):
+    """A random model with LoRA of rank 16, the adapters off their start, so that no gradient is zero."""
     model = with_adapters(Qwen3ForCausalLM(config), 16).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,10 +6,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+from bench.carry import adapted
 from bench.harness import MB, ResidentPeak, Worker, release_memory
-from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, generate
 from logitless.relax.legacy import rollout_bytes
 from logitless.train.grade_config import GradeConfig
@@ -50,15 +50,9 @@ class Sizes:
 
 
 def task_of(sizes: Sizes, method: str, carry: str = "sweeps") -> Task:
-    """Everything that a method needs; the adapters are off their start, so that no gradient is zero."""
+    """Everything that a method needs."""
     torch.manual_seed(0)
-    model = with_adapters(Qwen3ForCausalLM(sizes.shape(1)), 16).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.02)
-            if "embed" in name:
-                parameter.mul_(5)
+    model = adapted(sizes.shape(1))
     reward = SoftReward.of(Qwen3ForSequenceClassification(sizes.shape(2)), sizes.vocab, 1)
     return Task(sizes.config(method, carry), model, None, reward, sizes.vocab, end=-1)
 

@@ -38,13 +38,7 @@ def setting(gpus: int, sharding: str, tensor: int, context: int) -> Setting:
 def scale() -> str:
     """Two tables: memory of each GPU, dense and streamed, and what leaves it in a step."""
     held, sent = [], []
-    names = {"gradients": "gradients", "weights of the layers": "layers' weights", "weights of the head": "head"}
-    names |= {
-        "hidden states of the layers": "hidden states",
-        "the split head": "head",
-        "keys and values": "keys, values",
-    }
-    columns = list(dict.fromkeys(names.values()))
+    columns = list(dict.fromkeys(COLUMNS.values()))
     for layout in LAYOUTS:
         given = setting(*layout)
         gpus, _, tensor, context = layout

@@ -82,7 +82,7 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs) if self.run is None else self.run(func, args, kwargs)
         for x in tensors_of(out):
             storage = x.untyped_storage()
-            if storage._cdata not in self._alive and storage._cdata not in self._away:
+            if self._is_new(storage):
                 self._add(x, storage, func.overloadpacket.__name__, *place)
         return out
 
@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
         """Count a tensor that existed before."""
         if x.layout is torch.strided:
             storage = x.untyped_storage()
-            if storage._cdata not in self._alive and storage._cdata not in self._away:
+            if self._is_new(storage):
                 self._add(x, storage, "given", module, category)
 
     def name(self, x: Tensor | None, category: str, module: str | None = None) -> None:
@@ -106,6 +106,9 @@ class Tracker(TorchDispatchMode):
         """The category of a tensor's storage, "" where it is not known."""
         found = self._alive.get(x.untyped_storage()._cdata)
         return "" if found is None else found.category
+
+    def _is_new(self, storage: Any) -> bool:
+        return storage._cdata not in self._alive and storage._cdata not in self._away
 
     def _add(self, x: Tensor, storage: Any, op: str, module: str, category: str) -> None:
         shape = tuple(x.shape)
