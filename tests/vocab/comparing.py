@@ -116,6 +116,17 @@ def operands(
     return out.training("hidden", "weight", "bias", "a", "b")
 
 
+def all_at_once(dtype: torch.dtype, budget: int | None) -> tuple[Operands, dict[str, Any]]:
+    """A problem with every option: ignored labels, the same candidate twice, the label among the candidates."""
+    ops = operands((13,), 7, 1031, dtype=dtype, reference=True)
+    ops.labels[[2, 7]] = -100
+    candidates = torch.randint(1031, (13, 4))
+    candidates[:, 3] = candidates[:, 1]
+    candidates[:, 2] = ops.labels.clamp_min(0)
+    options = {"top_k": 5, "candidates": candidates, "jsd_beta": 0.3, "memory_budget": budget, "temperature": 0.8}
+    return ops, options
+
+
 def named_results(stats: Any, want: Sequence[str], options: dict[str, Any]) -> dict[str, Tensor]:
     """The results of a call by name, as the oracle names them."""
     names = [*want, *(("top_k_ids", "top_k_logits") if options.get("top_k") else ())]

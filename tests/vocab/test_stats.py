@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import logitless as ll
 from logitless.errors import GradientError
-from tests.vocab.comparing import ALONE, EVERYTHING, PAIRED, compare, operands
+from tests.vocab.comparing import ALONE, EVERYTHING, PAIRED, all_at_once, compare, operands
 
 DTYPES = [torch.float64, torch.float32]
 BUDGETS = [None, 30_000, 200_000]  # bytes: whole rows, slices of some and of all tokens that do not divide V
@@ -24,13 +24,8 @@ def test_each_statistic(name, budget, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_all_statistics_at_once(budget, dtype, backend):
-    ops = operands((13,), 7, 1031, dtype=dtype, reference=True)
-    ops.labels[[2, 7]] = -100
-    candidates = torch.randint(1031, (13, 4))
-    candidates[:, 3] = candidates[:, 1]  # the same id twice
-    candidates[:, 2] = ops.labels.clamp_min(0)  # the label among the candidates
-    options = {"top_k": 5, "candidates": candidates, "jsd_beta": 0.3, "memory_budget": budget}
-    compare(ops, EVERYTHING, temperature=0.8, backend=backend, **options)
+    ops, options = all_at_once(dtype, budget)
+    compare(ops, EVERYTHING, backend=backend, **options)
 
 
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("hidden",)])

@@ -30,7 +30,7 @@ from logitless.vocab.head import LowRank
 from logitless.vocab.problem import Problem
 from logitless.vocab.reference import dense_token_stats
 from tests.support import poison, trace_allocations
-from tests.vocab.comparing import ALONE, EVERYTHING, PAIRED, Operands, compare, operands
+from tests.vocab.comparing import ALONE, EVERYTHING, PAIRED, Operands, all_at_once, compare, operands
 
 DEVICE = "cpu"
 BUDGETS = (None, 40_000, 200_000)  # bytes: whole rows, slices of some and of all tokens that do not divide V
@@ -90,13 +90,8 @@ _add_statistics()
 def _add_all_at_once() -> None:
     def every(budget: int | None, dtype: torch.dtype) -> Callable[[], None]:
         def run() -> None:
-            ops = operands((13,), 7, 1031, dtype=dtype, reference=True)
-            ops.labels[[2, 7]] = -100
-            candidates = torch.randint(1031, (13, 4))
-            candidates[:, 3] = candidates[:, 1]  # the same id twice
-            candidates[:, 2] = ops.labels.clamp_min(0)  # the label among the candidates
-            options = {"top_k": 5, "candidates": candidates, "jsd_beta": 0.3, "memory_budget": budget}
-            check(ops, EVERYTHING, temperature=0.8, **options)
+            ops, options = all_at_once(dtype, budget)
+            check(ops, EVERYTHING, **options)
 
         return run
 
