@@ -40,6 +40,12 @@ def _rotary(text: Any) -> list[dict[str, Any]]:
     return (far or nested) if nested else [parameters] if parameters else []
 
 
+def changes_with_length(config: Any) -> str | None:
+    """The kind of a configuration's rotary embeddings whose frequencies follow the longest position of a call."""
+    kinds = [parameters.get("rope_type", "default") for parameters in _rotary(config.get_text_config())]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
+
+
 def parse_scaling(text: str) -> tuple[str, float]:
     """ "yarn:4" -> ("yarn", 4.0). Raises OptionError."""
     kind, _, number = text.partition(":")

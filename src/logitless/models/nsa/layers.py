@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from ...errors import ConfigError
+from ..context_parallel import gathered
 from .attention import nsa
 from .options import NSAOptions
 
@@ -69,6 +70,7 @@ def attend(
     if dropout:
         raise ConfigError(f"nsa knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config")
     parameters, gates = module.nsa, more["nsa_gates"]
+    key, value = gathered(module, key, value, attention_mask, more.get("position_ids"))
     length, offset = query.shape[2], key.shape[2] - query.shape[2]
     rows: list[list[Tensor]] = [[] for _ in query]
     for row, begin, end in documents(attention_mask, more.get("position_ids"), key, length):
@@ -92,16 +94,20 @@ def _nothing(query: Tensor, length: int) -> Tensor:
 
 
 def documents(mask: Tensor | None, positions: Tensor | None, key: Tensor, length: int) -> list[tuple[int, int, int]]:
-    """(row, first key, end) of each document: between padding, or where the positions of packed rows start anew."""
+    """(row, first key, end) of each document: between padding, or where the positions of packed rows start anew.
+
+    The first of the last `length` tokens, which are all that asks, may be in the middle of its document.
+    """
     rows, keys = key.shape[0], key.shape[2]
     if mask is not None:
         inside = [row.nonzero().flatten() for row in mask[:, :keys]]
         return [(i, int(at[0]), int(at[-1]) + 1) for i, at in enumerate(inside) if len(at)]
-    if positions is None or length < keys:
+    if positions is None:
         return [(row, 0, keys) for row in range(rows)]
-    found = []
+    found, offset = [], keys - length
     for row, places in enumerate(positions.expand(rows, -1)):
-        starts = [0, *((places.diff() != 1).nonzero().flatten() + 1).tolist(), keys]
+        inner = (places.diff() != 1).nonzero().flatten() + offset + 1
+        starts = [max(0, offset - int(places[0])), *inner.tolist(), keys]
         found += [(row, begin, end) for begin, end in pairwise(starts)]
     return found
 

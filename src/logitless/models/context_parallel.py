@@ -1,0 +1,150 @@
+"""Sequences shared by the ranks of a group: each holds a part, and its queries meet the keys of all parts before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from ..errors import ConfigError, OptionError
+from .packed import packed_attention
+from .positions import changes_with_length
+
+NAME = "logitless_context_parallel"
+PART = "context_part"  # an attention layer's place for its rank's part
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+UNLIKE = ("attn_logit_softcapping", "sinks", "attention_chunk_size")
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of every sequence a rank holds: the `rank`-th of `ranks`, of one length."""
+
+    rank: int
+    ranks: int
+    group: str  # the process group's name, which can be copied with a model
+
+    @classmethod
+    def of(cls, group: Any) -> Part:
+        from torch.distributed import get_rank, get_world_size
+
+        return cls(get_rank(group), get_world_size(group), group.group_name)
+
+    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, kv_heads, T, D) twice -> the keys and values from the sequence's first to this part's last.
+
+        In backward the gradients of a part, of all the ranks that met it, are summed where it lies. Every rank gets
+        all parts, those after its own too, and lets go of them with these.
+        """
+        from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+
+        end = (self.rank + 1) * key.shape[2]
+        keys, values = flex_cp_allgather(key, value, 2, self.group)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A batch of whole sequences, (B, S) each -> this rank's part of it, (B, S / ranks).
+
+        Labels are shifted before: the last token of a part is followed by the first one of the next. They come as
+        `shift_labels` too, which is what keeps a model from shifting them again. Raises OptionError.
+        """
+        length = batch["input_ids"].shape[1]
+        check_length(length, self.ranks)
+        at = slice(self.rank * length // self.ranks, (self.rank + 1) * length // self.ranks)
+        shifted = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+        places = torch.arange(length, device=shifted.device).expand_as(shifted)
+        whole = {"position_ids": places, **batch, "labels": shifted, "shift_labels": shifted}
+        return {name: tensor[:, at].contiguous() for name, tensor in whole.items()}
+
+
+def check_length(length: int, ranks: int) -> None:
+    """OptionError for sequences that so many ranks cannot share evenly."""
+    if length % ranks:
+        raise OptionError(
+            f"--context-length {length}: expected a multiple of --context-parallel {ranks}, such as "
+            f"{-(-length // ranks) * ranks}"
+        )
+
+
+def attach(model: Any, group: Any) -> Any:
+    """Lets the attention of a model's layers, sparse (nsa) or full, see the parts of its group's other ranks.
+
+        part = Part.of(group)
+        model = attach(model, group)
+        loss = model(**part.cut(batch), num_items_in_batch=count_tokens(part.cut(batch)["labels"], group)).loss
+
+    The ranks' losses add up to that of the whole batch, and their gradients too: an engine that averages over D ranks
+    wants each loss times D. Position ids restart at every document, and tell documents apart. Everything else in a
+    layer is done token by token. group: a process group. Raises ConfigError for a model that mixes tokens in another
+    way or whose rotary embeddings depend on the longest position, and leaves it as it was.
+
+    Memory: besides a part's own, a layer's keys and values of the whole sequence, (B, kv_heads, S, D) twice, kept for
+    backward where the layer is not checkpointed.
+    """
+    config = model.config.get_text_config()
+    layers = [m for m in model.modules() if all(hasattr(m, name) for name in PROJECTIONS)]
+    unlike = next((name for name in UNLIKE for m in layers if getattr(m, name, None) is not None), None)
+    name = type(model).__name__
+    if unlike or len(layers) != config.num_hidden_layers:
+        what = f"{unlike} in its attention" if unlike else "layers without q_proj, k_proj, v_proj and o_proj"
+        raise ConfigError(f"--context-parallel needs a model of Qwen3's or Llama's shape; {name} has {what}")
+    if kind := changes_with_length(config):
+        raise ConfigError(
+            f"--context-parallel: {kind} rotary embeddings depend on the longest position of a part; use yarn or linear"
+        )
+    part = Part.of(group)
+    for layer in layers:
+        setattr(layer, PART, part)
+    if not any(hasattr(layer, "nsa") for layer in layers):
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, flash_attention_mask)
+        model.set_attn_implementation(NAME)
+    return model
+
+
+def gathered(
+    module: Any, key: Tensor, value: Tensor, attention_mask: Tensor | None, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The keys and values that a layer's queries are the last of: its own, or those of the parts before it too.
+
+    Raises ConfigError for parts that say in another way than by positions which tokens belong together.
+    """
+    part: Part | None = getattr(module, PART, None)
+    if part is None:
+        return key, value
+    if attention_mask is not None or positions is None:
+        got = "an attention_mask" if positions is not None else "attention without position_ids"
+        raise ConfigError(f"--context-parallel: expected documents told apart by position_ids alone, got {got}")
+    return part.gathered(key, value)
+
+
+def attend(
+    module: Any,
+    query: Tensor,  # (B, heads, T, D)
+    key: Tensor,  # (B, kv_heads, T, D)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: this part's queries and the keys so far. Raises ConfigError."""
+    if dropout:
+        raise ConfigError(
+            f"--context-parallel knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ConfigError(f"--context-parallel: expected no cache, got {key.shape[2] - query.shape[2]} keys of one")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a norm widens them
+    positions: Any = more.get("position_ids")
+    keys, values = gathered(module, key, value, attention_mask, positions)
+    result = packed_attention(query, keys, values, positions, scaling, sliding_window)
+    return result.transpose(1, 2), None

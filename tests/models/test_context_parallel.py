@@ -1,0 +1,78 @@
+"""Sequences shared by two and four ranks: one launch, a test for each case; and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.errors import ConfigError, OptionError
+from logitless.models.context_parallel import NAME, Part, attach, attend, gathered
+from tests.models.context_ranks import CASES, batch, model
+from tests.vocab.sharding import launch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return launch("tests.models.context_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_shared_by_ranks(found, case, size):
+    for rank in range(size):
+        assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
+
+
+def test_parts_of_a_batch():
+    whole = batch([[3, 5], [8]])
+    parts = [Part(rank, 2, "").cut(whole) for rank in range(2)]
+    for name in ("input_ids", "position_ids"):
+        assert torch.equal(torch.cat([part[name] for part in parts], 1), whole[name])
+    labels = torch.cat([part["labels"] for part in parts], 1)
+    assert torch.equal(labels[:, :-1], whole["labels"][:, 1:])
+    assert (labels[:, -1] == -100).all()
+    assert all(torch.equal(part["labels"], part["shift_labels"]) for part in parts)
+    del whole["position_ids"]
+    assert Part(1, 2, "").cut(whole)["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
+
+
+def test_a_length_that_ranks_cannot_share():
+    with pytest.raises(OptionError, match=r"length 8: expected a multiple of --context-parallel 3, such as 9"):
+        Part(0, 3, "").cut(batch([[8]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("gpt2", {"n_layer": 1, "n_head": 2}, "layers without q_proj"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("gemma2", {"head_dim": 8}, "attn_logit_softcapping in its attention"),
+    ],
+)
+def test_models_that_are_refused_are_left_alone(kind, more, message):
+    config = AutoConfig.for_model(kind, hidden_size=16, num_hidden_layers=1, vocab_size=32, **more)
+    one = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=message):
+        attach(one, None)
+    assert one.config._attn_implementation != NAME
+
+
+def test_calls_that_are_refused():
+    layer = model().model.layers[0].self_attn
+    q = torch.zeros(1, 4, 3, 8)
+    k = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ConfigError, match="no attention dropout, got 0"):
+        attend(layer, q, k, k, None, dropout=0.1)
+    with pytest.raises(ConfigError, match="no cache, got 2 keys"):
+        attend(layer, q[:, :, :1], k, k, None)
+    layer.context_part = Part(0, 2, "")
+    with pytest.raises(ConfigError, match="got an attention_mask"):
+        gathered(layer, k, k, torch.ones(1, 3), torch.arange(3))
+    with pytest.raises(ConfigError, match="got attention without position_ids"):
+        gathered(layer, k, k, None, None)
+
+
+def test_mixed_precision_computes_in_the_values_dtype():
+    layer = model().model.layers[0].self_attn
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8).bfloat16()
+    result, _ = attend(layer, q, k, v, None, position_ids=torch.arange(3)[None])
+    assert result.dtype == torch.bfloat16
