@@ -101,7 +101,8 @@ def test_a_context_beyond_the_models_positions(micro, tmp_path):
     [
         ({"mlp_tiles": 0}, OptionError, "--mlp-tiles must be at least 1, got 0"),
         ({"offload_activations": True}, OptionError, "--offload-activations needs --gradient-checkpointing"),
-        ({"tensor_parallel": 2}, OptionError, "transformers resumes no model whose matrices are split; use --sharding"),
+        ({"tensor_parallel": 2}, OptionError, "expected a number of ranks that 2 divides, got 1; launch with torchrun"),
+        ({"tensor_parallel": 2, "loss": "dense"}, OptionError, "--loss dense: expected whole logits"),
         ({"context_parallel": 2}, OptionError, "cannot keep packed documents apart"),
         (
             {"context_parallel": 5},

@@ -19,7 +19,7 @@ from ..models.positions import parse_scaling
 # What a resumed run may change; the rest decides what the weights and the data order mean.
 RESUMABLE = {
     "max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "offload_activations", "mlp_tiles",
-    "rank_timeout", "report_to",
+    "rank_timeout", "report_to", "sharding", "tensor_parallel",
 }  # fmt: skip
 INVOCATION = {"output_dir", "resume", "json", "config"}
 Options = TypeVar("Options", bound="RunOptions")
@@ -131,13 +131,18 @@ class TrainConfig(RunOptions):
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     """What several ranks divide beside the data: nothing, or weights, gradients and optimizer state."""
     tensor_parallel: int = 1
-    """Ranks that share each matrix: 1, all that can be trained and resumed here."""
+    """Ranks that share each matrix, and see the same sequences."""
     context_parallel: int = 1
     """Ranks that share each sequence: 1, all that keeps packed documents apart."""
     rank_timeout: int = 1800
     """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "chunked"] = "auto"
     """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
+
+    @property
+    def loss_on_ranks(self) -> Literal["auto", "dense", "chunked"]:
+        """How the loss is computed: logits that are split over ranks are never made."""
+        return self.loss if self.tensor_parallel == 1 else "chunked"
 
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
@@ -154,22 +159,22 @@ class TrainConfig(RunOptions):
         return self
 
     def _check_split(self) -> None:
-        """OptionError for ranks that share matrices or sequences, which no engine beneath can train and resume."""
+        """OptionError for ranks that cannot share matrices or sequences."""
         for name in ("tensor_parallel", "context_parallel"):
             require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         length, ranks = self.context_length, self.context_parallel
         fitting = f"a multiple of --context-parallel {ranks}, such as {-(-length // ranks) * ranks}"
         require(length % ranks == 0, "context_length", fitting, length)
-        instead = "use --sharding fsdp2, which divides weights and optimizer state"
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 and self.loss == "dense":
             raise OptionError(
-                f"--tensor-parallel {self.tensor_parallel}: transformers resumes no model whose matrices are split; "
-                f"{instead}"
+                f"--loss dense: expected whole logits, --tensor-parallel {self.tensor_parallel} splits them; "
+                "use --loss chunked"
             )
         if ranks > 1:
             raise OptionError(
-                f"--context-parallel {ranks}: torch's ring attention cannot keep packed documents apart; {instead}, "
-                "and --offload-activations with --mlp-tiles, which shorten what a context needs"
+                f"--context-parallel {ranks}: torch's ring attention cannot keep packed documents apart; use "
+                "--sharding fsdp2, which divides weights and optimizer state, and --offload-activations with "
+                "--mlp-tiles, which shorten what a context needs"
             )
 
 

@@ -22,12 +22,14 @@ class Layout:
     """The ranks of a run by what they divide: rank = (data rank · context + context rank) · tensor + tensor rank.
 
     data: groups of ranks, each with sequences of its own; context: ranks that share each sequence, a part of it each;
-    tensor: ranks that share each matrix, and see the same tokens.
+    tensor: ranks that share each matrix, and see the same tokens. fsdp: whether FSDP2 divides weights, gradients and
+    optimizer state among the ranks that hold the same part of each matrix.
     """
 
     data: int = 1
     context: int = 1
     tensor: int = 1
+    fsdp: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Layout:
@@ -41,8 +43,8 @@ class Layout:
                 f"{asked}: expected a number of ranks that {context * tensor} divides, got {ranks}; launch with "
                 f"torchrun --nproc-per-node {context * tensor}, or divide less"
             )
-        found = cls(ranks // (context * tensor), context, tensor)
-        if tensor > 1 and found.weights > 1 and config.sharding != "fsdp2":
+        found = cls(ranks // (context * tensor), context, tensor, config.sharding == "fsdp2")
+        if tensor > 1 and found.weights > 1 and not found.fsdp:
             raise OptionError(
                 f"{asked} on {ranks} ranks: {found.weights} ranks hold the same part of each matrix, which needs "
                 f"--sharding fsdp2; or launch {tensor} ranks"
@@ -55,13 +57,18 @@ class Layout:
 
     @property
     def weights(self) -> int:
-        """Ranks that hold the same part of each matrix: FSDP2 divides it among them and adds up their gradients."""
+        """Ranks that hold the same part of each matrix, and add up their gradients."""
         return self.data * self.context
 
     @property
     def sharing(self) -> int:
         """Ranks that get the same sequences from the data loader."""
         return self.context * self.tensor
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds all weights."""
+        return self.tensor == 1 and not self.fsdp
 
 
 def device_mesh(layout: Layout, device: str, seconds: float) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,22 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from ..algebra.costs import logits_bytes
-from ..errors import DeviceError
+from ..errors import DeviceError, OptionError
 from ..integrations.transformers import choose, install
+from ..models.tensor_parallel import check_split
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
 from .config import RunOptions, TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
+from .mesh import Layout, device_mesh
 from .model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
 from .progress import ProgressBar, say
 from .ranks import accumulation, agree, first, lost
 from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, ranks_at_start, record
-from .sharded import ShardedTrainer
+from .sharded import STATE, ShardedTrainer
 from .stepcost import measure
 from .summary import SCHEMA, numbers
 from .tokenizer import TextTokenizer
@@ -52,6 +56,7 @@ class Run:
     train: PackedRows
     held_out: PackedRows
     console: Console
+    layout: Layout
 
 
 def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
@@ -67,16 +72,16 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     state = PartialState(cpu=config.device == "cpu", timeout=timedelta(seconds=config.rank_timeout))
     source = resolve(config.model)
-    reaching(config, source)  # refused before the run has a place
+    layout = _layout(config, source, state.num_processes)  # refused before the run has a place
     tokenizer = load_tokenizer(source)
     agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
     place = first(lambda: claim(config, Path(config.model).stem))
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
-        parts = _set_up(config, place, source, tokenizer, console)
+        parts = _set_up(config, place, source, tokenizer, console, layout)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = build(config, source)
         align_tokens(model, tokenizer)
-        install(model, loss=config.loss, memory_budget=config.memory_budget_bytes)
+        install(model, loss=config.loss_on_ranks, memory_budget=config.memory_budget_bytes)
         weights = train_steps(parts, model)
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
 
@@ -88,20 +93,32 @@ def quiet() -> None:
     disable_progress_bars()
 
 
-def _set_up(config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
-    state, tokens = PartialState(), place / TOKENS_FILE
+def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
+    """What each rank gets; raises LogitlessError where the model or the ranks cannot be divided as asked."""
+    wanted = reaching(config, source)
+    layout = Layout.of(config, ranks)
+    if layout.tensor > 1:
+        sparse = config.attention == "nsa" or bool(getattr(wanted.get_text_config(), "nsa", None))
+        check_split(wanted, layout.tensor, sparse)
+    return layout
+
+
+def _set_up(
+    config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console, layout: Layout
+) -> Run:
+    tokens = place / TOKENS_FILE
 
     def prepared() -> int:
         if not (config.resume and tokens.exists()):
             say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
             prepare(config, tokenizer, source.vocab_size, tokens)
-            record(config, place, state.num_processes)
+            record(config, place, layout.data)
         return ranks_at_start(place)
 
     per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
-    given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, state.num_processes))
+    given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
     train, held_out = load(tokens, config.context_length)
-    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console)
+    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout)
 
 
 def _step_memory(parts: Run) -> dict[str, Any]:
@@ -115,18 +132,17 @@ def _step_memory(parts: Run) -> dict[str, Any]:
 
 def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
-    config, place = parts.config, parts.place
+    config, place, layout = parts.config, parts.place, parts.layout
     found = last_checkpoint(place)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
-    divided = {"sync_each_batch": config.sharding == "fsdp2"}  # else gradients would wait in whole for the last pass
+    divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
-    tokens = config.batch_size * config.gradient_accumulation_steps * given.world_size * config.context_length
+    tokens = config.batch_size * config.gradient_accumulation_steps * layout.data * config.context_length
     records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
     held_out = HeldOut(parts.held_out, config.batch_size, records.path)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
     alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
-    kind = ShardedTrainer if config.sharding == "fsdp2" else Trainer
-    trainer = kind(
+    trainer = _trainer_for(parts, found)(
         model=model,
         args=given,
         train_dataset=parts.train,
@@ -146,6 +162,21 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     if isinstance(trainer, ShardedTrainer):
         return trainer.whole_weights()
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _trainer_for(parts: Run, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
+    """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
+    layout, config = parts.layout, parts.config
+    sharded = found is not None and (found[0] / STATE).exists()
+    if found is not None and not sharded and not layout.whole:
+        raise OptionError(
+            f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
+            "--sharding fsdp2 and --tensor-parallel"
+        )
+    if layout.whole and layout.sharing == 1 and not sharded:
+        return Trainer
+    mesh = device_mesh(layout, PartialState().device.type, config.rank_timeout)
+    return partial(ShardedTrainer, layout=layout, mesh=mesh)
 
 
 def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
@@ -179,7 +210,7 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
     """Saves the model, draws the plots and writes the summary."""
     config, place = parts.config, parts.place
-    if config.sharding == "fsdp2":  # its parameters are on all ranks, and this is the first one alone
+    if not parts.layout.whole:  # its parameters are on all ranks, and this is the first one alone
         model = build(config, parts.source)
         align_tokens(model, parts.tokenizer)
         model.load_state_dict(weights)
@@ -202,11 +233,12 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "device": str(model.device),
         "ranks": PartialState().num_processes,
         "sharding": config.sharding,
+        "tensor_parallel": config.tensor_parallel,
         "dtype": str(dtype).removeprefix("torch."),
         **numbers(records),
         "loss": {
             "asked": config.loss,
-            "method": choose(config.loss, size, budget),
+            "method": choose(config.loss_on_ranks, size, budget),
             "logits_bytes": size,
             "memory_budget_bytes": budget,
         },

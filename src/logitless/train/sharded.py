@@ -1,4 +1,4 @@
-"""A Trainer whose model and optimizer are divided among ranks by FSDP2, with torch's distributed checkpoints."""
+"""A Trainer whose weights or sequences are divided among ranks, with torch's distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,32 +19,61 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
+
+from ..models.tensor_parallel import split_matrices
+from .mesh import TENSOR, Layout
 
 STATE, SCHEDULE = "sharded_state", "scheduler.pt"
 
 
 class ShardedTrainer(Trainer):
-    """FSDP2 (torch's `fully_shard`, as accelerate applies it) on several ranks, on processors too.
+    """FSDP2 (torch's `fully_shard`, as accelerate applies it) and tensor parallelism, on processors too.
 
-    Each decoder layer is a unit, the last norm and the head another. A checkpoint holds each parameter once, in
-    torch.distributed.checkpoint's format, and is read back by any number of ranks, one included.
+    With FSDP2 each decoder layer is a unit, the last norm and the head another. A checkpoint holds each parameter
+    once, in torch.distributed.checkpoint's format, and is read back by any layout of any number of ranks.
+    layout, mesh: which ranks share what, and the same as `device_mesh` gives it; other arguments: Trainer's.
     """
 
     model: Any
     optimizer: Any
     lr_scheduler: Any
 
+    def __init__(self, *args: Any, layout: Layout, mesh: Any, **kwargs: Any) -> None:
+        self.layout, self.mesh = layout, mesh
+        super().__init__(*args, **kwargs)
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.world_size == 1:
-            return
         state = self.accelerator.state
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
-        )
-        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # accelerate itself asks for a GPU
-        self.is_fsdp_enabled = True
+        if self.mesh is not None:  # by which data loaders know whose sequences are the same
+            state.device_mesh = self.mesh
+            state.parallelism_config = ParallelismConfig(dp_shard_size=self.layout.weights)
+        if self.layout.fsdp and self.layout.weights > 1:
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
+            )
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # accelerate itself asks for a GPU
+            self.is_fsdp_enabled = True
+
+    def get_tp_size(self) -> int:
+        return self.layout.tensor
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Splits the matrices before there is an optimizer of them."""
+        if self.layout.tensor > 1:
+            split_matrices(self.model, self.mesh[TENSOR])
+            self.is_distributed_loading_by_transformers = not self.is_fsdp_enabled  # DDP would refuse its parameters
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """The norm over all ranks, once the sums over ranks that are due are made."""
+        for x in model.parameters():
+            if isinstance(x.grad, DTensor) and x.grad.placements != x.placements:
+                x.grad = x.grad.redistribute(placements=x.placements)
+        norm = super()._clip_grad_norm(model)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole_weights(self) -> dict[str, Any]:
         """The model's weights, gathered on the first rank; nothing on the others."""
