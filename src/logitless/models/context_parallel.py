@@ -56,21 +56,13 @@ class Part:
         `shift_labels` too, which is what keeps a model from shifting them again. Raises OptionError.
         """
         length = batch["input_ids"].shape[1]
-        check_length(length, self.ranks)
+        if length % self.ranks:
+            raise OptionError(f"expected sequences that {self.ranks} ranks can share evenly, got {length} tokens")
         at = slice(self.rank * length // self.ranks, (self.rank + 1) * length // self.ranks)
         shifted = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         places = torch.arange(length, device=shifted.device).expand_as(shifted)
         whole = {"position_ids": places, **batch, "labels": shifted, "shift_labels": shifted}
         return {name: tensor[:, at].contiguous() for name, tensor in whole.items()}
-
-
-def check_length(length: int, ranks: int) -> None:
-    """OptionError for sequences that so many ranks cannot share evenly."""
-    if length % ranks:
-        raise OptionError(
-            f"--context-length {length}: expected a multiple of --context-parallel {ranks}, such as "
-            f"{-(-length // ranks) * ranks}"
-        )
 
 
 def attach(model: Any, group: Any) -> Any:
@@ -83,7 +75,7 @@ def attach(model: Any, group: Any) -> Any:
     The ranks' losses add up to that of the whole batch, and their gradients too: an engine that averages over D ranks
     wants each loss times D. Position ids restart at every document, and tell documents apart. Everything else in a
     layer is done token by token. group: a process group. Raises ConfigError for a model that mixes tokens in another
-    way or whose rotary embeddings depend on the longest position, and leaves it as it was.
+    way, drops attention or whose rotary embeddings depend on the longest position, and leaves it as it was.
 
     Memory: besides a part's own, a layer's keys and values of the whole sequence, (B, kv_heads, S, D) twice, kept for
     backward where the layer is not checkpointed.
@@ -95,10 +87,7 @@ def attach(model: Any, group: Any) -> Any:
     if unlike or len(layers) != config.num_hidden_layers:
         what = f"{unlike} in its attention" if unlike else "layers without q_proj, k_proj, v_proj and o_proj"
         raise ConfigError(f"--context-parallel needs a model of Qwen3's or Llama's shape; {name} has {what}")
-    if kind := changes_with_length(config):
-        raise ConfigError(
-            f"--context-parallel: {kind} rotary embeddings depend on the longest position of a part; use yarn or linear"
-        )
+    check_config(config)
     part = Part.of(group)
     for layer in layers:
         setattr(layer, PART, part)
@@ -107,6 +96,19 @@ def attach(model: Any, group: Any) -> Any:
         AttentionMaskInterface.register(NAME, flash_attention_mask)
         model.set_attn_implementation(NAME)
     return model
+
+
+def check_config(config: Any) -> None:
+    """ConfigError for a configuration of a model that parts of sequences would change."""
+    text = config.get_text_config()
+    if kind := changes_with_length(text):
+        raise ConfigError(
+            f"--context-parallel: {kind} rotary embeddings depend on the longest position of a part; use yarn or linear"
+        )
+    if dropout := getattr(text, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"--context-parallel knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config"
+        )
 
 
 def gathered(
@@ -138,9 +140,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: this part's queries and the keys so far. Raises ConfigError."""
     if dropout:
-        raise ConfigError(
-            f"--context-parallel knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config"
-        )
+        raise ConfigError(f"--context-parallel knows no attention dropout, got {dropout}")
     if key.shape[2] != query.shape[2]:
         raise ConfigError(f"--context-parallel: expected no cache, got {key.shape[2] - query.shape[2]} keys of one")
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a norm widens them
