@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..errors import OptionError
 from ..memory.resident import peak_bytes
 from .files import append_line, read_lines, write_lines
-from .packing import PackedRows, collate
+from .packing import IGNORED, Collate, PackedRows, collate
 
 
 class Records(TrainerCallback):
@@ -74,8 +75,8 @@ class Records(TrainerCallback):
 class HeldOut(TrainerCallback):
     """The held-out loss before the first step and after the last, in nats per token."""
 
-    def __init__(self, rows: PackedRows, batch_size: int, records: Path) -> None:
-        self.rows, self.batch_size, self.records = rows, batch_size, records
+    def __init__(self, rows: PackedRows, batch_size: int, records: Path, together: Collate = collate) -> None:
+        self.rows, self.batch_size, self.records, self.together = rows, batch_size, records, together
         earlier = [r["held_out_loss"] for r in read_lines(records) if r["step"] == 0]
         self.before: float | None = earlier[0] if earlier else None
 
@@ -88,7 +89,7 @@ class HeldOut(TrainerCallback):
         **_: Any,
     ) -> None:
         if self.before is None and state.global_step == 0:
-            self.before = held_out_loss(model, self.rows, self.batch_size, args.device)
+            self.before = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
             if args.process_index == 0:
                 append_line(self.records, {"step": 0, "held_out_loss": self.before})
 
@@ -105,23 +106,30 @@ class HeldOut(TrainerCallback):
 
     def conclude(self, args: TrainingArguments, step: int, model: Any) -> None:
         """Measures and records the loss of the trained model."""
-        loss = held_out_loss(model, self.rows, self.batch_size, args.device)
+        loss = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
         if args.process_index == 0:
             append_line(self.records, {"step": step, "held_out_loss": loss, "final": True})
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, rows: PackedRows, batch_size: int, device: torch.device) -> float:
-    """Mean negative log-likelihood per predicted token over all rows (not a mean of the batches' means)."""
+def held_out_loss(
+    model: Any, rows: PackedRows, batch_size: int, device: torch.device, together: Collate = collate
+) -> float:
+    """Mean negative log-likelihood per predicted token over all rows (not a mean of the batches' means).
+
+    together: makes a batch of rows, or a rank's part of it; the sums of all ranks are divided by each other.
+    """
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
-    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=together):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         total += float(model(**batch, num_items_in_batch=1).loss)
-        count += int((batch["labels"][..., 1:] != -100).sum())
+        labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:]
+        count += int((labels != IGNORED).sum())
     model.train(was_training)
-    return total / max(count, 1)
+    totals, counts = zip(*gather_object([(total, count)]), strict=True)
+    return sum(totals) / max(sum(counts), 1)
 
 
 class GentleStop(TrainerCallback):

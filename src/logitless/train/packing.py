@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..errors import DataError, LabelError
 
 HELD_OUT_EVERY = 20  # one document in twenty
 IGNORED = -100
+Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
