@@ -86,12 +86,13 @@ class SplitEmbedding(nn.Embedding):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, shard = localised("embedding", self.weight)
+        whole: Any = self.weight
+        weight, shard = localised("embedding", whole)
         rows, here = place(input, shard.offset, weight.shape[0])
         ignored = -1 if self.padding_idx is None else self.padding_idx - shard.offset
         ignored = ignored if 0 <= ignored < weight.shape[0] else None
         part = F.embedding(rows, weight, ignored).masked_fill(~here[..., None], 0)
-        terms: Any = _alike(part, self.weight.device_mesh, Partial())
+        terms: Any = _alike(part, whole.device_mesh, Partial())
         return terms.redistribute(placements=[Replicate()]).to_local()  # whose gradient is each rank's own
 
 
@@ -106,7 +107,7 @@ def _split_vocabulary(model: Any, mesh: Any) -> None:
         found = f"{type(embedding).__name__} and {type(head).__name__}"
         raise ConfigError(f"--tensor-parallel: expected an nn.Embedding and a head that is an nn.Linear, got {found}")
     tied = head.weight is embedding.weight
-    kind = type(embedding)  # of a scaled embedding, what it scales is replaced
+    kind: Any = type(embedding)  # of a scaled embedding, what it scales is replaced
     embedding.__class__ = SplitEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, SplitEmbedding), {})
     _distribute(embedding, mesh, Shard(0))
     if tied:
@@ -153,9 +154,11 @@ def _alike(x: Tensor, mesh: Any, layout: Placement) -> Tensor:
 
 def _hold_whole(module: nn.Module, mesh: Any, layout: Placement) -> None:
     """Every rank holds the module's parameters. layout: what its input and its output are of all ranks'."""
-    distribute_module(
-        module,
-        mesh,
-        input_fn=lambda _, inputs, mesh: tuple(_alike(x, mesh, layout) for x in inputs),
-        output_fn=lambda _, output, __: output.to_local(),
-    )
+
+    def enter(_: nn.Module, inputs: Any, mesh: Any) -> Any:
+        return tuple(_alike(x, mesh, layout) for x in inputs)
+
+    def leave(_: nn.Module, output: Any, __: Any) -> Any:
+        return output.to_local()
+
+    distribute_module(module, mesh, input_fn=enter, output_fn=leave)
