@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 
 import pyarrow.parquet as pq
@@ -108,6 +109,73 @@ def test_how_it_ends(model, capsys):
     (full,) = told(capsys)["sequences"]
     assert full["finish"] in ("ended by the model's context", "ended by the model")
     assert len(full["tokens"]) + 3 <= 64
+
+
+def test_a_prompt_near_the_context_cuts_no_other_short(model, capsys):
+    """Prompts of different lengths in one call: each has the room that it would have alone."""
+    prompts = ("abc", "x" * 60, "def", "y" * 58)
+    options = ("--completions", 2, "--temperature", 0, "--json", "-")
+    assert sample(model, *(x for text in prompts for x in ("--prompt", text)), *options) == 0
+    together = told(capsys)["sequences"]
+    for number, text in enumerate(prompts):
+        assert sample(model, "--prompt", text, *options) == 0
+        for alone, one in zip(told(capsys)["sequences"], together[2 * number : 2 * number + 2], strict=True):
+            assert one["finish"] == alone["finish"]
+            assert [t["id"] for t in one["tokens"]] == [t["id"] for t in alone["tokens"]]
+    assert together[2]["finish"] == "ended by the model's context"
+    assert together[0]["finish"] == "ended by --max-new-tokens"
+
+
+def test_a_stop_that_begins_in_the_prompt(model, capsys):
+    greedy = ("--temperature", 0, "--json", "-")
+    assert sample(model, "--prompt", "abc", *greedy) == 0
+    first = told(capsys)["sequences"][0]["tokens"][0]["text"]
+    assert sample(model, "--prompt", "abc", "--stop", "c" + first, *greedy) == 0
+    (stopped,) = told(capsys)["sequences"]
+    assert (stopped["text"], stopped["finish"]) == (first, "ended by --stop")
+
+
+def on_a_terminal(monkeypatch):
+    """Standard output as a terminal; what is written to it, piece by piece."""
+    written: list[str] = []
+
+    class Screen(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Screen())
+    return written
+
+
+@pytest.mark.parametrize("alternatives", [[], ["--show-alternatives"]], ids=["text", "alternatives"])
+def test_on_a_terminal_one_completion_comes_token_by_token(model, alternatives, monkeypatch, capsys):
+    """The same text, numbers and legend as at the end without one; colours as tokens come."""
+    monkeypatch.setenv("COLUMNS", "100")
+    options = ("--prompt", "def f", "--seed", 3, *alternatives)
+    assert sample(model, *options) == 0
+    plain = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        written = on_a_terminal(patch)
+        assert sample(model, *options) == 0
+    bare = [re.sub(r"\x1b\[[\d;]*m", "", text) for text in written]
+    assert bare[0] == "def f"
+    assert len([text for text in bare[1:14] if text]) >= 8  # 12 tokens, some of them parts of a character
+    assert any("\x1b[" in text for text in written[1:13])
+    assert "".join(bare).split() == plain.split()
+
+
+def test_on_a_terminal_several_come_at_the_end(model, monkeypatch):
+    written = on_a_terminal(monkeypatch)
+    assert sample(model, "--prompt", "def f", "--completions", 2) == 0
+    assert "".join(written).count("perplexity") == 2
+    assert re.sub(r"\x1b\[[\d;]*m", "", written[0]).startswith("def f")
+    assert "perplexity" in written[0]
 
 
 def test_a_chat_template(model, tmp_path, capsys):

@@ -13,6 +13,7 @@ import logitless as ll
 from logitless.errors import ConfigError, DtypeError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.generation import Recorder, generate
 from logitless.integrations.generation_contract import METHODS
+from logitless.sample.record import names
 from tests.integrations.tiny import WIDTH
 from tests.support import trace_allocations
 
@@ -53,6 +54,15 @@ def test_greedy_is_transformers_own(name):
     torch.testing.assert_close(ours.record.logsumexp[~ended], z.logsumexp(-1)[~ended], **near)
     torch.testing.assert_close(ours.record.topk_logits[~ended], z.topk(3).values[~ended], **near)
     assert (ours.record.rank[~ended] == 1).all()
+
+
+@pytest.mark.parametrize("cache", [{"cache_implementation": "static"}, {"use_cache": False}], ids=["static", "none"])
+def test_other_caches(cache):
+    """transformers' own, as it prepares them; without one all is computed anew at each step."""
+    model, usual = tiny("llama"), generate(tiny("llama"), PROMPTS, max_new_tokens=6, do_sample=False)
+    ours = generate(model, PROMPTS, max_new_tokens=6, do_sample=False, **cache)
+    assert torch.equal(ours.ids, model.generate(**PROMPTS, max_new_tokens=6, do_sample=False, **cache))
+    torch.testing.assert_close(ours.record.logsumexp, usual.record.logsumexp, rtol=1e-4, atol=1e-4)
 
 
 def test_sampling_follows_the_generation_config():
@@ -168,17 +178,27 @@ def test_adapters_on_the_head():
         assert not torch.equal(out.ids, generate(model, PROMPTS, max_new_tokens=6, do_sample=False).ids)
 
 
-def test_stop_strings():
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + i): i for i in range(V)}, unk_token="!"))
-    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    letters.decoder = tokenizers.decoders.Fuse()
-    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=letters)
-    model, one = tiny("llama", eos_token_id=None), {"input_ids": PROMPTS["input_ids"][1:2]}
-    free = generate(model, one, max_new_tokens=8, do_sample=False).ids[0].tolist()
-    stop = {"stop_strings": [chr(33 + free[6]) + chr(33 + free[7])], "tokenizer": tokenizer}
-    out = generate(model, one, max_new_tokens=8, do_sample=False, **stop)
-    assert torch.equal(out.ids, model.generate(**one, max_new_tokens=8, do_sample=False, **stop))
-    assert out.ids[0].tolist() == free[:8]
+def letters() -> t.PreTrainedTokenizerFast:
+    """A tokenizer of one character per id."""
+    one = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + i): i for i in range(V)}, unk_token="!"))
+    one.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    one.decoder = tokenizers.decoders.Fuse()
+    return t.PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["no end of text", "with one"])
+def test_stop_strings(ends):
+    """One sequence of three ends before the others; ids are transformers' own, the record says where each ended."""
+    model = tiny("llama", eos_token_id=None, pad_token_id=0)
+    every = generate(model, PROMPTS, max_new_tokens=8, do_sample=False).ids
+    model.generation_config.eos_token_id = min(set(range(1, V)) - set(every.flatten().tolist())) if ends else None
+    free = every[1].tolist()
+    stop = {"stop_strings": [chr(33 + free[6]) + chr(33 + free[7])], "tokenizer": letters()}
+    out = generate(model, PROMPTS, max_new_tokens=8, do_sample=False, **stop)
+    assert torch.equal(out.ids, model.generate(**PROMPTS, max_new_tokens=8, do_sample=False, **stop))
+    assert out.ids.shape[1] == 13
+    assert out.record.token[1].tolist() == [*free[5:8], *[-1] * 5]
+    assert bool((out.ids[1, 8:] == 0).all()) == ends
 
 
 def test_streaming_and_a_loop_of_transformers():
@@ -202,6 +222,28 @@ def test_streaming_and_a_loop_of_transformers():
     assert torch.equal(ids, out.ids)
     assert recorder.record.topk_ids.shape == (1, 4, 2)
     assert "forward" not in vars(model)
+
+
+def test_a_text_streamer_of_transformers(capsys):
+    model, one = tiny("llama", eos_token_id=None), {"input_ids": PROMPTS["input_ids"][1:2]}
+    out = generate(model, one, max_new_tokens=4, do_sample=False, streamer=t.TextStreamer(letters()))
+    assert capsys.readouterr().out == letters().decode(out.ids[0]) + "\n"
+    for several, more in ((PROMPTS, {}), (one, {"num_return_sequences": 3, "do_sample": True})):
+        with pytest.raises(OptionError, match="a TextStreamer takes one sequence, got 3; use on_step"):
+            generate(model, several, max_new_tokens=4, streamer=t.TextStreamer(letters()), **more)
+
+
+def test_each_step_is_told_of():
+    """The record (B,) of each step, with the sequences that have ended blank."""
+    model = tiny("llama", eos_token_id=None)
+    end = int(generate(model, PROMPTS, max_new_tokens=6, do_sample=False).ids[0, 6])
+    seen = []
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    out = generate(model, PROMPTS, keep=3, on_step=lambda step: seen.append(step.map(torch.clone)), **options)
+    assert [step.shape for step in seen] == [(3,)] * out.record.shape[1]
+    assert out.record.token[0].tolist()[1:] == [end, *[-1] * (len(seen) - 2)]
+    for name in names():
+        assert torch.equal(torch.stack([getattr(step, name) for step in seen], 1), getattr(out.record, name)), name
 
 
 def test_memory_holds_no_row_per_step():
@@ -238,12 +280,30 @@ def test_bad_prompts():
     empty = {**PROMPTS, "attention_mask": PROMPTS["attention_mask"] * torch.tensor([[1], [1], [0]])}
     with pytest.raises(ShapeError, match="at least one token"):
         generate(tiny("llama"), empty)
-    with pytest.raises(ShapeError, match="at most 64 tokens, the context of LlamaForCausalLM, got 65"):
+    with pytest.raises(ShapeError, match="less than 64 tokens, the context of LlamaForCausalLM, got 65"):
         generate(tiny("llama"), {"input_ids": torch.ones(1, 65, dtype=torch.long)}, max_new_tokens=1)
     with pytest.raises(ShapeError, match="at least one token"):
         generate(tiny("llama"), {"input_ids": torch.zeros(1, 0, dtype=torch.long)})
     with pytest.raises(DtypeError, match="by name"):
         generate(tiny("llama"), PROMPTS["input_ids"])
+
+
+def test_a_prompt_that_could_grow_past_the_context():
+    """Positions count from a prompt's first token: padding takes none."""
+    model, ids = tiny("gpt2", eos_token_id=None), torch.ones(2, 70, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, :30], mask[1, :8] = 0, 0  # 40 and 62 tokens
+    prompts = {"input_ids": ids, "attention_mask": mask}
+    assert generate(model, prompts, max_new_tokens=2, do_sample=False).record.shape == (2, 2)
+    expected = "62 prompt tokens and 3 new ones go past the context of GPT2LMHeadModel, 64 tokens; .* at most 2"
+    with pytest.raises(ShapeError, match=expected):
+        generate(model, prompts, max_new_tokens=3, do_sample=False)
+    with pytest.raises(ShapeError, match=expected):
+        model.generate(**prompts, max_new_tokens=3, do_sample=False, custom_generate=Recorder())
+    with pytest.raises(ShapeError, match="and 17 new ones"):
+        generate(model, {"input_ids": ids[:, :60]}, max_length=77, do_sample=False)
+    with pytest.warns(UserWarning, match="default `max_length`"):  # 20 more, but for its end
+        assert generate(model, {"input_ids": ids[:, :60]}, do_sample=False).ids.shape[1] == 64
 
 
 def test_a_model_without_hidden_states():

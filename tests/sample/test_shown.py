@@ -10,8 +10,8 @@ from rich.console import Console
 
 from logitless.sample.described import CLASSES, class_names, class_of, percent
 from logitless.sample.page import page
-from logitless.sample.terminal import STYLES, coloured, show
-from tests.sample.texts import HARD, byte_tokenizer, hard_summary
+from logitless.sample.terminal import STYLES, coloured, show, streamed
+from tests.sample.texts import HARD, byte_tokenizer, hard_summary, made_up
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,35 @@ def test_what_is_described(summary):
             best = {other["id"]: other["logprob"] for other in token["top_logprobs"]}
             assert best.get(token["id"], token["logprob"]) == pytest.approx(token["logprob"], abs=1e-5)
             assert token["rank"] <= 3 or token["id"] not in best
+
+
+def test_what_comes_token_by_token_is_the_text_with_its_colours(summary, tmp_path):
+    """Styles of every character, as at the end; bytes of a character wait for its last one."""
+    tokenizer = byte_tokenizer(tmp_path)
+    for name, sequence in zip(HARD, summary["sequences"], strict=True):
+        ids = [token["id"] for token in sequence["tokens"]]
+        steps, pieces = made_up(ids), []
+        console = Console(file=io.StringIO(), width=20, force_terminal=True, color_system="truecolor")
+        with streamed(console, tokenizer, sequence["shown_prompt"], tokenizer(sequence["prompt"])["input_ids"]) as put:
+            for t in range(len(ids)):
+                before = console.file.tell()
+                put(steps[t : t + 1])
+                pieces.append(console.file.getvalue()[before:])
+        whole = Console(file=io.StringIO(), width=1000, force_terminal=True, color_system="truecolor")
+        whole.print(coloured(sequence), highlight=False)
+        assert by_character(console.file.getvalue()) == by_character(whole.file.getvalue()), name
+        assert [bool(piece) for piece in pieces] == [bool(token["shown"]) for token in sequence["tokens"]], name
+
+
+def by_character(printed: str) -> list[tuple[str, str]]:
+    """Each character with the escape sequence that its style is."""
+    out, style = [], ""
+    for part in re.split(r"(\x1b\[[\d;]*m)", printed):
+        if part.startswith("\x1b"):
+            style = "" if part == "\x1b[0m" else part
+        else:
+            out += [(letter, style) for letter in part]
+    return out
 
 
 def test_without_colours_it_is_the_text(summary):

@@ -17,8 +17,8 @@ from .output import check_writable, deliver
 
 DESCRIPTION = """Sample text from a language model and keep what matters of each token, without its logits.
 
-Each token is coloured by its probability under the model. Prompts come from --prompt, --prompt-file or standard
-input."""
+Each token is coloured by its probability under the model; on a terminal a single completion appears as it is drawn.
+Prompts come from --prompt, --prompt-file or standard input."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,14 @@ def main(arguments: Sequence[str]) -> int:
     from ..train.files import write_text, write_whole
     from .sample_run import run
 
-    summary, table = run(config, prompts, Console(stderr=True))
+    screen = Console()
+    streams = screen.is_terminal and len(prompts) * config.completions == 1 and str(config.json) != "-"
+    summary, table = run(config, prompts, Console(stderr=True), screen if streams else None)
     if config.parquet is not None:
         from pyarrow.parquet import write_table
 
         write_whole(config.parquet, lambda path: write_table(table, path))
     if config.html is not None:
         write_text(config.html, page(summary))
-    deliver(summary, config.json, lambda console: show(summary, console, config.show_alternatives))
+    deliver(summary, config.json, lambda console: show(summary, console, config.show_alternatives, streams))
     return 0

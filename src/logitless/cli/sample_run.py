@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,6 +20,7 @@ from ..integrations.generation import generate
 from ..memory.units import parse_bytes
 from ..sample.described import described
 from ..sample.record import SampleRecord
+from ..sample.terminal import streamed
 from ..sample.text import shown
 from ..train.config import TrainConfig
 from ..train.default_model import default_model
@@ -35,20 +39,22 @@ class Job:
     prompt: str
     ids: list[int]
     seed: int
+    room: int  # tokens that it may have: --max-new-tokens, or less where the context ends
 
 
-def run(config: SampleConfig, prompts: list[str], console: Console) -> tuple[dict[str, Any], pa.Table]:
-    """(what is shown and written as JSON, the records as a table)"""
+def run(
+    config: SampleConfig, prompts: list[str], console: Console, screen: Console | None = None
+) -> tuple[dict[str, Any], pa.Table]:
+    """(what is shown and written as JSON, the records as a table); a `screen` sees the only completion as it comes."""
     default_model(config.model, config.device, console)
     source = _source(config)
     tokenizer = load_tokenizer(source).saved
     jobs = _jobs(config, prompts, tokenizer, _context(source.config))
     model = _load(config, source)
     sequences, tables = [], []
-    with console.status(f"sampling {len(jobs)} completion{'s' if len(jobs) > 1 else ''} ...", spinner="line"):
-        for start in range(0, len(jobs), config.batch_size):
-            batch = jobs[start : start + config.batch_size]
-            for job, record in zip(batch, _complete(config, model, tokenizer, batch), strict=True):
+    with _watched(jobs, tokenizer, console, screen) as on_step:
+        for batch in _batches(jobs, config.batch_size):
+            for job, record in zip(batch, _complete(config, model, tokenizer, batch, on_step), strict=True):
                 about = described(record, tokenizer, job.ids)
                 tables.append(_table(record, about, len(sequences)))
                 sequences.append(_named(config, job, about, _ends(model, tokenizer)))
@@ -98,8 +104,29 @@ def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int
                 f"prompt {number + 1} has {len(ids):,} tokens, and the model's context only {context:,}: shorten it"
             )
         own = seeds[number * config.completions : (number + 1) * config.completions]
-        jobs += [Job(prompt, ids, seed) for seed in own]
+        room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - len(ids))
+        jobs += [Job(prompt, ids, seed, room) for seed in own]
     return jobs
+
+
+def _batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
+    """The jobs in their order, some at a time; those of a batch have the same room, so that none is cut short."""
+    for _, alike in groupby(jobs, key=lambda job: job.room):
+        some = list(alike)
+        yield from (some[start : start + size] for start in range(0, len(some), size))
+
+
+@contextmanager
+def _watched(
+    jobs: list[Job], tokenizer: Any, console: Console, screen: Console | None
+) -> Iterator[Callable[[SampleRecord], None] | None]:
+    """What is shown while tokens are drawn: the text itself on a screen, or that something is going on."""
+    if screen is not None:
+        with streamed(screen, tokenizer, shown(jobs[0].prompt), jobs[0].ids) as put:
+            yield put
+        return
+    with console.status(f"sampling {len(jobs)} completion{'s' if len(jobs) > 1 else ''} ...", spinner="line"):
+        yield None
 
 
 def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
@@ -117,16 +144,17 @@ def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
-def _complete(config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job]) -> list[SampleRecord]:
+def _complete(
+    config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job], on_step: Callable[[SampleRecord], None] | None
+) -> list[SampleRecord]:
     """The record of each completion of a batch, (T,) each."""
-    longest, device, context = max(len(job.ids) for job in jobs), model.device, _context(model.config)
+    longest, device = max(len(job.ids) for job in jobs), model.device
     pad = next(iter(_ends(model, tokenizer)), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids = torch.full((len(jobs), longest), pad)
     mask = torch.zeros_like(ids)
     for row, job in enumerate(jobs):
         ids[row, longest - len(job.ids) :] = torch.tensor(job.ids)
         mask[row, longest - len(job.ids) :] = 1
-    room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - longest)
     warm = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     out = generate(
         model,
@@ -134,7 +162,8 @@ def _complete(config: SampleConfig, model: Any, tokenizer: Any, jobs: list[Job])
         keep=config.keep,
         seeds=torch.tensor([job.seed for job in jobs], device=device),
         memory_budget=parse_bytes(config.memory_budget, "--memory-budget"),
-        max_new_tokens=room,
+        on_step=on_step,
+        max_new_tokens=jobs[0].room,
         pad_token_id=pad,
         repetition_penalty=config.repetition_penalty,
         **({"do_sample": True, **warm} if config.temperature else {"do_sample": False}),
@@ -156,7 +185,7 @@ def _named(config: SampleConfig, job: Job, about: dict[str, Any], ends: list[int
     last, count = about["tokens"][-1]["id"], len(about["tokens"])
     if last in ends:
         finish = "ended by the model"
-    elif any(text in about["text"] for text in config.stop):
+    elif config.stop and (count < job.room or any(text in about["text"] for text in config.stop)):
         finish = "ended by --stop"
     else:
         finish = "ended by --max-new-tokens" if count == config.max_new_tokens else "ended by the model's context"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,15 +16,18 @@ from ..sample import Noise, SampleRecord
 from ..sample.tokens import draw_tokens
 from ..vocab.head import LMHead
 from .generation_contract import require
-from .generation_options import check_prompts, check_rules, padding, plan_of, with_stop_strings
+from .generation_options import check_prompts, check_room, check_rules, padding, plan_of, with_stop_strings
 from .lm_head import causal_lm, handed_on, replaced, through_head
+
+OnStep = Callable[[SampleRecord], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Generated:
     """What was generated: `ids` as transformers returns them, prompt included, and `record` (B, T) of the T new ones.
 
-    Where a sequence had ended, ids are padding and the record's tokens -1.
+    Where a sequence had ended the record's tokens are -1, and ids are padding; without an eos_token_id, where something
+    else ended it, ids go on as transformers' do.
     """
 
     ids: Tensor  # (B, P + T) int64
@@ -38,6 +41,7 @@ def generate(
     keep: int = 10,
     seeds: Tensor | None = None,
     memory_budget: int | None = None,
+    on_step: OnStep | None = None,
     **options: Any,
 ) -> Generated:
     """Generate from a transformers model; keep a record of each token's distribution, never its logits.
@@ -48,20 +52,23 @@ def generate(
 
     inputs: the prompts by name, as a tokenizer returns them, padded on the left; keep: the best entries that the
     record holds; seeds: (B,) int64, each sequence's own noise, drawn from torch's generator unless given; with
-    num_return_sequences one for each of them. options: `model.generate`'s own: max_new_tokens, do_sample, temperature,
-    top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config, and
-    whatever else needs a logits processor (repetition_penalty, bad_words_ids, logits_processor, ...): these get rows
-    (B, V), of one step at a time, and the record's behaviour_logprob is of what they return, its other fields raw.
-    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders.
+    num_return_sequences one for each of them; on_step: called with the record (B,) of each step as it comes, -1 where a
+    sequence had ended. options: `model.generate`'s own: max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
+    eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config, and whatever else needs
+    a logits processor (repetition_penalty, bad_words_ids, logits_processor, ...): these get rows (B, V), of one step
+    at a time, and the record's behaviour_logprob is of what they return, its other fields raw.
+    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders, a TextStreamer of several
+    sequences; and, before anything is computed, prompts that could grow past the model's context, which transformers
+    goes past with a warning.
     Raises ConfigError, OptionError, ShapeError, DtypeError.
     Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
     """
     if not isinstance(inputs, Mapping):
         raise DtypeError(f"inputs: expected the prompts by name in a dict, got {type(inputs).__name__}")
     inner, whole = causal_lm(model), cast(Any, model)
-    check_prompts(inner, inputs)
+    check_prompts(inner, inputs, options)
     check_rules(options)
-    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"))
+    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step)
     ids = whole.generate(**inputs, **with_stop_strings(options), custom_generate=loop)
     if loop.record is None:
         raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
@@ -71,14 +78,20 @@ def generate(
 class Recorder:
     """The loop that `generate` gives to transformers, for `model.generate(custom_generate=Recorder())`.
 
-    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget as `generate`; streamer: the
-    one that `model.generate` gets, which does not hand it on to a loop of one's own.
+    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget, on_step as `generate`;
+    streamer: the one that `model.generate` gets, which does not hand it on to a loop of one's own.
     """
 
     def __init__(
-        self, keep: int = 10, seeds: Tensor | None = None, memory_budget: int | None = None, streamer: Any = None
+        self,
+        keep: int = 10,
+        seeds: Tensor | None = None,
+        memory_budget: int | None = None,
+        streamer: Any = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        self.keep, self.seeds, self.memory_budget, self.streamer = keep, seeds, memory_budget, streamer
+        self.keep, self.seeds, self.memory_budget = keep, seeds, memory_budget
+        self.streamer, self.on_step = streamer, on_step
         self.record: SampleRecord | None = None
 
     @torch.no_grad()
@@ -94,6 +107,7 @@ class Recorder:
         require(model)
         rules, temperature, change = plan_of(model, logits_processor, generation_config)
         batch, first = input_ids.shape
+        check_room(model, input_ids, given.get("attention_mask"), generation_config.max_length - first)
         seeds = _seeds(self.seeds, batch, input_ids.device)
         alive = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
         pad, outputs = padding(stopping_criteria, generation_config), None
@@ -134,6 +148,8 @@ class Recorder:
         else:
             rows = alive.nonzero().squeeze(1).to(drawn.token.device)
             self.record.write((rows, step), drawn[rows])
+        if self.on_step is not None:
+            self.on_step(self.record[:, step])
 
 
 class Recorded:

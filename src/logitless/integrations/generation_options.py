@@ -57,21 +57,46 @@ def padding(stopping_criteria: Any, config: Any) -> int | None:
     return int(torch.as_tensor(config.eos_token_id).flatten()[0])
 
 
-def check_prompts(inner: Any, inputs: Mapping[str, Any]) -> None:
+def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ShapeError, OptionError for what would fail later and in words of transformers'."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return
-    lengths = mask.sum(1) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.new_tensor([ids.shape[1]])
+    lengths = _lengths(ids, mask)
     if ids.numel() == 0 or int(lengths.min()) == 0:
         raise ShapeError(
             f"inputs: expected prompts of at least one token, got an empty one in input_ids of shape {tuple(ids.shape)}"
         )
-    context = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and int(lengths.max()) > context:
+    context, longest = _context(inner), int(lengths.max())
+    if context is not None and longest >= context:
         raise ShapeError(
-            f"inputs: expected prompts of at most {context:,} tokens, the context of {type(inner).__name__}, got "
-            f"{int(lengths.max()):,}; cut them"
+            f"inputs: expected prompts of less than {context:,} tokens, the context of {type(inner).__name__}, got "
+            f"{longest:,}; cut them"
         )
+    rows = len(ids) * (options.get("num_return_sequences") or 1)
+    if rows > 1 and isinstance(options.get("streamer"), transformers.TextStreamer):
+        raise OptionError(f"streamer: a TextStreamer takes one sequence, got {rows}; use on_step, or go one by one")
+
+
+def check_room(model: Any, ids: Tensor, mask: Any, new: int) -> None:
+    """Raises ShapeError where a prompt and its `new` tokens could go past the model's context."""
+    context, longest = _context(model), int(_lengths(ids, mask).max())
+    if context is not None and longest + new > context:
+        raise ShapeError(
+            f"generate: {longest:,} prompt tokens and {new:,} new ones go past the context of {type(model).__name__}, "
+            f"{context:,} tokens; pass max_new_tokens of at most {context - longest:,}, or cut the prompts"
+        )
+
+
+def _context(model: Any) -> int | None:
+    """The positions that a model has, None where they are without end."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _lengths(ids: Tensor, mask: Any) -> Tensor:
+    """The tokens of each prompt, padding left out."""
+    padded = isinstance(mask, Tensor) and mask.shape == ids.shape
+    return mask.sum(1) if padded else ids.new_tensor([ids.shape[1]])
 
 
 def check_rules(options: Mapping[str, Any]) -> None:

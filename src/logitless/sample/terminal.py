@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,33 +12,68 @@ from rich.table import Table
 from rich.text import Text
 
 from .described import class_names, class_of, percent
+from .record import SampleRecord
+from .text import Speller, shown
 
 # Ink and paper of each class of probability, both given: legible on dark and on light terminals.
 STYLES = ("", "#000000 on #fff3b0", "#000000 on #fdc877", "#000000 on #f4813f", "#ffffff on #b10026")
 SPECIAL, FAINT = "reverse dim", "dim"
 
 
-def coloured(sequence: dict[str, Any]) -> Text:
-    """The text behind its prompt. Tokens that share a character share a colour, of their probabilities' product."""
-    out = Text().append(sequence["shown_prompt"], FAINT)
-    for text, special, probability in _characters(sequence["tokens"]):
-        style = SPECIAL if special else STYLES[class_of(probability)]
+class Painter:
+    """Tokens as coloured text; those that share a character share a colour, of their probabilities' product."""
+
+    def __init__(self) -> None:
+        self.logprob = 0.0
+
+    def __call__(self, text: str, special: bool, logprob: float) -> Text:
+        """What a token adds: nothing, where a later one completes the character."""
+        out = Text()
+        self.logprob += logprob
+        if not text and not special:
+            return out
+        style = SPECIAL if special else STYLES[class_of(math.exp(self.logprob))]
+        self.logprob = 0.0
         for line in text.splitlines(keepends=True):
             out.append(line.rstrip("\n").replace("\t", "→   "), style)
             if line.endswith("\n"):
                 out.append("↵", style or FAINT)
                 out.append("\n")
+        return out
+
+
+def coloured(sequence: dict[str, Any]) -> Text:
+    """The text behind its prompt."""
+    out, painter = Text().append(sequence["shown_prompt"], FAINT), Painter()
+    for token in sequence["tokens"]:
+        out.append_text(painter(token["shown"], token["special"], token["logprob"]))
     return out
 
 
-def _characters(tokens: list[dict[str, Any]]) -> Iterator[tuple[str, bool, float]]:
-    """(text, special, probability) of each run of tokens that ends with whole characters."""
-    total = 0.0
-    for token in tokens:
-        total += token["logprob"]
-        if token["shown"] or token["special"]:
-            yield token["shown"], token["special"], math.exp(total)
-            total = 0.0
+@contextmanager
+def streamed(
+    console: Console, tokenizer: Any, prompt: str, before: Sequence[int]
+) -> Iterator[Callable[[SampleRecord], None]]:
+    """Writes one completion token by token: what it yields takes the record of each step, (1,).
+
+    prompt: what is shown of it; before: its ids. The line is ended whatever ends the completion.
+    """
+    speller, painter = Speller(tokenizer, before), Painter()
+
+    def write(text: Text) -> None:
+        console.print(text, end="", soft_wrap=True, highlight=False)
+
+    def put(step: SampleRecord) -> None:
+        piece = speller.add(int(step.token))
+        write(painter(shown(piece.text), piece.special, float(step.logprob)))
+
+    write(Text(prompt, FAINT))
+    try:
+        yield put
+    finally:
+        if speller.held:  # ends within a character
+            write(painter(shown(speller.rest), False, 0.0))
+        console.print()
 
 
 def legend() -> Text:
@@ -79,10 +115,10 @@ def _instead(token: dict[str, Any]) -> Text:
     return out
 
 
-def show(summary: dict[str, Any], console: Console, with_alternatives: bool) -> None:
-    """Every sequence, coloured; its numbers; with its alternatives where they are asked for."""
+def show(summary: dict[str, Any], console: Console, with_alternatives: bool, written: bool = False) -> None:
+    """Every sequence, coloured, unless its text is `written`; its numbers; its alternatives where asked for."""
     for sequence in summary["sequences"]:
-        parts: list[Any] = [coloured(sequence)]
+        parts: list[Any] = [] if written else [coloured(sequence)]
         if with_alternatives:
             parts += ["", alternatives(sequence)]
         count, perplexity = len(sequence["tokens"]), sequence["perplexity"]

@@ -25,24 +25,43 @@ class Piece:
     special: bool
 
 
-def pieces(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> list[Piece]:
-    """What each of `ids` adds to the text of `before`; the texts of all together are what decoding gives.
+class Speller:
+    """The text that each token adds to what stands before it, as tokens come.
 
-    tokenizer: transformers'. Tokens that hold a part of a character add nothing, the one that ends it adds it.
+    tokenizer: transformers'; before: the ids that come first. A token that ends within a character adds nothing, the
+    one that completes the character adds it.
     """
-    special, found = set(tokenizer.all_special_ids), []
-    known, held = list(before[-2 * LONGEST :]), []
-    start = _decoded(tokenizer, known)
-    for token in ids:
-        held.append(token)
-        text = _decoded(tokenizer, known + held)
-        whole = not text.endswith(BROKEN) or len(held) >= LONGEST or token in special
-        found.append(Piece(text[len(start) :] if whole else "", token in special))
+
+    def __init__(self, tokenizer: Any, before: Sequence[int]) -> None:
+        self.tokenizer, self.special = tokenizer, set(tokenizer.all_special_ids)
+        self.known: list[int] = list(before[-2 * LONGEST :])
+        self.held: list[int] = []
+        self.start = self.text = _decoded(tokenizer, self.known)
+
+    def add(self, token: int) -> Piece:
+        """What the next token adds."""
+        self.held.append(token)
+        self.text = _decoded(self.tokenizer, self.known + self.held)
+        special = token in self.special
+        whole = not self.text.endswith(BROKEN) or len(self.held) >= LONGEST or special
+        piece = Piece(self.rest if whole else "", special)
         if whole:
-            known, held = held, []
-            start = _decoded(tokenizer, known)
-    if held:  # ends within a character
-        found[-1] = Piece(text[len(start) :], found[-1].special)
+            self.known, self.held = self.held, []
+            self.start = self.text = _decoded(self.tokenizer, self.known)
+        return piece
+
+    @property
+    def rest(self) -> str:
+        """What tokens have begun and none has completed."""
+        return self.text[len(self.start) :]
+
+
+def pieces(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> list[Piece]:
+    """What each of `ids` adds to the text of `before`; the texts of all together are what decoding gives."""
+    speller = Speller(tokenizer, before)
+    found = [speller.add(token) for token in ids]
+    if speller.held:  # ends within a character
+        found[-1] = Piece(speller.rest, found[-1].special)
     return found
 
 
