@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
 from logitless.models.instances import checkpoint_layers
 from logitless.models.nsa import attention
 from logitless.models.nsa.attention import nsa
-from logitless.models.nsa.layers import attach, documents, load_parameters
+from logitless.models.nsa.layers import NAME, attach, documents
 from logitless.models.nsa.options import NSAOptions
+from logitless.models.nsa.saved import load, load_parameters
 from tests.support import largest_allocation
 
 SMALL = NSAOptions(block=8, stride=4, selected_block=16, selected=4, window=10)
@@ -164,15 +165,41 @@ def test_checkpointed_layers_give_the_same_gradients():
 def test_a_saved_model_comes_back(tmp_path):
     model, ids = model_and_ids()
     model.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    torch.testing.assert_close(load_parameters(plain, tmp_path)(ids).logits, model(ids).logits)
+    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids).logits, model(ids).logits)
+
+
+def test_transformers_alone_refuses_a_saved_model(tmp_path, monkeypatch):
+    """Rather than to compute full attention with its weights, as it would without a word."""
+    model, ids = model_and_ids()
+    model.save_pretrained(tmp_path)
+    without = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)  # this process knows the attention
+    with pytest.raises(ConfigError, match=r"loaded without its parameters; logitless\.models\.nsa\.saved\.load"):
+        without(ids)
+    monkeypatch.delitem(AttentionInterface._global_mapping, NAME)
+    with pytest.raises(ValueError, match=f'attn_implementation="{NAME}"` is not supported'):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_saved_model_of_a_hub_id_comes_back(tmp_path, monkeypatch):
+    """From the hub's cache, as it lies there once a model has been loaded."""
+    model, ids = model_and_ids()
+    place = tmp_path / "models--some--sparse" / "snapshots" / ("a" * 40)
+    model.save_pretrained(place)
+    (tmp_path / "models--some--sparse" / "refs").mkdir()
+    (tmp_path / "models--some--sparse" / "refs" / "main").write_text("a" * 40)
+    for name in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.constants.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, str(tmp_path) if name.endswith("CACHE") else True)
+    found = load("some/sparse", dtype=torch.float64, cache_dir=tmp_path)
+    torch.testing.assert_close(found(ids).logits, model(ids).logits)
+    with pytest.raises(ConfigError, match="some/other: its weights cannot be had"):
+        load_parameters(AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa"), "some/other")
 
 
 def test_weights_without_nsa_are_named(tmp_path):
     model, _ = model_and_ids()
     state = {name: tensor for name, tensor in model.state_dict().items() if ".nsa." not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     with pytest.raises(ConfigError, match=r"names nsa, but its weights have no model\.layers\.0\.self_attn\.nsa"):
         load_parameters(plain, tmp_path)
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
-from logitless.models.nsa.layers import load_parameters
+from logitless.models.nsa.saved import load
 from logitless.train.config import TrainConfig
 from logitless.train.files import read_lines
 from logitless.train.model import build, resolve
@@ -59,7 +58,7 @@ def test_a_saved_sparse_model_goes_on(micro, tmp_path):
     saved = tmp_path / "first" / "model"
     assert json.loads((saved / "config.json").read_text())["nsa"]["block"] == 32
     again = TrainConfig(model=str(saved), context_length=CONTEXT, device="cpu")
-    built, own = build(again, resolve(again.model)), load_parameters(AutoModelForCausalLM.from_pretrained(saved), saved)
+    built, own = build(again, resolve(again.model)), load(saved)
     assert any(p.abs().max() > 0 for n, p in built.named_parameters() if n.endswith("gates.weight"))  # learned: from 0
     for name, parameter in own.state_dict().items():
         assert torch.equal(built.state_dict()[name], parameter), name

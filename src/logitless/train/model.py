@@ -129,7 +129,8 @@ def _transformers_model(config: RunOptions, source: ModelSource, wanted: Any) ->
 
 def _sparse(config: RunOptions, source: ModelSource, model: Any) -> Any:
     """The model with native sparse attention, where that is asked for or its config says so."""
-    from ..models.nsa.layers import attach, load_parameters
+    from ..models.nsa.layers import attach
+    from ..models.nsa.saved import load_parameters
 
     has = bool(getattr(source.config.get_text_config(), "nsa", None))
     if not has and config.attention != "nsa":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
@@ -67,6 +65,10 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: every document of every row by itself. Raises ConfigError for dropout."""
+    if not hasattr(module, "nsa"):
+        raise ConfigError(
+            "nsa: this model was loaded without its parameters; logitless.models.nsa.saved.load reads them"
+        )
     if dropout:
         raise ConfigError(f"nsa knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config")
     parameters, gates = module.nsa, more["nsa_gates"]
@@ -143,18 +145,5 @@ def attach(model: Any, options: NSAOptions | None = None) -> Any:
         layer.nsa = parameters.to(weight.device, weight.dtype)
         layer.register_forward_pre_hook(_gates, with_kwargs=True)
     config.nsa = options.to_dict()
-    return model
-
-
-def load_parameters(model: Any, directory: str | Path) -> Any:
-    """`attach` for a checkpoint saved with nsa: reads what `from_pretrained` had no place for. Raises ConfigError."""
-    attach(model)
-    wanted = {name for name in model.state_dict() if ".nsa." in name}
-    found: dict[str, Tensor] = {}
-    for path in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118
-    if missing := wanted - found.keys():
-        raise ConfigError(f"{directory}: its config.json names nsa, but its weights have no {min(missing)}")
-    model.load_state_dict(found, strict=False)
+    model.config.attn_implementation = NAME  # saved with it: transformers alone refuses what it would misread
     return model
