@@ -1,18 +1,21 @@
 """One run on a machine with a GPU: correctness, then the whole table against the peers that are installed.
 
-    bench/gpu.sh [check|table|extras|tune|all] [--out FILE] [--rows loss,values] [--seconds 500] [--tiny]
+    bench/gpu.sh [check|table|extras|tune|all] [--out FILE] [--rows loss,values] [--seconds 480] [--tiny]
 
-`all` is check and table; `tune` writes launch sizes. The result is one JSON-lines file (GPU, driver and versions
-inside), and beside it one plot where matplotlib is there. Nothing is fetched: a peer that is not installed is named
-with its reason. `--tiny` runs every part on toy shapes, on a CPU under Triton's interpreter where TRITON_INTERPRET=1:
-a check of the benchmark.
+`all` is check and table; `tune` writes launch sizes. Each ends by itself soon after `--seconds`, naming what is left.
+The result is one JSON-lines file (GPU, driver and versions inside), and beside it one plot where matplotlib is there.
+Nothing is fetched: a peer that is not installed is named with its reason. `extras` runs the project's own commands, and
+so needs what these import (tyro, transformers). `--tiny` runs every part on toy shapes, on a CPU under Triton's
+interpreter where TRITON_INTERPRET=1: a check of the benchmark.
 """
 
 import argparse
 import gc
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +23,13 @@ from typing import Any
 
 import torch
 
-from bench.gpu_rows import ROWS, Row, errors_of, make_operands, methods, oracle
-from bench.harness import MB, environment, write_line
+from bench.gpu_rows import IN_A_GRAPH, ROWS, Row, errors_of, make_operands, methods, oracle
+from bench.harness import MB, environment, said, write_line
 from bench.run import add_ratios, describe
 
+CHECK_SHARE = 0.3  # of the seconds of `all`
+CHECK_PROCESSES = 4  # on a GPU, where most of the time goes into compiling kernels on one core
+SLOW_SECONDS = 45.0  # that torch.compile may take for one row
 GROSS = 0.1  # an error that no rounding makes: of a mean loss, a log-prob in nats, or of a gradient's largest entry
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes about this long
 Record = dict[str, Any]
@@ -34,11 +40,11 @@ def gpu_environment(device: str) -> Record:
     out = environment() | {"device": device}
     if device == "cuda":
         p = torch.cuda.get_device_properties(0)
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=False)
+        query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
         out |= {
             "gpu": p.name, "gpu_gib": round(p.total_memory / 2**30, 1), "cuda": torch.version.cuda,
-            "driver_clocks_power": found.stdout.strip(), "capability": f"{p.major}.{p.minor}",
+            "driver_clocks_power": said("nvidia-smi", query, "--format=csv,noheader"),
+            "capability": f"{p.major}.{p.minor}",
         }  # fmt: skip
     return out
 
@@ -102,15 +108,17 @@ class Bench:
         """All methods of one row, taking turns."""
         shape = row.tiny if tiny else row.shape
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        tensors = make_operands(row, shape, self.device, dtype)
-        expected = oracle(row, tensors) if row.gated else None
+        tensors, expected = {}, None
+        if time.monotonic() < self.deadline:
+            tensors = make_operands(row, shape, self.device, dtype)
+            expected = oracle(row, tensors) if row.gated else None
         self.release()
         records, steps = [], {}
         for method in methods(row, backend):
             if not method.name.startswith((*only, "bare GEMMs")):
                 continue
             begin, record = time.monotonic(), {"method": method.name, "method_kind": method.kind, "seconds": []}
-            if begin > self.deadline:
+            if begin > self.deadline - (SLOW_SECONDS if method.name == "torch.compile" else 0.0):
                 record |= {"status": "failed", "reason": "no time left"}
             else:
                 try:
@@ -143,10 +151,28 @@ class Bench:
                 record["seconds"].append(self.seconds_of(steps[record["method"]], record["calls"]))
 
 
-def check(device: str) -> int:
-    """The correctness suite: every case of the Triton backend, in a process of its own."""
+def check(device: str, seconds: float, out: Path | None) -> int:
+    """The correctness suite, every case of the Triton backend, in processes of its own; 1 where a case failed."""
+    processes = CHECK_PROCESSES if device == "cuda" else 1
     command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.vocab.triton_cases", "--device", device]
-    return subprocess.run(command, check=False).returncode
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder) / str(i) for i in range(processes)]
+        running = [
+            subprocess.Popen(
+                [*command, "--seconds", f"{seconds:g}", "--share", f"{i}/{processes}", "--report", str(report)]
+            )
+            for i, report in enumerate(reports)
+        ]
+        codes = [process.wait() for process in running]
+        found = [json.loads(report.read_text()) for report in reports if report.exists()]
+    record: Record = {"kind": "gpu-check", "device": device, "seconds": round(time.monotonic() - begin, 1)}
+    record |= {name: [case for part in found for case in part[name]] for name in ("passed", "failed", "left")}
+    record["broken_processes"] = processes - len(found)
+    print(f"check: {len(record['passed'])} cases passed, {len(record['failed'])} failed, {len(record['left'])} not run")
+    if out is not None:
+        write_line(out, record)
+    return int(any(codes))
 
 
 def table(options: argparse.Namespace, device: str) -> int:
@@ -154,7 +180,6 @@ def table(options: argparse.Namespace, device: str) -> int:
     bench = Bench(device, options.seconds, options.rounds)
     backend = "triton" if device == "cpu" else None  # on a GPU what a call gets
     found: list[Record] = []
-    write_line(options.out, gpu_environment(device))
     for name in options.rows:
         row = ROWS[name]
         print(f"{name}: {row.title}, {row.tiny if options.tiny else row.shape}", flush=True)
@@ -164,7 +189,7 @@ def table(options: argparse.Namespace, device: str) -> int:
         found += records
     print("\n".join(summary(found)))
     draw_if_possible(found, options.out)
-    return int(any(r["status"] != "ok" for r in found if r["method"] == "logitless"))
+    return int(any(r["status"] != "ok" and r["reason"] != "no time left" for r in found if r["method"] == "logitless"))
 
 
 def summary(records: list[Record]) -> Iterator[str]:
@@ -174,6 +199,9 @@ def summary(records: list[Record]) -> Iterator[str]:
     for name in dict.fromkeys(r["case"] for r in records):
         rows = {r["method"]: r for r in records if r["case"] == name}
         mine, bare = rows["logitless"], rows["bare GEMMs"]
+        graph = rows.get(IN_A_GRAPH, {"status": "absent"})
+        if graph["status"] == mine["status"] == "ok":
+            mine = graph | {"title": f"{graph['title']}, in a CUDA graph"}
         shape = " x ".join(f"{x:,}" for x in mine["shape"])
         if mine["status"] != "ok" or bare["status"] != "ok":
             yield f"| {mine['title']} | {shape} | | {mine['status']}: {mine.get('reason', '')} | | | | |"
@@ -229,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
     parser.add_argument("--methods", default="", help="comma-separated beginnings of names; the bare GEMMs always run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=400.0, help="for the table; what is left then is named")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all of it; what is left then is named")
+    parser.add_argument("--parts", default="", help="of the extras, comma-separated; all unless given")
     parser.add_argument("--tiny", action="store_true", help="toy shapes: a check of the benchmark, not a result")
     options = parser.parse_args(arguments)
     options.rows = options.rows.split(",")
@@ -244,15 +273,21 @@ def main(arguments: list[str] | None = None) -> int:
     if options.what == "tune":
         from bench.gpu_tune import tune
 
-        return tune(options.out, options.tiny, device)
+        return tune(options.out, options.tiny, device, options.seconds)
     if options.what == "extras":
-        from bench.gpu_extras import extras
+        from bench.gpu_extras import PARTS, extras
 
-        return extras(options.out, options.tiny, device)
-    status = check(device) if options.what in ("all", "check") else 0
-    if options.what in ("all", "table"):
-        status = table(options, device) or status
-    return status
+        parts = options.parts.split(",") if options.parts else list(PARTS)
+        if unknown := [name for name in parts if name not in PARTS]:
+            parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+        return extras(options.out, options.tiny, device, options.seconds, parts)
+    if options.what == "check":
+        return check(device, options.seconds, None)
+    begin = time.monotonic()
+    write_line(options.out, gpu_environment(device))
+    status = check(device, CHECK_SHARE * options.seconds, options.out) if options.what == "all" else 0
+    options.seconds -= time.monotonic() - begin
+    return table(options, device) or status
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ recorded with its reason.
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,28 +16,41 @@ from typing import Any
 import torch
 
 from bench.gpu import gpu_environment
-from bench.harness import MB, write_line
+from bench.harness import MB, read_lines, write_line
 from bench.logits_table import methods
 
 Record = dict[str, Any]
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "llama-3.2-1b", "qwen3-4b")
 LENGTHS = (131_072, 98_304, 65_536, 32_768, 16_384)
 LOGPS = (8, 912, 50_000)  # batch, length, vocabulary of the tutorial's table
-MOST_SECONDS = 540
+LEAST_SECONDS = 15  # that a command is given
+
+
+class Clock:
+    """The seconds that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
 
 
 def cli(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "logitless.cli", *arguments]
 
 
-def run(name: str, command: list[str]) -> Record:
+def run(clock: Clock, name: str, command: list[str]) -> Record:
     """A command's JSON, or why there is none."""
-    begin = time.monotonic()
+    begin, left = time.monotonic(), clock.left
     about = {"kind": "gpu-extra", "name": name, "command": " ".join(command[1:])}
+    if left < LEAST_SECONDS:
+        return about | {"status": "failed", "reason": "no time left"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=left)
     except subprocess.TimeoutExpired:
-        return about | {"status": "failed", "reason": f"more than {MOST_SECONDS} s"}
+        return about | {"status": "failed", "reason": f"not done in the {left:.0f} s that were left"}
     about["seconds"] = round(time.monotonic() - begin, 1)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
@@ -44,27 +58,35 @@ def run(name: str, command: list[str]) -> Record:
     return about | {"status": "ok", "result": json.loads(done.stdout) if done.stdout.startswith("{") else None}
 
 
-def profiles(tiny: bool, device: str) -> Iterator[Record]:
-    """Peak memory of a step, predicted and measured, for four shapes; then the longest context of a 4B shape."""
+def profiles(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
+    """Peak memory of a step, predicted and measured, for four shapes."""
     for model in ("tiny",) if tiny else MODELS:
         length = "64" if tiny else "4096"
         command = ("profile", "--model", model, "--context-length", length, "--real", device, "--json", "-")
-        yield run(f"profile {model}", cli(*command))
+        yield run(clock, f"profile {model}", cli(*command))
+
+
+def stages(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
+    """The stages of a 4B shape's step at the longest context that fits."""
     for length in (128,) if tiny else LENGTHS:
         model = "tiny" if tiny else "4b"
         options = ("--gradient-checkpointing", "--real", device, "--json", "-")
-        found = run(f"stages {length}", cli("profile", "--model", model, "--context-length", str(length), *options))
+        found = run(
+            clock, f"stages {length}", cli("profile", "--model", model, "--context-length", str(length), *options)
+        )
         yield found
         if found["status"] == "ok":
             return
 
 
-def log_probs(tiny: bool, device: str) -> Iterator[Record]:
+def logps(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
     """The log-prob table of a widely copied tutorial: every method on bf16 logits of its shape, with its gradient."""
     batch, length, vocab = (2, 5, 301) if tiny else LOGPS
     logits = torch.randn(batch, length, vocab, device=device, dtype=torch.bfloat16)
     ids = torch.randint(vocab, (batch, length), device=device)
     for name, method in methods(batch).items():
+        if clock.left < 0:
+            return
         record: Record = {"kind": "gpu-extra", "name": f"logps {name}", "shape": [batch, length, vocab], "status": "ok"}
         for kind, grad in (("no_grad", False), ("grad", True)):
             z = logits.detach().requires_grad_(grad)
@@ -95,29 +117,34 @@ def _timed(step: Any, device: str) -> tuple[float, float]:
     return time.perf_counter() - begin, (torch.cuda.max_memory_allocated() - before) / MB if gpu else 0.0
 
 
-def training(tiny: bool, device: str) -> Iterator[Record]:
+def training(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
     """`logitless train` in bf16, with whole logits and without."""
     model, length, steps = ("tiny", "64", "2") if tiny else ("qwen3-0.6b", "4096", "8")
     for loss in ("dense", "chunked"):
         options = ("--context-length", length, "--max-steps", steps, "--loss", loss, "--json", "-")
         where = ("--output-dir", f"build/gpu/{loss}-{time.time_ns()}", "--device", device, "--dtype", "bfloat16")
-        yield run(f"train {loss}", cli("train", "--model", model, *options, *where))
+        yield run(clock, f"train {loss}", cli("train", "--model", model, *options, *where))
 
 
-def grade(tiny: bool, out: Path) -> Iterator[Record]:
-    """Memory of soft tokens at a 4B model's width."""
+def grade(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
+    """Memory of soft tokens at a 4B model's width, in this machine's own memory."""
     sizes = ("--hidden", "64", "--vocab", "301", "--steps", "2") if tiny else ("--hidden", "2560", "--vocab", "151936")
-    file = str(out.with_name(f"{out.stem}-grade.jsonl"))
-    yield run("grade memory", [sys.executable, "-m", "bench.grade", "--part", "memory", *sizes, "--out", file])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "grade.jsonl"
+        command = [sys.executable, "-m", "bench.grade", "--part", "memory", *sizes, "--out", str(file)]
+        record = run(clock, "grade memory", command)
+        yield record | ({"result": read_lines(file)} if file.exists() else {})
 
 
-def extras(out: Path, tiny: bool, device: str) -> int:
-    """All of it into the result file; 0, for a part that cannot run says why."""
+PARTS = {"logps": logps, "training": training, "profiles": profiles, "stages": stages, "grade": grade}
+
+
+def extras(out: Path, tiny: bool, device: str, seconds: float, parts: list[str]) -> int:
+    """The parts into the result file; 0, for one that cannot run says why."""
+    clock = Clock(seconds)
     write_line(out, gpu_environment(device))
-    for part in (
-        log_probs(tiny, device), training(tiny, device), profiles(tiny, device), grade(tiny, out),
-    ):  # fmt: skip
-        for record in part:
+    for name in parts:
+        for record in PARTS[name](clock, tiny, device):
             write_line(out, record)
             print(f"{record['name']}: {record['status']} {record.get('reason', '')}", flush=True)
     return 0

@@ -227,6 +227,34 @@ def ours_in_fp32(row: Row, backend: str | None) -> Callable[[Case, Tensors], Ste
     return build
 
 
+IN_A_GRAPH = "logitless, CUDA graph"
+
+
+def ours_in_a_graph(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
+    """The call captured once and replayed, as a decode loop would: the host then has nothing to launch."""
+
+    def build(case: Case, tensors: Tensors) -> Step:
+        if not torch.cuda.is_available():
+            raise RuntimeError("CUDA graphs need a GPU")
+        plain, stream = ours(row, backend)(case, tensors), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                plain()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = plain()
+
+        def run() -> Tensors:
+            graph.replay()
+            return out
+
+        return run
+
+    return build
+
+
 def liger(case: Case, tensors: Tensors) -> Step:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -261,7 +289,9 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     name = row.case.name
     yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
     yield peers.Method("logitless", ours(row, backend), "ours")
-    if "weight" in row.case.wrt:
+    if name == "sample":
+        yield peers.Method(IN_A_GRAPH, ours_in_a_graph(row, backend), "ours")
+    if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
         yield peers.Method("logitless, fp32 dW", ours_in_fp32(row, backend), "ours")
     if backend is None and name != "sample":
         yield peers.Method("logitless, eager", ours(row, "eager"))

@@ -6,6 +6,7 @@ kernel. A size that does not launch is passed over with its reason.
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -59,6 +60,10 @@ class Trial:
 
         return run
 
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.bench.deadline
+
     def seconds(self, step: Callable[[], Any]) -> float:
         """Of the fastest of three timings; infinite where it does not run."""
         try:
@@ -72,12 +77,15 @@ class Trial:
         return min(self.bench.seconds_of(step, calls) for _ in range(3))
 
 
-def best_of(sizes: dict[str, Any], candidates: Iterator[Sizes], seconds: Callable[[], float]) -> float:
-    """Leaves the fastest of the candidates, and of what was there, in `sizes`."""
-    found, fastest = dict(sizes), seconds()
+def best_of(trial: Trial, sizes: dict[str, Any], candidates: Iterator[Sizes], step: Callable[[], Any]) -> float:
+    """Leaves the fastest of the candidates that there is time for, and of what was there, in `sizes`."""
+    found, fastest = dict(sizes), trial.seconds(step)
     for candidate in candidates:
+        if trial.late:
+            print(f"    no time left for {candidate} and what follows")
+            break
         sizes.update(candidate)
-        took = seconds()
+        took = trial.seconds(step)
         print(f"    {candidate}: {1e3 * took:.3f} ms", flush=True)
         if took < fastest:
             found, fastest = dict(sizes), took
@@ -88,7 +96,7 @@ def best_of(sizes: dict[str, Any], candidates: Iterator[Sizes], seconds: Callabl
 def shared_tokens(trial: Trial, gemm: Sizes, limit: int) -> None:
     """For which numbers of tokens one kernel for products and fold is the faster way."""
     wins = []
-    for n in (n for n in TOKENS if n <= limit):
+    for n in (n for n in TOKENS if n <= limit and not trial.late):
         gemm.update(least_tokens=1, most_tokens=0)
         apart = trial.seconds(trial.values(n))
         gemm.update(least_tokens=1, most_tokens=1 << 40)
@@ -100,9 +108,9 @@ def shared_tokens(trial: Trial, gemm: Sizes, limit: int) -> None:
     gemm.update(least_tokens=min(wins, default=1), most_tokens=max(wins, default=0))
 
 
-def tune(out: Path, tiny: bool, device: str) -> int:
-    """All of it into `out`; 0."""
-    bench = Bench(device, 0.0, 1)
+def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
+    """All of it that there is time for into `out`; 0."""
+    bench = Bench(device, seconds, 1)
     trial, kept = Trial(bench, tiny), triton_tuned.table_for(torch.device(device))
     before = copy.deepcopy(kept)
     blocks, warps = ((256, 512), (4,)) if tiny else (BLOCKS, WARPS)
@@ -111,15 +119,15 @@ def tune(out: Path, tiny: bool, device: str) -> int:
         for name, step in steps.items():
             print(f"  {name}", flush=True)
             sizes = ({"block": b, "warps": w} for b, w in product(blocks, warps))
-            best_of(kept[name], sizes, lambda step=step: trial.seconds(step))
+            best_of(trial, kept[name], sizes, step)
         print("  slices that are not kept", flush=True)
         streams = ({"streamed_bytes": size << 20} for size in ((1,) if tiny else STREAMED_MIB))
-        best_of(kept, streams, lambda: trial.seconds(steps["fold"]))
+        best_of(trial, kept, streams, steps["fold"])
         print("  products and fold in one kernel", flush=True)
         kept["gemm"].update(least_tokens=1, most_tokens=1 << 40)
         names = ("rows", "entries", "inner", "warps", "stages")
         shapes = GEMMS[-1:] if tiny else GEMMS
-        best_of(kept["gemm"], (dict(zip(names, g, strict=True)) for g in shapes), lambda: trial.seconds(trial.values()))
+        best_of(trial, kept["gemm"], (dict(zip(names, g, strict=True)) for g in shapes), trial.values())
         shared_tokens(trial, kept["gemm"], trial.hidden.shape[0])
         name = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
         result = {**kept, "about": f"{name}, by bench/gpu.sh tune with torch {torch.__version__}"}

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import threading
 import time
@@ -38,12 +39,17 @@ def _version(package: str) -> str | None:
         return None
 
 
+def said(*command: str) -> str:
+    """What a program prints; nothing where it is not installed, or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def environment() -> dict[str, Any]:
     """The machine and versions that every published number stands beside."""
     cpu = (_read("/proc/cpuinfo") or "").partition("model name\t: ")[2].partition("\n")[0]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = said("git", "rev-parse", "--short", "HEAD")
     return {
         "kind": "environment",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -22,11 +23,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
+from logitless.errors import OptionError
+from logitless.sample.record import SampleRecord, names
 from logitless.vocab import checks, problem
 from logitless.vocab.backends import tiles, triton_tuned
 from logitless.vocab.checks import flatten
 from logitless.vocab.engine import Pass
 from logitless.vocab.head import LowRank
+from logitless.vocab.noise import Noise
 from logitless.vocab.problem import Problem
 from logitless.vocab.reference import dense_token_stats
 from tests.support import poison, trace_allocations
@@ -355,7 +359,7 @@ def one_kernel() -> None:
     from logitless.vocab.backends import triton as backend
 
     with patch.object(backend, "table_for", lambda _: table), patch.object(
-        backend.kernels, "fold_slice", None
+        backend.folding, "fold_slice", None
     ), torch.no_grad():  # fmt: skip
         for options in ({}, {"bias": False, "vocab_size": 290}, {"softcap": 3.0, "scale": 0.7}):
             ops = operands((21,), 37, 301, dtype=torch.float32, **options)
@@ -375,7 +379,7 @@ def wide_gradient() -> None:
     ops = operands((40,), 16, 301, dtype=torch.bfloat16, bias=False)
     exact = moved(ops.to(torch.float64))
     F.cross_entropy(F.linear(exact.hidden, exact.weight), exact.labels, reduction="sum").backward()
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32) if hasattr(torch.Tensor, "grad_dtype") else ():
         there = moved(ops.to(torch.bfloat16))
         there.weight.grad_dtype = dtype
         head = there.head
@@ -493,6 +497,97 @@ def repeats() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
+def _add_draws() -> None:
+    def drawn(rules: dict, head: dict, spread: float) -> Callable[[], None]:
+        def run() -> None:
+            ops = moved(operands((7,), 9, 1031, dtype=torch.float32, spread=spread, **head))
+            if ops.bias is not None:
+                with torch.no_grad():
+                    ops.bias[[1, 500]] = -torch.inf
+            seeds = torch.randint(2**63 - 1, (7,))
+            seeds[0] = -3
+            options = {"keep": 5, "noise": Noise(seeds.to(DEVICE), torch.arange(7, device=DEVICE) * 2**31), **rules}
+            wanted, got = (_drawn(ops, options, name) for name in ("eager", "triton"))
+            for name in names():
+                mine, theirs = getattr(got, name), getattr(wanted, name)
+                assert mine.dtype == theirs.dtype, name
+                torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+        return run
+
+    warm = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 0.0, 9.0])
+    for name, rules in {
+        "noise alone": {}, "greedy": {"temperature": 0}, "a temperature": {"temperature": 0.7},
+        "a temperature for each": {"temperature": warm}, "top-k": {"top_k": 3},
+        "top-k, top-p": {"top_k": 40, "top_p": 0.8},
+        "top-p": {"top_p": 0.9, "temperature": 0.3}, "min-p": {"min_p": 0.05},
+    }.items():  # fmt: skip
+        CASES[f"drawn: {name}"] = drawn(rules, {"bias": False}, 3.0)
+    CASES["drawn: past the best entries"] = drawn({"top_p": 0.999}, {"bias": False}, 0.2)
+    CASES["drawn: a flat row"] = drawn({"temperature": 5.0}, {"bias": False}, 0.01)
+    CASES["drawn: impossible entries, softcap"] = drawn({}, {"softcap": 5.0, "vocab_size": 1030}, 3.0)
+
+
+def _drawn(ops: Operands, options: dict, backend: str) -> SampleRecord:
+    with patch.object(checks, "choose", lambda name, device: backend):
+        return ll.sample_tokens(ops.hidden, ops.head, **options)
+
+
+_add_draws()
+
+
+@case("the best of whole rows, ties by id")
+def best_of_rows() -> None:
+    weight = torch.zeros(331, 1)
+    weight[[7, 40, 41, 300]] = 1.0
+    weight[330] = 2.0
+    ops = moved(Operands(torch.tensor([[1.0], [-1.0], [0.0]]), weight, None, None))
+    for k in (2, 6, 64):
+        spec, inputs = flatten(ops.hidden, ops.head, None, want=("logsumexp",), top_k=k)
+        run = Pass(Problem(replace(spec, backend="triton"), inputs), whole=True)
+        ((_, chunk),) = run.chunks()
+        found = run.fold(chunk, keep="logits")
+        z = ops.hidden @ ops.weight.t()
+        values, ids = z.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(found.top_ids, ids[:, :k])
+        assert torch.equal(found.top_logits, values[:, :k])
+
+
+@case("drawing in a CUDA graph")
+def drawn_in_a_graph() -> None:
+    ops = moved(operands((5,), 7, 301, dtype=torch.float32, bias=False))
+    noise = Noise(torch.arange(5, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE))
+    for rules in ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}):
+        plain = _drawn(ops, {"noise": noise, **rules}, "triton")
+        found = _captured(lambda rules=rules: _drawn(ops, {"noise": noise, **rules}, "triton"))
+        for name in names():
+            torch.testing.assert_close(getattr(found, name), getattr(plain, name))
+    refused = None
+    try:  # a nucleus may reach past the best entries
+        _captured(lambda: _drawn(ops, {"noise": noise, "top_p": 0.9}, "triton"))
+    except OptionError as reason:
+        refused = str(reason)
+    assert refused is not None
+    assert "in a CUDA graph" in refused
+
+
+def _captured(step: Callable[[], SampleRecord]) -> SampleRecord:
+    """The step's result from a replayed graph; on a CPU with what would wait refused."""
+    from logitless.sample import triton_draw
+
+    if DEVICE == "cpu":
+        with ExitStack() as stack:
+            for module in (problem, checks, triton_draw):
+                stack.enter_context(patch.object(module, "capturing", lambda _: True))
+            stack.enter_context(NoWaiting())
+            return step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    return found
+
+
 def run_case(name: str) -> str:
     """'' or what went wrong."""
     torch.manual_seed(0)
@@ -509,6 +604,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these")
+    parser.add_argument("--share", default="0/1", help="every k-th case, as in 1/4")
+    parser.add_argument("--report", type=Path, help="the cases' names by outcome, as JSON")
     options = parser.parse_args(arguments)
     DEVICE = options.device
     poison()
@@ -516,16 +614,29 @@ def main(arguments: list[str] | None = None) -> int:
         for line in sys.stdin:
             print(json.dumps({"error": run_case(line.strip())}), flush=True)
         return 0
-    failed = 0
-    for name in options.names or CASES:
+    first, step = map(int, options.share.split("/"))
+    found = run_cases([*(options.names or CASES)][first::step], options.seconds)
+    if options.report is not None:
+        options.report.write_text(json.dumps(found))
+    print(f"{len(found['failed'])} failed, {len(found['left'])} not run of {sum(map(len, found.values()))} on {DEVICE}")
+    return int(bool(found["failed"]))
+
+
+def run_cases(names: list[str], seconds: float) -> dict[str, list[str]]:
+    """The cases' names by outcome; those that did not begin in time are left."""
+    found: dict[str, list[str]] = {"passed": [], "failed": [], "left": []}
+    start = time.perf_counter()
+    for name in names:
         begin = time.perf_counter()
+        if begin - start > seconds:
+            found["left"].append(name)
+            continue
         error = run_case(name)
-        failed += bool(error)
+        found["failed" if error else "passed"].append(name)
         print(f"{'FAILED' if error else 'ok':6} {time.perf_counter() - begin:6.2f} s  {name}", flush=True)
         if error:
             print(error, flush=True)
-    print(f"{failed} failed of {len(options.names or CASES)} on {DEVICE}")
-    return int(failed > 0)
+    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from ..errors import BackendError
 from .backends import triton_support
 
 BACKENDS = {"eager": "logitless.vocab.backends.eager", "triton": "logitless.vocab.backends.triton"}
+ROWS = {"eager": "logitless.vocab.rows", "triton": "logitless.vocab.backends.triton_rows"}
 
 
 def choose(name: str | None, device: str) -> str:
@@ -34,3 +35,8 @@ def why_not(name: str, device: str) -> str | None:
 def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
     return importlib.import_module(BACKENDS[name])
+
+
+def rows_of(name: str) -> ModuleType:
+    """The backend's products with a few rows of a table: `vocab.rows`, or what stands for it."""
+    return importlib.import_module(ROWS[name])

@@ -202,6 +202,7 @@ def _gumbel_of(words: Tensor) -> Tensor:
 
 
 ROOT_HALF = struct.unpack("<q", struct.pack("<d", math.sqrt(0.5)))[0]
+LOG_2 = math.log(2)
 
 
 def _log(x: Tensor) -> Tensor:
@@ -217,4 +218,4 @@ def _log(x: Tensor) -> Tensor:
     series = t * (1 / 9)
     for c in (1 / 7, 1 / 5, 1 / 3):
         series.add_(c).mul_(t)
-    return series.add_(1).mul_(s).mul_(2).add_(exponent.double().mul_(math.log(2)))
+    return series.add_(1).mul_(s).mul_(2).add_(exponent.double().mul_(LOG_2))

@@ -17,8 +17,14 @@ BLOCK = 1 << 19  # elements of gathered rows at a time, on a CPU
 GPU_BLOCK = 1 << 22
 
 
-def dot(x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
-    """x_n · table[i_nk]: x (N, H), table (V, H) of any dtype, rounded to `cast` first, ids (N, k) -> (N, k) as x."""
+def dot(
+    x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x_n · table[i_nk]: x (N, H), table (V, H) of any dtype, rounded to `cast` first, ids (N, k) -> (N, k).
+
+    dtype: of the products and the result, x's unless given.
+    """
+    x = x.to(dtype or x.dtype)
     out = x.new_zeros(ids.shape)
     for n, k in _blocks(ids, table):
         rows = _rows(table, ids[n, k], x.dtype, cast)
@@ -36,8 +42,14 @@ def weighted(weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | No
     return out
 
 
+def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> None:
+    """into += `weighted`."""
+    into += weighted(weights, table, ids, cast)
+
+
 def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
-    """Adds w_nk·x_n to row i_nk of `into` (V, H): weights (N, k), x (N, H), of its dtype."""
+    """Adds w_nk·x_n to row i_nk of `into` (V, H): weights (N, k) of its dtype, x (N, H)."""
+    x = x.to(weights.dtype)
     for n, k in _blocks(ids, into):
         part = weights[n, k, None] * x[n, None, :]
         add_at(into, ids[n, k].reshape(-1), part.view(-1, x.shape[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ...algebra.costs import Slices
 from ...algebra.fold import MASK, Fold, Totals, finish
 from ...algebra.stats import mixture_shares, sums_of
+from ..dispatch import rows_of
 from ..problem import Inputs, Problem
 from .tiles import Operands, Projection, mask_labels
 
@@ -61,11 +63,13 @@ class Chunk:
     def of(cls, problem: Problem, rows: slice, slices: Slices, scratch: Scratch) -> Chunk:
         i, compute = problem.chunk(rows), problem.compute
         temperature = problem.spec.temperature if i.temperature is None else i.temperature
-        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand, (i.low, i.up))
+        table = rows_of(problem.spec.backend)
+        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand, (i.low, i.up), table)
         reference = label = None
         if problem.reference is not None and i.ref_hidden is not None:
             reference = Projection(
-                i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand, (i.ref_low, i.ref_up)
+                *(i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand),
+                *((i.ref_low, i.ref_up), table),
             )
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
@@ -139,10 +143,11 @@ class Part:
     normalised: Callable[[Totals], dict[str, Tensor]]  # the products, once the totals are known
     zsum: Tensor | None = None  # (C,), the sum of the logits, the label's included
     best: tuple[Tensor, Tensor] | None = None  # (C, k) logits and rows, best first, -inf and -1 where there are less
+    finish: Callable[[Fold, Any], Totals] = lambda fold, label: finish(fold, label, torch)  # with the chunk's label
 
     def folded(self, chunk: Chunk) -> Folded:
         """What a fold of all rows amounts to."""
-        totals = finish(self.fold, chunk.label, torch)
+        totals = self.finish(self.fold, chunk.label)
         if self.zsum is not None:
             totals.mean_logit = self.zsum / chunk.policy.head.rows
         out = Folded(totals, products=self.normalised(totals))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...algebra.fold import MASK
+from .. import rows as plain_rows
 from ..head import LMHead, place
-from ..rows import dot, scatter, weighted
 
 
 @cache
 def has_out_dtype(device_type: str) -> bool:
-    """Whether `torch.mm(..., out_dtype=torch.float32)` takes bf16 operands on this kind of device."""
+    """Whether products of bf16 operands come, and are added up, in fp32 on this kind of device."""
     if device_type != "cuda":
         return False
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
     try:
-        torch.mm(x, x, out_dtype=torch.float32)
+        add_product(x, x, torch.mm(x, x, out_dtype=torch.float32))
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
@@ -39,9 +40,10 @@ class Factor:
     """One product of a head: tokens (C, K) times entries (V, K), as h and W, or as an adapter's low and up."""
 
     def __init__(
-        self, tokens: Tensor, entries: Tensor, inner: float | Tensor, compute: torch.dtype, cast: torch.dtype
-    ) -> None:
-        self.entries, self.cast, self.compute = entries, cast, compute
+        self, tokens: Tensor, entries: Tensor, inner: float | Tensor, compute: torch.dtype, cast: torch.dtype,
+        table: Any = plain_rows,
+    ) -> None:  # fmt: skip
+        self.entries, self.cast, self.compute, self.table = entries, cast, compute, table
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
         unit = isinstance(inner, float) and inner == 1.0
@@ -55,15 +57,15 @@ class Factor:
 
     def at(self, ids: Tensor) -> Tensor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
-        z = dot(self.rows.to(self.compute), self.entries, ids, self.cast)
+        z = self.table.dot(self.rows, self.entries, ids, self.cast, self.compute)
         return z if self.late is None else z * self.late
 
     def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
         """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
         if tokens is not None:
-            tokens += weighted(c, self.entries, ids, self.cast)
+            self.table.add_weighted(tokens, c, self.entries, ids, self.cast)
         if entries is not None:
-            scatter(c, self.tokens.to(self.compute), ids, entries)
+            self.table.scatter(c, self.tokens, ids, entries)
 
     def total(self, entry_sum: Tensor) -> Tensor:
         """The product summed over all entries, (C,), from their sum (K,)."""
@@ -82,6 +84,7 @@ class Projection:
         compute: torch.dtype,
         operand: str = "",
         adapters: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R), (V, R)
+        table: Any = plain_rows,  # whose dot, add_weighted and scatter take single entries
     ) -> None:
         self.head = head
         self.compute = compute
@@ -93,9 +96,9 @@ class Projection:
         self.slope = head.scale / column  # dz/d(hW) where the softcap is flat
         weight, (low, up) = head.weight.detach()[: head.held], adapters
         cast = getattr(torch, operand) if operand else weight.dtype
-        self.factors = [Factor(hidden, weight, self.inner, compute, cast)]
+        self.factors = [Factor(hidden, weight, self.inner, compute, cast, table)]
         if low is not None and up is not None:  # small: they multiply in the compute dtype
-            self.factors.append(Factor(low, up.detach()[: head.held], self.inner, compute, up.dtype))
+            self.factors.append(Factor(low, up.detach()[: head.held], self.inner, compute, up.dtype, table))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     def operand(self, v: slice) -> Operands:

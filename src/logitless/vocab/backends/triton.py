@@ -17,16 +17,17 @@ from torch import Tensor
 
 from ...algebra.fold import Fold, Totals
 from ...algebra.stats import DENSE, Slope
-from . import triton_kernels
+from . import triton_fold_kernels, triton_unfold_kernels
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
-from .eager import label_coefficient, normalised
+from .eager import normalised
 from .tiles import Operands, add_product, product
 from .triton_best import Best
 from .triton_slices import Heads, buffer, narrow, of_slice, slice_of
 from .triton_tuned import launch, table_for
+from .triton_written import finished, label_slopes
 
-__all__ = ["fold", "label_coefficient", "mixture_sums", "part", "scale_", "second_look", "unfold"]
-kernels: Any = triton_kernels  # a launch turns plain numbers into what a kernel's signature says
+folding: Any = triton_fold_kernels  # a launch turns plain numbers into what a kernel's signature says
+unfolding: Any = triton_unfold_kernels
 F = TypeVar("F", bound=Callable[..., Any])
 MERGED = 64  # partial folds that one program merges
 
@@ -34,7 +35,7 @@ MERGED = 64  # partial folds that one program merges
 class Running:
     """The running folds of a chunk's tokens, of several parts of every slice where there are few tokens."""
 
-    def __init__(self, chunk: Chunk, bases: tuple[str, ...], final: bool, parts: int | None = None) -> None:
+    def __init__(self, chunk: Chunk, bases: tuple[str, ...], keep: str | None, parts: int | None = None) -> None:
         self.chunk, self.bases, self.heads, n = chunk, bases, Heads(chunk), chunk.n_tokens
         like = {"dtype": chunk.policy.compute, "device": self.heads.device}
         sizes = self.sizes = table_for(self.heads.device)["fold"]
@@ -48,10 +49,12 @@ class Running:
             "WITH_SUM": "zsum" in chunk.sums,
         }
         self.reference = {"REF": chunk.reference is not None, "WITH_QE": "qe" in chunk.sums}
-        fields = len(kernels.FIELDS) if chunk.reference is not None else kernels.ALONE
+        fields = len(folding.FIELDS) if chunk.reference is not None else folding.ALONE
         self.state = torch.empty(fields, self.parts, n, **like)
-        self.best = Best(chunk.top_k, n, self.parts, **like)
-        self.final = (final or self.best.reads_logits) and not self.heads.plain
+        held = chunk.policy.head.held
+        stays = keep == "logits" and chunk.slices.width >= held  # one slice, which is all of them
+        self.best = Best(chunk.top_k, n, self.parts, held if stays else 0, **like)
+        self.final = (keep == "logits" or self.best.reads_logits) and not self.heads.plain
         self.growth = torch.empty(3, n, **like)
         self.widths = chunk.policy.widths
         self.products = {basis: torch.zeros(n, sum(self.widths), **like) for basis in bases}
@@ -63,13 +66,13 @@ class Running:
         weights = [self.room(tile, w, k) for k in range(len(self.bases))]
         out0, out1 = (*weights, tile.z, tile.z)[:2]
         names = (*self.bases, "", "")
-        kernels.fold_slice[(self.blocks, self.parts)](
+        folding.fold_slice[(self.blocks, self.parts)](
             **of_slice(tile), **self.heads.tensors, **self.heads.flags, **self.flags, **launch(sizes),
             state=self.state, best_keys=best.keys, label_logits=self.heads.label_logits, out0=out0, out1=out1,
             out0_stride=out0.stride(0), out1_stride=out1.stride(0), growth=self.growth, n_parts=self.parts,
             part_width=blocks * sizes["block"], FIRST=tile.v.start == 0, WRITE_BACK=self.final,
-            WITH_QE=self.reference["WITH_QE"], BEST=best.in_kernel, TOP=best.lanes,
-            BASIS0=kernels.BASES[names[0]], BASIS1=kernels.BASES[names[1]], ROWS=sizes["rows"],
+            WITH_QE=self.reference["WITH_QE"], BEST=best.in_kernel, TOP=best.lanes, GROUP=best.group,
+            BASIS0=folding.BASES[names[0]], BASIS1=folding.BASES[names[1]], ROWS=sizes["rows"],
             BLOCK=triton.next_power_of_2(tile.z.shape[1]) if self.bases else sizes["block"],
         )  # fmt: skip
         tile.raw = not (self.final or self.heads.plain)
@@ -94,7 +97,7 @@ class Running:
             plogp = self.products.get("plogp") if basis == "p" else None
             growth = self.growth[2:] if basis == "q" else self.growth
             n, width = total.shape
-            kernels.rescale[(n,)](
+            folding.rescale[(n,)](
                 total, total if plogp is None else plogp, growth, n, width,
                 PLOGP=plogp is not None, SQUARED=basis == "p2", BLOCK=1024,
             )  # fmt: skip
@@ -102,24 +105,23 @@ class Running:
     def merged(self) -> Fold:
         """The fold of all parts; also sets `zsum`."""
         state = merge(self.state, self.flags | self.reference)
-        rows = dict(zip(kernels.FIELDS, state[:, 0], strict=False))
+        rows = dict(zip(folding.FIELDS, state[:, 0], strict=False))
         self.zsum = rows.pop("zsum")
         for name, given in (("t", "WITH_T"), ("r", "WITH_R"), ("above", "RANK")):
             if not self.flags[given]:
                 del rows[name]
         if "a_ref" in rows and not self.reference["WITH_QE"]:
             del rows["a_ref"]
-        out = Fold(**rows)
-        out.above = None if out.above is None else out.above.long()
-        return out
+        return Fold(**rows)  # `above` as a number of the others' dtype
 
     def result(self) -> Part:
         whole = self.merged()
         return Part(
             whole,
-            partial(normalised, self.products, whole),
+            partial(normalised, self.products, whole) if self.bases else lambda _: {},
             self.zsum if self.flags["WITH_SUM"] else None,
             self.best.result() if self.chunk.top_k else None,
+            finished,
         )
 
 
@@ -130,7 +132,7 @@ def merge(state: Tensor, flags: dict[str, bool]) -> Tensor:
         group = min(parts, MERGED)
         count = triton.cdiv(parts, group)
         out = torch.empty(fields, count, n, dtype=state.dtype, device=state.device)
-        kernels.merge_parts[(triton.cdiv(n, 16), count)](
+        folding.merge_parts[(triton.cdiv(n, 16), count)](
             state, out, n, parts, count, group, **flags, PARTS=triton.next_power_of_2(group), ROWS=16
         )
         state, parts = out, count
@@ -163,9 +165,9 @@ def fold_products(chunk: Chunk) -> Part:
     first, sizes = chunk.policy.factors[0], table_for(chunk.inputs.hidden.device)["gemm"]
     width, depth = first.entries.shape
     parts = triton.cdiv(width, sizes["entries"] * sizes["group"])
-    run = Running(chunk, (), False, parts)
+    run = Running(chunk, (), None, parts)
     x, tensors, flags = first.rows.contiguous(), run.heads.tensors, run.heads.flags
-    kernels.fold_products[(parts * triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+    folding.fold_products[(parts * triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
         x, first.entries, x.stride(0), first.entries.stride(0), run.state, tensors["labels"], run.heads.label_logits,
         tensors["heat"], tensors["bias"], chunk.n_tokens, width, depth, parts,
         LABEL=flags["LABEL"], BIAS=flags["BIAS"], CAP=flags["CAP"], **run.flags, GROUP=sizes["group"],
@@ -184,7 +186,7 @@ def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
     """`fold` of the rows here, unfinished: what ranks that share a vocabulary merge."""
     if in_one_kernel(chunk, bases, keep):
         return fold_products(chunk)
-    run = Running(chunk, bases, final=keep == "logits")
+    run = Running(chunk, bases, keep)
     for i, v in enumerate(chunk.vocabulary()):
         w = chunk.policy.operand(v)
         tile = slice_of(chunk, v, w, str(i) if keep else "")
@@ -194,9 +196,9 @@ def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
     return run.result()
 
 
-def _rows_of(names: Iterable[str], values: dict[str, Tensor], zero: Tensor) -> Tensor:
-    """(len(names), n), 0 where there is no value."""
-    return torch.stack([values.get(name, zero) for name in names])
+def _rows_of(names: Iterable[str], values: dict[str, Tensor], other: Tensor) -> Tensor:
+    """(len(names), n), anything where there is no value: nobody reads it."""
+    return torch.stack([values.get(name, other) for name in names])
 
 
 def second_look(chunk: Chunk, totals: Totals) -> None:
@@ -208,10 +210,10 @@ def second_look(chunk: Chunk, totals: Totals) -> None:
 def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
     """The kept rows' shares of jsd and of KL(p‖M), the label's left out."""
     heads, sizes = Heads(chunk), table_for(totals.m.device)["look"]
-    numbers = _rows_of(kernels.TOTALS, dict(totals.items()), torch.zeros_like(totals.m))
+    numbers = _rows_of(unfolding.TOTALS, dict(totals.items()), totals.m)
     out = torch.zeros(2, chunk.n_tokens, dtype=totals.m.dtype, device=totals.m.device)
     for tile in chunk.kept:
-        kernels.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+        unfolding.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
             **of_slice(tile), labels=heads.tensors["labels"], n=chunk.n_tokens, totals=numbers, out=out,
             beta=chunk.jsd_beta, LABEL=heads.flags["LABEL"], ROWS=sizes["rows"], BLOCK=sizes["block"], **launch(sizes),
         )  # fmt: skip
@@ -224,17 +226,19 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
     capped = chunk.policy.outer is not None
     if not any(basis in slope for basis in DENSE) and not (capped and "one" in slope):
         return
-    heads, zero = Heads(chunk), torch.zeros_like(totals.m)
-    slopes = _rows_of(kernels.SLOPES, {basis: chunk.policy.chain(c) for basis, c in slope.items()}, zero)
-    numbers = _rows_of(kernels.TOTALS, dict(totals.items()), zero)
+    heads, chained = Heads(chunk), {basis: chunk.policy.chain(c) for basis, c in slope.items()}
+    if "p" not in chained:
+        chained["p"] = torch.zeros_like(totals.m)
+    slopes = _rows_of(unfolding.SLOPES, chained, chained["p"])
+    numbers = _rows_of(unfolding.TOTALS, dict(totals.items()), totals.m)
     sizes = table_for(totals.m.device)["unfold"]
-    flags = {name.upper(): name in slope for name in kernels.SLOPES[1:]}
+    flags = {name.upper(): name in slope for name in unfolding.SLOPES[1:]}
     kept, begins = iter(chunk.kept), grads.begins(grads.weight)
     for v in chunk.vocabulary():
         w = chunk.policy.operand(v)
         tile = next(kept) if chunk.kept else slice_of(chunk, v, w, "")
         dz = narrow(tile.z, w[0].dtype)
-        kernels.unfold_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
+        unfolding.unfold_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
             **of_slice(tile), **heads.tensors, **heads.flags, **flags, **launch(sizes), out=dz,
             out_stride=dz.stride(0), totals=numbers, slopes=slopes, beta=chunk.jsd_beta, RAW=tile.raw,
             ROWS=sizes["rows"], BLOCK=sizes["block"],
@@ -252,6 +256,15 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
 
 
 @_there
+def label_coefficient(chunk: Chunk, totals: Totals, slope: Slope) -> Tensor:
+    """dL/d(hW) at the label, (C,): what `unfold` leaves out."""
+    total = label_slopes(slope, totals, chunk.jsd_beta)
+    if chunk.policy.outer is not None and "one" in slope:
+        total = total + slope["one"]
+    return chunk.policy.chain(total, totals.label_logit)
+
+
+@_there
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x times a scalar on the device, in place; costs nothing where that is 1, and nobody waits to know."""
-    kernels.scale[(max(1, min(1024, triton.cdiv(x.numel(), 4096))),)](x, factor, x.numel(), BLOCK=4096)
+    unfolding.scale[(max(1, min(1024, triton.cdiv(x.numel(), 4096))),)](x, factor, x.numel(), BLOCK=4096)

@@ -14,12 +14,12 @@ from .tiles import Operands, Projection, add_product, product
 
 def heat_of(p: Projection, n: int, device: torch.device) -> Tensor:
     """(late, inner, outer) per token, (3, n): see `kernels.logits`."""
-    out = torch.empty(3, n, dtype=p.compute, device=device)
+    out = torch.ones(3, n, dtype=p.compute, device=device)
     for row, x in zip(out, (p.factors[0].late, p.inner, p.outer), strict=True):
         if isinstance(x, Tensor):
             row.copy_(x.squeeze(1))
-        else:
-            row.fill_(1.0 if x is None else x)
+        elif x not in (None, 1.0):
+            row.fill_(x)
     return out
 
 

@@ -1,9 +1,8 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""The pass's kernels: fold a slice of logits, merge partial folds, unfold the gradient, jsd's second look.
+"""The kernels of the fold: a slice of products, products and fold in one, partial folds into one.
 
-Every kernel takes a block of ROWS tokens and walks over their columns BLOCK at a time. What it computes is the algebra
-of `algebra/fold.py` and `algebra/stats.py`; a program owns what it writes, so nothing is atomic and results repeat.
-Written for CUDA and for Triton's interpreter alike: no function of a device library.
+A program takes a block of ROWS tokens and walks over their columns BLOCK at a time. What it computes is the algebra of
+`algebra/fold.py`; it owns what it writes, so nothing is atomic and results repeat.
 """
 
 from __future__ import annotations
@@ -11,89 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...algebra import fold as algebra
+from .triton_maths import EMPTY, MASK, TAKEN, expm1, keys_of, load_rows, logits, minus_e, ordered, times
 
-MASK = tl.constexpr(algebra.MASK)
-EMPTY = tl.constexpr(algebra.EMPTY)
-TAKEN = tl.constexpr(-(2**63) + 1)  # below the key of every entry, and of every empty place
 # The rows of a running fold, (FIELDS, parts, n); those from M_REF on only where there is a reference.
 FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
 ALONE = FIELDS.index("m_ref")
 M, REST, T, R, ABOVE, ZSUM, M_REF, S_REF, SHIFT, A, B, A_REF = map(tl.constexpr, range(len(FIELDS)))
-# The rows of a kernel's totals and of its slopes.
-TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
-SLOPES = ("p", "plogp", "pD", "pM", "p2", "q", "one")
 BASES = {"": 0, "p": 1, "plogp": 2, "pD": 3, "p2": 4, "q": 5}
-
-
-@triton.jit
-def expm1(x):
-    """e^x - 1, its digits kept near 0."""
-    TERMS: tl.constexpr = 14 if x.dtype == tl.float64 else 7
-    small = tl.full(x.shape, 1.0, x.dtype)
-    for i in tl.static_range(TERMS - 1):
-        small = 1.0 + small * x * (1.0 / (TERMS - i))
-    return tl.where(tl.abs(x) < 0.35, small * x, tl.exp(x) - 1.0)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x), its digits kept near 0: 2·artanh(x / (2 + x))."""
-    TERMS: tl.constexpr = 11 if x.dtype == tl.float64 else 5
-    s = x / (2.0 + x)
-    series = tl.zeros(x.shape, x.dtype)
-    for i in tl.static_range(TERMS):
-        series = series * s * s + 1.0 / (2 * (TERMS - i) - 1)
-    return tl.where(tl.abs(x) < 0.3, 2.0 * s * series, tl.log(1.0 + x))
-
-
-@triton.jit
-def tanh(x):
-    e = expm1(-2.0 * tl.abs(x))
-    y = -e / (e + 2.0)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def load_rows(x, field, n, rows, live):
-    """Row `field` of a (fields, n) array at some tokens."""
-    return tl.load(x + field * n + rows, mask=live, other=0.0)
-
-
-@triton.jit
-def logits(raw, heat, bias, n, rows, live, ids, inside, BIAS: tl.constexpr, CAP: tl.constexpr, RAW: tl.constexpr):
-    """z from the head's products: outer·tanh(late·raw + inner·bias), or without the tanh; as it is unless RAW."""
-    z = raw
-    if RAW:
-        z = z * load_rows(heat, 0, n, rows, live)[:, None]
-        if BIAS:
-            b = tl.load(bias + ids, mask=inside, other=0.0)
-            z += b[None, :] * load_rows(heat, 1, n, rows, live)[:, None]
-        if CAP:
-            z = tanh(z) * load_rows(heat, 2, n, rows, live)[:, None]
-    return z
-
-
-@triton.jit
-def minus_e(z, z_ref, shift, seen):
-    """z_ref - z + d0, 0 where both are -inf or nothing is to be seen."""
-    gap = z_ref - z
-    same = (z_ref == z) | (seen == 0)
-    return tl.where(same & ((gap != 0) | (seen == 0)), 0.0, gap + shift[:, None])
-
-
-@triton.jit
-def times(weight, x):
-    """weight·x with 0·(±inf) = 0."""
-    return tl.where(weight == 0, 0.0, weight * x)
-
-
-@triton.jit
-def keys_of(z, ids):
-    """Whole numbers in the order of the logits, the lower id first among equal ones."""
-    bits = (z + 0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))[None, :]
 
 
 @triton.jit
@@ -153,6 +76,24 @@ def add_reference(gap, z_ref, w, grow, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.co
 
 
 @triton.jit
+def store_sums(
+    cell, field, live, m, rest, t, r, above, zsum,
+    WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr, WITH_SUM: tl.constexpr,
+):  # fmt: skip
+    """The sums over the policy alone into a running fold; `field` lies between two of its rows."""
+    tl.store(cell + M * field, m, mask=live)
+    tl.store(cell + REST * field, rest, mask=live)
+    if WITH_T:
+        tl.store(cell + T * field, t, mask=live)
+    if WITH_R:
+        tl.store(cell + R * field, r, mask=live)
+    if RANK:
+        tl.store(cell + ABOVE * field, above, mask=live)
+    if WITH_SUM:
+        tl.store(cell + ZSUM * field, zsum, mask=live)
+
+
+@triton.jit
 def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref):
     """What multiplies W in a basis' product."""
     out = w
@@ -174,12 +115,13 @@ def fold_slice(
     FIRST: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
     REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr,
     WITH_SUM: tl.constexpr, WITH_QE: tl.constexpr, WRITE_BACK: tl.constexpr, BEST: tl.constexpr, TOP: tl.constexpr,
-    BASIS0: tl.constexpr, BASIS1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BASIS0: tl.constexpr, BASIS1: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold one slice of the head's products into the running folds of (token, part of the slice).
 
     WRITE_BACK: leave final logits in place of the products. BASIS0, BASIS1: write these bases' weights, relative to
     the new maximum, over the products or elsewhere, and the growth of the maximum; the block then holds whole rows.
+    GROUP: instead of the best entries themselves `best_keys` gets the highest of every GROUP neighbours, (n, groups).
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
@@ -235,6 +177,11 @@ def fold_slice(
             zsum += tl.sum(tl.where(seen, x, 0.0), 1)
         if BEST > 0:
             best = keep_best(best, tl.where(seen, keys_of(x, ids), TAKEN))
+        if GROUP > 0:
+            groups = column // GROUP + tl.arange(0, BLOCK // GROUP)
+            peaks = tl.max(tl.reshape(tl.where(seen, x, -float("inf")), (ROWS, BLOCK // GROUP, GROUP)), 2)
+            at_group = best_keys + rows[:, None] * tl.cdiv(width, GROUP) + groups[None, :]
+            tl.store(at_group, ordered(peaks), mask=live[:, None] & (groups * GROUP < stop)[None, :])
         counted = seen & (ids[None, :] != label[:, None])
         gap = x
         z_ref = x
@@ -278,16 +225,7 @@ def fold_slice(
             tl.store(growth + rows, grow, mask=live)
             tl.store(growth + n + rows, step, mask=live)
             tl.store(growth + 2 * n + rows, grow_ref, mask=live)
-    tl.store(cell + M * field, m, mask=live)
-    tl.store(cell + REST * field, rest, mask=live)
-    if WITH_T:
-        tl.store(cell + T * field, t, mask=live)
-    if WITH_R:
-        tl.store(cell + R * field, r, mask=live)
-    if RANK:
-        tl.store(cell + ABOVE * field, above, mask=live)
-    if WITH_SUM:
-        tl.store(cell + ZSUM * field, zsum, mask=live)
+    store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
         tl.store(cell + M_REF * field, m_ref, mask=live)
         tl.store(cell + S_REF * field, s_ref, mask=live)
@@ -359,110 +297,6 @@ def merge_parts(
 
 
 @triton.jit
-def mixture_logs(d, beta):
-    """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q."""
-    a = expm1(-tl.abs(d))
-    lower = log1p((1.0 - beta) * a)
-    log_p = tl.where(d >= 0, -log1p(beta * a), tl.minimum(d, 0.0) - lower)
-    return log_p, tl.where(d >= 0, log_p - tl.maximum(d, 0.0), -lower)
-
-
-@triton.jit
-def look_again(
-    raw, ref_raw, raw_stride, ref_stride, out, labels, totals, n, width, start, beta,
-    LABEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add a slice's shares of jsd and of KL(p‖M) to `out`, (2, n); the slice holds final logits."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < n
-    jsd = load_rows(out, 0, n, rows, live)
-    first = load_rows(out, 1, n, rows, live)
-    label = tl.full((ROWS,), -1, tl.int64)
-    if LABEL:
-        label = tl.load(labels + rows, mask=live, other=-1)
-    for column in range(0, width, BLOCK):
-        columns = column + tl.arange(0, BLOCK)
-        seen = live[:, None] & (columns < width)[None, :]
-        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=MASK)
-        y = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=MASK)
-        seen = seen & ((start + columns)[None, :] != label[:, None])
-        x = tl.where(seen, x, MASK)
-        y = tl.where(seen, y, MASK)
-        p = tl.exp((x - load_rows(totals, 0, n, rows, live)[:, None]) - load_rows(totals, 1, n, rows, live)[:, None])
-        q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
-        gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
-        log_p, log_q = mixture_logs(load_rows(totals, 3, n, rows, live)[:, None] - gap, beta)
-        share = tl.where(p > 0, p * log_p, 0.0)
-        first += tl.sum(share, 1)
-        jsd += tl.sum((1.0 - beta) * share + tl.where(q > 0, beta * q * log_q, 0.0), 1)
-    tl.store(out + rows, jsd, mask=live)
-    tl.store(out + n + rows, first, mask=live)
-
-
-@triton.jit
-def unfold_slice(
-    raw, ref_raw, raw_stride, ref_stride, out, out_stride, totals, slopes, labels, heat, ref_heat, bias, ref_bias,
-    n, width, start, beta,
-    RAW: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
-    REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr, PM: tl.constexpr,
-    P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """dL/d(products) of a slice, 0 at the label but for δ, over the products themselves where `out` is narrower.
-
-    A narrower gradient's column c lies where column c/2 was: blocks go from left to right, each read before it is
-    written, so a row belongs to one program.
-    """
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < n
-    label = tl.full((ROWS,), -1, tl.int64)
-    if LABEL:
-        label = tl.load(labels + rows, mask=live, other=-1)
-    m = load_rows(totals, 0, n, rows, live)
-    log_s = load_rows(totals, 1, n, rows, live)
-    base = load_rows(slopes, 0, n, rows, live)
-    for column in range(0, width, BLOCK):
-        columns = column + tl.arange(0, BLOCK)
-        ids = start + columns
-        inside = columns < width
-        seen = live[:, None] & inside[None, :]
-        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
-        x = tl.maximum(logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, RAW), MASK)
-        counted = seen & (ids[None, :] != label[:, None])
-        log_p = (tl.where(counted, x, MASK) - m[:, None]) - log_s[:, None]
-        p = tl.exp(log_p)
-        total = tl.zeros((ROWS, BLOCK), raw.dtype.element_ty) + base[:, None]
-        z_ref = x
-        if REF:
-            z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=0.0)
-            z_ref = logits(z_ref, ref_heat, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
-            z_ref = tl.maximum(z_ref, MASK)
-        if PD or PM:
-            gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), counted)
-            d = load_rows(totals, 3, n, rows, live)[:, None] - gap
-            if PD:
-                total += load_rows(slopes, 2, n, rows, live)[:, None] * d
-            if PM:
-                log_share, _ = mixture_logs(d, beta)
-                total += load_rows(slopes, 3, n, rows, live)[:, None] * log_share
-        if PLOGP:
-            total += load_rows(slopes, 1, n, rows, live)[:, None] * log_p
-        if P2:
-            total += load_rows(slopes, 4, n, rows, live)[:, None] * p
-        dz = times(p, total)
-        if Q:
-            m_ref = load_rows(totals, 4, n, rows, live)[:, None]
-            q = tl.exp((tl.where(counted, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
-            dz += q * load_rows(slopes, 5, n, rows, live)[:, None]
-        if CAP:
-            if ONE:
-                dz += load_rows(slopes, 6, n, rows, live)[:, None]
-            share = x / load_rows(heat, 2, n, rows, live)[:, None]
-            dz = tl.where(counted, dz * (1.0 - share * share), 0.0)
-        tl.debug_barrier()
-        tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=seen)
-
-
-@triton.jit
 def rescale(x, plogp, factors, n, width, PLOGP: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr):
     """A token's row of a product, (n, width), times its maximum's growth: most slices have no new maximum.
 
@@ -527,27 +361,4 @@ def fold_products(
         _, _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n
-    tl.store(cell + M * field, m, mask=live)
-    tl.store(cell + REST * field, rest, mask=live)
-    if WITH_T:
-        tl.store(cell + T * field, t, mask=live)
-    if WITH_R:
-        tl.store(cell + R * field, r, mask=live)
-    if RANK:
-        tl.store(cell + ABOVE * field, above, mask=live)
-    if WITH_SUM:
-        tl.store(cell + ZSUM * field, zsum, mask=live)
-
-
-@triton.jit
-def scale(x, factor, count, BLOCK: tl.constexpr):
-    """x times a number, in place; nothing is read or written where that is 1."""
-    by = tl.load(factor)
-    if by != 1.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for begin in range(start, count, step):
-            at = begin + tl.arange(0, BLOCK)
-            inside = at < count
-            y = tl.load(x + at, mask=inside, other=0.0).to(by.dtype) * by  # not by's bf16 rounding: a bias
-            tl.store(x + at, y.to(x.dtype.element_ty), mask=inside)
+    store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)

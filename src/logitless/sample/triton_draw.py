@@ -1,0 +1,105 @@
+"""Drawing on a GPU: a chunk's tokens and their record in two launches, no number read by the host.
+
+A greedy token, one by noise alone, or one among the best entries of a row: what reaches past these is `draw`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..errors import OptionError
+from ..vocab.backends import triton_draw_kernels
+from ..vocab.backends.chunk import Chunk, Folded
+from ..vocab.checks import check_logits
+from ..vocab.noise import Noise
+from ..vocab.problem import capturing
+from .record import SampleRecord
+from .rules import Rules
+
+kernels: Any = triton_draw_kernels
+BLOCK = 2048
+PROGRAMS = 1056  # a few for each of a GPU's processors
+
+
+def suits(chunk: Chunk) -> bool:
+    """Whether a folded chunk's rows are what the kernels read: fp32, of one slice, here in full."""
+    return len(chunk.kept) == 1 and chunk.policy.compute == torch.float32 and chunk.policy.head.shard is None
+
+
+def settles(rules: Rules, retained: int, vocab_size: int) -> bool:
+    """Whether every draw under the rules ends among the retained entries, whatever the logits are."""
+    return rules.none or retained >= min(rules.top_k or vocab_size, vocab_size)
+
+
+def recorded(
+    chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, *, rules: Rules, keep: int
+) -> SampleRecord | None:
+    """`draw.recorded`; None where a row's draw reaches past its best entries.
+
+    Raises NotFiniteError, and in a CUDA graph, where nobody could look, OptionError for rules that may reach further.
+    """
+    if not suits(chunk) or folded.top_logits is None or folded.top_ids is None:
+        return None
+    totals, best, ids = folded.totals, folded.top_logits, folded.top_ids
+    width, held = chunk.kept[0].z.shape[1], best.shape[1]
+    looks = not settles(rules, held, width)
+    if looks and capturing(best):
+        raise OptionError(
+            f"top_p, min_p: in a CUDA graph expected top_k in 1..{held} as well, so that the best entries will do, got "
+            f"{rules.top_k}; set top_k, or sample outside of the graph"
+        )
+    heat = heat.contiguous()
+    look = _Look(chunk.kept[0].z, totals.m, heat, noise, rules.none)
+    kept = None if rules.none else _kept(rules, best, totals.m, heat, look.sums)
+    if looks and kept is not None and not bool((rules.settled(kept, held, width) | (heat == 0)).all()):
+        return None
+    whole, real = look.tokens(best, ids, kept)
+    if not capturing(best):
+        check_logits(totals.logsumexp)
+    return SampleRecord(
+        token=whole[0], token_logit=real[0], rank=whole[1], topk_logits=best[:, :keep], topk_ids=ids[:, :keep].int(),
+        logsumexp=totals.logsumexp, mean_logit=totals.mean_logit, entropy=totals.entropy, temperature=heat,
+        logsumexp_at_temperature=real[1], log_kept_mass=real[2], n_kept=whole[2], vocab_size=width,
+    )  # fmt: skip
+
+
+def _kept(rules: Rules, best: Tensor, m: Tensor, heat: Tensor, sums: Tensor) -> Tensor:
+    """How many of the best entries the rules keep, (n,)."""
+    x = (best - m[:, None]) / torch.where(heat == 0, 1.0, heat)[:, None]
+    return rules.prefix(x, sums.sum(1).log())
+
+
+class _Look:
+    """One look at rows of logits z (n, V), in parts: what temperature and noise make of them."""
+
+    def __init__(self, z: Tensor, m: Tensor, heat: Tensor, noise: Noise, alone: bool) -> None:
+        n, width = z.shape
+        self.z, self.alone = z, alone
+        self.parts = max(1, min(PROGRAMS // max(1, n), triton.cdiv(width, BLOCK)))
+        blocks = triton.cdiv(triton.cdiv(width, self.parts), BLOCK)
+        self.sums, noisy = torch.empty(2, n, self.parts, dtype=z.dtype, device=z.device)
+        lives = torch.empty(n, self.parts, dtype=torch.int32, device=z.device)
+        places = torch.empty(n, self.parts, dtype=torch.int64, device=z.device)
+        rows = (z, z.stride(0), m, heat, noise.seeds.contiguous(), noise.positions.contiguous())
+        self.common = (*rows, noisy, places, self.sums, lives)
+        if n:
+            kernels.look_for_tokens[(n, self.parts)](
+                *self.common, width, self.parts, blocks * BLOCK, NOISE=alone, BLOCK=BLOCK, enable_fp_fusion=False
+            )
+
+    def tokens(self, best: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each."""
+        (n, width), held = self.z.shape, best.shape[1]
+        whole = torch.empty(3, n, dtype=torch.int32, device=best.device)
+        real = torch.empty(3, n, dtype=best.dtype, device=best.device)
+        if n:
+            kernels.draw_tokens[(n,)](
+                *self.common, best, ids, ids if kept is None else kept, width, self.parts, held, n, whole, real,
+                RULES=kept is not None, PARTS=triton.next_power_of_2(self.parts), LANES=triton.next_power_of_2(held),
+                BLOCK=4096, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+        return whole, real

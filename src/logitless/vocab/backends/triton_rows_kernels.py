@@ -1,0 +1,60 @@
+# type: ignore  # Triton's language: its tensors have no types that a checker knows
+"""Kernels over a few rows of a table per token: their products with tokens, and the gradients of these."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(x, x_stride, table, table_stride, ids, out, k, width, BLOCK: tl.constexpr):
+    """x_n · table[i_nk], summed in the result's dtype."""
+    at = tl.program_id(0).to(tl.int64)
+    own = x + at // k * x_stride
+    theirs = table + tl.load(ids + at) * table_stride
+    dtype = out.dtype.element_ty
+    total = tl.zeros((BLOCK,), dtype)
+    for column in range(0, width, BLOCK):
+        columns = column + tl.arange(0, BLOCK)
+        inside = columns < width
+        a = tl.load(own + columns, mask=inside, other=0.0).to(dtype)
+        total += a * tl.load(theirs + columns, mask=inside, other=0.0).to(dtype)
+    tl.store(out + at, tl.sum(total, 0))
+
+
+@triton.jit
+def add_weighted(into, into_stride, weights, table, table_stride, ids, k, width, BLOCK: tl.constexpr):
+    """into_n += Σ_k w_nk·table[i_nk]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.load(into + row * into_stride + columns, mask=inside, other=0.0)
+    for j in range(k):
+        weight = tl.load(weights + row * k + j)
+        theirs = table + tl.load(ids + row * k + j) * table_stride
+        total += weight * tl.load(theirs + columns, mask=inside, other=0.0).to(total.dtype)
+    tl.store(into + row * into_stride + columns, total, mask=inside)
+
+
+@triton.jit
+def scatter(into, into_stride, weights, x, x_stride, ids, order, k, count, width, BLOCK: tl.constexpr):
+    """into[i] += Σ w·x over the places whose id is i: sorted ids, and from which place each came.
+
+    The first place of an id adds up all of them, in the order in which they stand; the others end at once.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    mine = tl.load(ids + at)
+    before = tl.load(ids + at - 1, mask=at > 0, other=-1)
+    if before != mine:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        total = tl.load(into + mine * into_stride + columns, mask=inside, other=0.0)
+        now = mine
+        while now == mine:
+            place = tl.load(order + at)
+            row = tl.load(x + place // k * x_stride + columns, mask=inside, other=0.0)
+            total += tl.load(weights + place) * row.to(total.dtype)
+            at += 1
+            now = tl.load(ids + at, mask=at < count, other=-1)
+        tl.store(into + mine * into_stride + columns, total, mask=inside)
