@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import logitless as ll
-from logitless.errors import BackendError, ConfigError, LabelError, LogitlessError, OptionError, RankError, ShapeError
+from logitless import relax
+from logitless.errors import (
+    BackendError,
+    ConfigError,
+    DtypeError,
+    LabelError,
+    LogitlessError,
+    NotFiniteError,
+    OptionError,
+    RankError,
+    ShapeError,
+)
 from logitless.vocab import engine
 
 V, H, N = 11, 4, 6
@@ -123,6 +135,38 @@ def bad_shards(group: Any) -> None:
         assert isinstance(caught(lambda: call(mine(group))), BackendError)
 
 
+def one_rank_alone(group: Any) -> None:
+    """An argument that one rank refuses: the others do not wait for it, and say where to look."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last, where = rank == size - 1, f"(rank {size - 1} of the {size} that share the head)"
+    hidden, labels, head = torch.ones(N, H), torch.arange(N), mine(group)
+    dropped = replace(head, adapters=(ll.LowRank(torch.ones(2, H), torch.ones(len(head.weight), 2), dropout=0.5),))
+
+    def wrong(attempt: Callable[[], Any], message: str, kind: type) -> None:
+        refused(group, attempt, message, where, kind=kind)
+
+    short = labels[: N - last]
+    for one in (head, dropped):
+        wrong(lambda: ll.token_stats(hidden, one, short), "labels: expected shape (6,)", ShapeError)  # noqa: B023
+        wrong(lambda: ll.linear_cross_entropy(hidden, one, short), "labels: expected shape (6,)", ShapeError)  # noqa: B023
+        wrong(lambda: ll.sample_tokens(hidden, one, keep=V + last), "keep: expected a whole number", OptionError)  # noqa: B023
+        wrong(lambda: relax.gumbel_topk(hidden, one, 1.0, k=V + last), "k: expected a whole number", OptionError)  # noqa: B023
+    wrong(lambda: ll.token_stats(hidden[:, : H - last], head, labels), "hidden: expected (..., 4)", ShapeError)
+    wrong(lambda: call(head, reduction=["mean", "wrong"][last]), "reduction", OptionError)
+    wrong(lambda: call(head, **({"weight": 1} if last else {})), "unknown option 'weight'", OptionError)
+    wrong(lambda: call(head, denominator=1.0 - last), "denominator: expected a positive number", OptionError)
+    given = [torch.ones(N), torch.ones(N + 1)][last]
+    own = lambda stats, w: -w * stats.logprob  # noqa: E731
+    wrong(lambda: ll.token_loss(own, hidden, head, labels, inputs=(given,)), "inputs: expected leading", ShapeError)
+    wrong(lambda: ll.sample_tokens(hidden, head, top_p=1.0 + last), "top_p", OptionError)
+    wrong(lambda: ll.sample_tokens(hidden, head, temperature=0.0 - last), "temperature", OptionError)
+    nan = hidden.clone().fill_(torch.nan if last else 1.0)
+    wrong(lambda: relax.gumbel_topk(nan, head, 1.0, k=2), "hidden: expected finite numbers", NotFiniteError)
+    refused(group, lambda: ll.token_stats(hidden, head, labels.float()), "labels: expected integer", kind=DtypeError)
+    both = [lambda: call(head, reduction="wrong"), lambda: ll.token_stats(hidden, head, short[:1])][last]
+    refused(group, both, "reduction", "(rank 0 of", kind=OptionError)
+
+
 def caught(attempt: Callable[[], Any]) -> Exception:
     with pytest.raises(LogitlessError) as raised:
         attempt()
@@ -159,5 +203,6 @@ CASES = {
     "unlike calls": unlike_calls,
     "unlike shards": unlike_shards,
     "bad shards": bad_shards,
+    "one rank alone": one_rank_alone,
     "silent rank": silent_rank,
 }

@@ -13,6 +13,7 @@ from ..errors import NotFiniteError, OptionError
 from ..vocab.api import explain, token_stats
 from ..vocab.checks import check_logits
 from ..vocab.head import LMHead
+from ..vocab.meeting import on_all
 from ..vocab.noise import Noise
 from ..vocab.ranks import first_on_all
 from .full import soft_whole
@@ -55,24 +56,28 @@ def gumbel_topk(
     as the weight. Gumbel-softmax: Jang et al., arXiv 1611.01144; straight-through: Bengio et al., arXiv 1308.3432;
     for alignment: GRADE, arXiv 2601.11574.
     """
-    _check(hidden, head, tau, k, embeddings, memory_budget)
-    given, noise = noise, Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
-    if given is None:
-        first_on_all(noise.seeds, head.shard)
+
+    def arguments() -> Noise:
+        _check(hidden, head, tau, k, embeddings, memory_budget)
+        return Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
+
+    some, drawn = on_all(head, arguments), noise is None
     if k == 0:
-        return soft_whole(hidden, head, float(tau), noise, embeddings, hard, memory_budget)
-    tokens = _soft_best(hidden, head, float(tau), k, hard, noise, memory_budget)
+        return soft_whole(hidden, head, float(tau), some, embeddings, hard, memory_budget)
+    tokens = _soft_best(hidden, head, float(tau), k, hard, some, drawn, memory_budget)
     return replace(tokens, embedded=tuple(soft_embedding(tokens, table) for table in embeddings))
 
 
 def _soft_best(
-    hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, memory_budget: int | None
+    hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, drawn: bool, memory_budget: int | None
 ) -> SoftTokens:
-    """Soft tokens over the k best entries, arguments checked."""
+    """Soft tokens over the k best entries, arguments checked; drawn: the noise is each rank's own as yet."""
     steady = replace(head, adapters=tuple(replace(x, dropout=0.0) for x in head.adapters))
     with torch.no_grad():
         stats = token_stats(hidden, steady, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
         check_logits(stats.logsumexp)
+        if drawn:
+            first_on_all(noise.seeds, head.shard)
         outside = -torch.expm1((stats.top_k_logits.logsumexp(-1) - stats.logsumexp).clamp(max=0))
     return soft_at(hidden, head, tau, stats.top_k_ids, noise, hard=hard, outside=outside)
 

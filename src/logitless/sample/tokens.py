@@ -13,9 +13,10 @@ from ..errors import OptionError, ShapeError
 from ..vocab.checks import flatten
 from ..vocab.engine import Pass
 from ..vocab.head import LMHead
-from ..vocab.lowrank import with_low_rank
+from ..vocab.lowrank import stand_in, with_low_rank
+from ..vocab.meeting import on_all
 from ..vocab.noise import Noise
-from ..vocab.problem import Problem, full_precision
+from ..vocab.problem import Inputs, Problem, Spec, compute_dtype, full_precision
 from ..vocab.ranks import first_on_all
 from .draw import Change, recorded
 from .record import SampleRecord
@@ -56,8 +57,9 @@ def sample_tokens(
     Returns a SampleRecord of shape (...). Raises ShapeError, DtypeError, DeviceError, OptionError, NotFiniteError.
     Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
+    rules = on_all(head, lambda: Rules(top_k, top_p, min_p))
     return draw_tokens(
-        hidden, head, Rules(top_k, top_p, min_p), temperature=temperature, keep=keep, generator=generator, noise=noise,
+        hidden, head, rules, temperature=temperature, keep=keep, generator=generator, noise=noise,
         memory_budget=memory_budget,
     )  # fmt: skip
 
@@ -79,29 +81,36 @@ def draw_tokens(
     The record's fields of the raw distribution do not see the change. Its others are of change(z); where it moved the
     token's own logit, logsumexp_at_temperature is moved as much, so that `behaviour_logprob` is right.
     """
-    spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
-    lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
-    heat = _temperatures(temperature, lead, hidden).reshape(n)
-    seeds, positions = (x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator))
+
+    def arguments() -> tuple[Spec, Inputs, Tensor, Noise, SampleRecord]:
+        spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
+        lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
+        heat = _temperatures(temperature, lead, hidden).reshape(n)
+        given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))
+        dtype = compute_dtype(inputs.hidden)
+        record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=dtype, device=hidden.device)
+        return spec, inputs, heat, given, record
+
+    spec, inputs, heat, (seeds, positions), record = on_all(head, arguments)
+    budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
+    spec = replace(spec, budget=budget, top_k=rules.retained(keep, head.rows))
+    if head.shard is not None:
+        Problem(spec, stand_in(inputs, head)).meet()
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
-    budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
     problem = Problem(spec, with_low_rank(inputs, head, None))
-    record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=problem.compute, device=hidden.device)
-    problem = replace(problem, spec=replace(spec, budget=budget, top_k=rules.retained(keep, head.rows)))
-    problem.meet()
     run = Pass(problem, whole=True, wide=True)
     if change is not None:
-        run.slices = replace(run.slices, tokens=max(1, n))
+        run.slices = replace(run.slices, tokens=max(1, problem.n_tokens))
     with full_precision(hidden.device.type):
         for rows, chunk in run.chunks():
             folded = run.fold(chunk, keep="logits")
             some, warmth = Noise(seeds[rows], positions[rows]), heat[rows].to(problem.compute)
             part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
             if part.shape == record.shape:
-                return part.reshape(*lead)
+                return part.reshape(*hidden.shape[:-1])
             record.write(rows, part)
-    return record.reshape(*lead)
+    return record.reshape(*hidden.shape[:-1])
 
 
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor) -> Tensor:

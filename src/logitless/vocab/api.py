@@ -25,8 +25,9 @@ from .loss import (
     cross_entropy_wants,
     loss_of_each,
 )
-from .lowrank import with_low_rank
-from .problem import Inputs, Spec, compute_dtype
+from .lowrank import stand_in, with_low_rank
+from .meeting import on_all
+from .problem import Inputs, Problem, Spec, compute_dtype
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
@@ -107,8 +108,8 @@ def token_loss(
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
-    check_reduction(reduction)
-    spec, flat = _prepared(hidden, head, labels, **options)
+    on_all(head, lambda: check_reduction(reduction))
+    spec, flat = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), **options)
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
         return loss_of_each(loss_fn, spec, flat, extra).reshape(hidden.shape[:-1])
@@ -140,29 +141,47 @@ def linear_cross_entropy(
     refused. Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
-    check_reduction(reduction)
-    check_cross_entropy(label_smoothing, z_loss)
-    if denominator is not None:
-        denominator = _check_denominator(denominator, reduction, hidden)
+
+    def arguments() -> Tensor | None:
+        check_reduction(reduction)
+        check_cross_entropy(label_smoothing, z_loss)
+        _check_names(options)
+        return None if denominator is None else _check_denominator(denominator, reduction, hidden)
+
+    divisor = on_all(head, arguments)
+    options["want"] = cross_entropy_wants(label_smoothing, z_loss)
+    if reduction == "none":
+        return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
+    spec, flat = _prepared(hidden, head, labels, **options)
+    run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
+    return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
+
+
+def _prepared(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor | None,
+    also: Callable[[], Any] = tuple,
+    **options: Unpack[Options],
+) -> tuple[Spec, Inputs]:
+    """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
+
+    `also`: what else of the call is checked before the ranks meet.
+    """
+    spec, inputs = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
+    if head.shard is not None and not torch.compiler.is_compiling():
+        Problem(spec, stand_in(inputs, head)).meet()
+    reference = options.get("reference")
+    return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
+
+
+def _check_names(options: Options) -> None:
     for name in options:
         if name not in CROSS_ENTROPY_OPTIONS:
             hint = "class weights are not supported; scale per-token losses with token_loss" if name == "weight" else ""
             near = difflib.get_close_matches(name, CROSS_ENTROPY_OPTIONS, 1)
             hint = hint or (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_OPTIONS)}")
             raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint}")
-    options["want"] = cross_entropy_wants(label_smoothing, z_loss)
-    if reduction == "none":
-        return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
-    spec, flat = _prepared(hidden, head, labels, **options)
-    run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
-    return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", denominator)
-
-
-def _prepared(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
-    """The checked call with the adapters' products of the hidden states formed."""
-    spec, inputs = flatten(hidden, head, labels, **options)
-    reference = options.get("reference")
-    return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
 
 
 def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:

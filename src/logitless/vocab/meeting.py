@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import RankError
+from .. import errors
+from ..errors import LogitlessError, RankError
 from .ranks import Ranks
 from .shard import VocabShard
 
 ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
+FACTS, REFUSES = 16, 10  # numbers that a rank says at a meeting, and where it says that it cannot make the call
+WORDS = 1024  # bytes of its reason
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -67,22 +71,53 @@ class Call:
     rows: int  # that exist on all ranks
     options: str  # anything that says which statistics are wanted, and how
     hidden: Tensor  # (N, H)
-    counted: int  # tokens
+    counted: Tensor  # () tokens
     labels: Tensor | None
 
-    def facts(self) -> Tensor:
-        """Sixteen numbers; floats as their bits."""
+    def facts(self) -> Tensor:  # (FACTS,)
+        """Whole numbers; floats as their bits."""
         h = self.hidden.detach()
         own = sys.modules[__name__.partition(".")[0]].__version__
         whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
-        whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0], self.counted]
+        whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0]]
         ids = h.new_zeros((), dtype=torch.int64)
         if self.labels is not None and self.labels.numel():
             ids = (self.labels * (torch.arange(self.labels.shape[0], device=h.device) % 1009 + 1)).sum()
         real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
         real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
         bits = torch.stack(real).view(torch.int64)
-        return torch.cat([torch.tensor([*whole, 0, 0], device=h.device), ids[None], bits])
+        return torch.cat([torch.tensor(whole, device=h.device), self.counted[None], ids.new_zeros(2), ids[None], bits])
+
+
+def on_all(head: Any, check: Callable[[], Value]) -> Value:
+    """What `check` returns; an error in it is raised on all ranks that share the head and would wait for this one.
+
+    This rank says so at the meeting of their call, so that a call without an error sends nothing more.
+    """
+    shard = getattr(head, "shard", None)
+    if shard is None or torch.compiler.is_compiling():
+        return check()
+    try:
+        return check()
+    except LogitlessError as error:
+        if isinstance(error, RankError):
+            raise
+        ranks = Ranks(VocabShard.parse(shard.key).group)
+        facts = torch.zeros(FACTS, dtype=torch.int64, device=head.weight.device)
+        facts[REFUSES] = 1
+        ranks.gather(facts)
+        _refuse(ranks, head.weight.device, error)
+
+
+def _refuse(ranks: Ranks, device: torch.device, own: LogitlessError | None) -> NoReturn:
+    """Raise the error of the first rank that has one, on all."""
+    words = "" if own is None else f"{type(own).__name__}|{own}"
+    sent = torch.tensor(list(words.encode()[:WORDS].ljust(WORDS)), dtype=torch.uint8, device=device)
+    said = [bytes(row).decode(errors="ignore").rstrip() for row in ranks.gather(sent).tolist()]
+    rank = next(r for r, x in enumerate(said) if x)
+    kind, _, text = said[rank].partition("|")
+    where = "" if len(set(said)) == 1 else f" (rank {rank} of the {ranks.size} that share the head)"
+    raise getattr(errors, kind, LogitlessError)(text + where) from own
 
 
 def meet(call: Call) -> None:
@@ -91,6 +126,8 @@ def meet(call: Call) -> None:
     table = ranks.gather(call.facts())
     reals = table[:, 13:].contiguous().view(torch.float64).tolist()
     columns = list(zip(*table[:, :13].tolist(), strict=True))
+    if any(columns[REFUSES]):
+        _refuse(ranks, table.device, None)
     same: list[tuple[str, Any, str]] = [
         ("version of logitless", [_named(x) for x in columns[0]], "install one version everywhere"),
         ("version of torch", [_named(x) for x in columns[1]], "install one version everywhere"),

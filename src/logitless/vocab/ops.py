@@ -110,7 +110,7 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
     call = _Call.of(tensors, present, key, flags)
     inputs, counted = settled(call.spec, call.inputs)
-    out, saved = values(Problem.checked(call.spec, inputs), call.price, save=call.price.method != "values")
+    out, saved = values(Problem.met(call.spec, inputs), call.price, save=call.price.method != "values")
     out = hidden_where_ignored(out, counted)
     parts = dict(zip(*saved.flat(), strict=True))
     n = call.inputs.hidden.shape[0]
@@ -175,7 +175,7 @@ def _cross_entropy(
 ) -> list[Tensor]:  # fmt: skip
     call = _Call.of(tensors, present, key, flags)
     inputs, counted = settled(call.spec, call.inputs)
-    problem = Problem.checked(call.spec, inputs)
+    problem = Problem.met(call.spec, inputs)
     denominator = call.rest[0] if call.rest else None
     evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
     total, _, _ = loss_gradients(problem, call.needs, evaluate)

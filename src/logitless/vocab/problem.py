@@ -115,11 +115,16 @@ class Problem:
 
     @classmethod
     def checked(cls, spec: Spec, inputs: Inputs) -> Problem:
-        """The problem, once its ids are known to lie in the vocabulary, and its ranks to compute the same."""
+        """The problem, once its ids are known to lie in the vocabulary; ranks that share the head have met."""
         problem = cls.of(spec, inputs)
-        problem.meet()
         problem.check_ids()
         return problem
+
+    @classmethod
+    def met(cls, spec: Spec, inputs: Inputs) -> Problem:
+        """`checked`, where ranks have not met: a compiled graph has no collectives but its operators'."""
+        cls(spec, inputs).meet()
+        return cls.checked(spec, inputs)
 
     def meet(self) -> None:
         """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all."""
@@ -128,7 +133,9 @@ class Problem:
         i = self.inputs
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
         options = f"{replace(self.spec, shard='').key}|{kinds}"
-        meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, self.n_tokens, i.labels))
+        every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
+        counted = every if i.labels is None else (i.labels != self.spec.ignore_index).sum()
+        meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, counted, i.labels))
 
     def check_ids(self) -> None:
         """Raise LabelError for a counted label or candidate outside the vocabulary."""
