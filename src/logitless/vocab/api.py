@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
