@@ -150,6 +150,21 @@ def test_what_reaches_a_bound(block, monkeypatch):
     assert reaching(SEEDS, POSITIONS, slice(4, 4), bound)[0].shape == (0,)
 
 
+@pytest.mark.parametrize("block", [100, 2**16])
+@pytest.mark.parametrize("start", [5, 8, 3])
+def test_what_reaches_a_bound_among_some(block, start, monkeypatch):
+    """The same ids as without the restriction, those that are not among them left out; rows with none and with all."""
+    monkeypatch.setitem(noise.BLOCK, "cpu", block)
+    ids, bound = slice(start, 1_203), torch.tensor([-1.0, 0.5, 0.0, 2.0])
+    among = torch.rand(4, 1_203 - start) < torch.tensor([0.1, 1.0, 0.0, 0.6])[:, None]
+    tokens, where = reaching(SEEDS, POSITIONS, ids, bound)
+    inside = among[tokens, where - start]
+    pairs = set(zip(tokens[inside].tolist(), where[inside].tolist(), strict=True))
+    found = list(zip(*(x.tolist() for x in reaching(SEEDS, POSITIONS, ids, bound, among)), strict=True))
+    assert set(found) == pairs
+    assert len(found) == len(pairs) > 100
+
+
 def test_memory_is_the_result_and_a_block():
     traced = trace_allocations(lambda: gumbel(SEEDS, POSITIONS, slice(0, 2**18)))
     assert traced.kept == 4 * 4 * 2**18

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ from ..algebra.fold import MASK
 from ..errors import NotFiniteError, OptionError, ShapeError
 from ..vocab.backends.best import keep_best
 from ..vocab.backends.chunk import Chunk, Folded, Tile
+from ..vocab.backends.eager import exp_
 from ..vocab.checks import check_logits
 from ..vocab.head import place
 from ..vocab.meeting import whole_rows
-from ..vocab.noise import Noise
+from ..vocab.noise import Noise, at_a_time
 from ..vocab.ranks import best_of_all, summed
 from ..vocab.shard import VocabShard
 from .record import SampleRecord
@@ -122,8 +123,16 @@ class Rows:
         """1 + how many logits are higher."""
         rank = (self.top_logits > logit[:, None]).sum(1) + 1
         rows = (logit < self.top_logits[:, -1]).nonzero().squeeze(1)
+
+        def above(tile: Tile) -> Tensor:
+            counts = []
+            for some in rows.split(rows_at_a_time(tile.z)):
+                z = tile.z[some]  # a copy, in which counts are made as numbers: booleans are slower to add up
+                counts.append(torch.gt(z, logit[some, None], out=z).sum(1).long())
+            return torch.cat(counts)
+
         if rows.numel():
-            rank[rows] = self.added(lambda tile: (tile.z[rows] > logit[rows, None]).sum(1), rows) + 1
+            rank[rows] = self.added(above, rows) + 1
         return rank
 
 
@@ -161,7 +170,12 @@ class Draw:
     def _log_sum(self) -> Tensor:
         if self.log_s is not None and bool((self.warm == 1).all()):
             return self.log_s
-        return self.rows.added(lambda tile: self._scaled(tile.z).exp_().sum(1), self.rows.m).log_()
+
+        def shares(tile: Tile) -> Tensor:
+            some = torch.arange(tile.z.shape[0], device=tile.z.device).split(rows_at_a_time(tile.z))
+            return torch.cat([exp_(self._scaled(tile.z[rows], rows)).sum(1) for rows in some])
+
+        return self.rows.added(shares, self.rows.m).log_()
 
     def _best(self, rows: Tensor, kept: Tensor | None = None) -> Tensor:
         """The token of some rows (n,), of all entries or of those in `kept` (n, V): the best after noise.
@@ -177,12 +191,12 @@ class Draw:
         if ids.shape[1] == size:
             return token
         for tile in self.rows.tiles:
-            some = tile.z if rows.numel() == tile.z.shape[0] else tile.z[rows]
-            peak = torch.minimum(self.rows.top_logits[rows, -1], some.amax(1))  # of what is not retained
-            n, where = noise.reaching(self.rows.ids(tile), most - self._scaled(peak[:, None], rows)[:, 0])
-            if kept is not None:
-                n, where = (x[kept[n, where]] for x in (n, where))
-            lifted = self._scaled(some[n, where - self.rows.ids(tile).start][:, None], rows[n])
+            here, peak = self.rows.ids(tile), self.rows.top_logits[rows, -1]  # of what is not retained
+            if kept is None:  # every row
+                peak = torch.minimum(peak, tile.z.amax(1))
+            least = most - self._scaled(peak[:, None], rows)[:, 0]
+            n, where = noise.reaching(here, least, None if kept is None else kept[:, here])
+            lifted = self._scaled(tile.z[rows[n], where - here.start][:, None], rows[n])
             lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
             higher = most.scatter_reduce(0, n, lifted, "amax")
             token = torch.where(higher > most, size, token)
@@ -197,15 +211,19 @@ class Draw:
         """Drawn under the rules."""
         token, n_kept, mass = self._settled(rules, log_sum)
         open_ = ~rules.settled(n_kept, self.rows.top_ids.shape[1], self.rows.size)
-        block = max(1, budget // (LOOKED_AT * self.rows.size))
-        for rows in open_.nonzero().squeeze(1).split(block):
+        for rows in open_.nonzero().squeeze(1).split(max(1, budget // (LOOKED_AT * self.rows.size))):
             if rows.numel():
-                z = self.rows.whole(rows)
-                x = self._scaled(z, rows).masked_fill_(z <= MASK, -math.inf)
-                kept = torch.stack([rules.mask(row, total) for row, total in zip(x, log_sum[rows], strict=True)])
-                token[rows], n_kept[rows] = self._best(rows, kept), kept.sum(1)
-                mass[rows] = x.masked_fill_(~kept, -math.inf).logsumexp(1) - log_sum[rows]
+                each = [rules.kept(x, total) for x, total in zip(self._whole(rows), log_sum[rows], strict=True)]
+                kept, n_kept[rows], mass[rows] = (torch.stack(part) for part in zip(*each, strict=True))
+                token[rows] = self._best(rows, kept)
         return Drawn(token, n_kept, mass.clamp_(max=0), log_sum)
+
+    def _whole(self, rows: Tensor) -> Iterator[Tensor]:
+        """Whole rows of scaled logits, (V,), one after the other; ranks gather all at once."""
+        for some in rows.split(1 if self.rows.shard is None else rows.numel()):
+            z = self.rows.whole(some)
+            x = self._scaled(z, some)
+            yield from x.masked_fill_(z <= MASK, -math.inf) if self.rows.may_be_infinite else x
 
     def _settled(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(token, n_kept, log_kept_mass) where the rules end among the best entries."""
@@ -217,6 +235,11 @@ class Draw:
         x = x.masked_fill(torch.arange(most, device=x.device) >= n_kept[:, None], -math.inf)
         where = (x + self.noise.gumbel(ids)).argmax(1, keepdim=True)
         return ids.gather(1, where)[:, 0], n_kept, x.logsumexp(1) - log_sum
+
+
+def rows_at_a_time(z: Tensor) -> int:
+    """How many rows of a slice (C, S) are worked on at a time: on a CPU what stays in its caches."""
+    return max(1, at_a_time(z.device) // max(1, z.shape[1]))
 
 
 def recorded(

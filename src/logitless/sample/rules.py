@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..algebra import rules
+from ..vocab.backends.eager import exp_
 
-BIN_SHIFT = 14  # leaves sign, exponent and 9 bits of fp32
+BIN_SHIFT = 16  # leaves sign, exponent and 7 bits of fp32
+
+
+class Kept(NamedTuple):
+    """What the rules keep of a whole row."""
+
+    entries: Tensor  # (V,) bool
+    count: Tensor  # ()
+    log_mass: Tensor  # () the log of their share
 
 
 class Rules(rules.Rules):
@@ -19,29 +29,42 @@ class Rules(rules.Rules):
         """How many of the sorted scaled logits x (n, R) are kept, (n,); `logsumexp` (n,) is of the whole row."""
         return self.kept_of(x, logsumexp, torch, torch.float64)
 
-    def mask(self, x: Tensor, logsumexp: Tensor) -> Tensor:
-        """Which entries of a whole row of scaled logits x (V,), at most 0, are kept: `prefix`, without a sort.
+    def kept(self, x: Tensor, logsumexp: Tensor) -> Kept:
+        """What is kept of a whole row of scaled logits x (V,), at most 0: `prefix`, without a sort.
 
         Only a top_k sorts. Shares are summed by bins of equal leading bits of x; the bin that holds the end is sorted.
         """
-        kept = x > -math.inf
+        p = exp_(x - logsumexp)
         if self.top_k:
             values, order = x.sort(descending=True, stable=True)
             n_kept = self.prefix(values[None], logsumexp[None])
-            return torch.zeros_like(kept).index_fill_(0, order[: int(n_kept)], True)
+            entries = torch.zeros_like(x, dtype=torch.bool).index_fill_(0, order[: int(n_kept)], True)
+            return Kept(entries, n_kept[0], p[order[: int(n_kept)]].sum().log())
+        if not self.min_p:
+            entries, mass = _nucleus(x, p, self.top_p)
+            return Kept(entries, entries.count_nonzero(), mass.to(p.dtype).log())
+        entries = x >= x.amax() + math.log(self.min_p)
         if self.top_p < 1:
-            kept &= _nucleus(x, (x - logsumexp).exp_().double(), self.top_p)
-        if self.min_p:
-            kept &= x >= x.amax() + math.log(self.min_p)
-        return kept
+            entries &= _nucleus(x, p, self.top_p)[0]
+        return Kept(entries, entries.count_nonzero(), (p * entries).sum().log())
 
 
-def _nucleus(x: Tensor, p: Tensor, share: float) -> Tensor:
-    """The entries, best first, before which there is less than `share` of p."""
-    bins = x.float().abs().view(torch.int32) >> BIN_SHIFT  # bits are in the order of their numbers
-    total = torch.bincount(bins, weights=p).cumsum_(0)
+def _nucleus(x: Tensor, p: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The entries, best first, before which there is less than `share` of p; and how much of it they have."""
+    bins = x.float().abs().view(torch.int32).bitwise_right_shift_(BIN_SHIFT)  # bits are in the order of their numbers
+    total = torch.bincount(bins, weights=p).double().cumsum_(0)
     last = int(torch.searchsorted(total, share).clamp(max=total.numel() - 1))
-    inside = (bins == last).nonzero().squeeze(1)
+    inside = _where(bins == last)
     order = inside[x[inside].sort(descending=True, stable=True).indices]
-    before = p[order].cumsum(0) - p[order] + (total[last - 1] if last else 0.0)
-    return (bins < last).index_fill_(0, order[before < share], True)
+    q = p[order].double()
+    begin = total[last - 1] if last else total.new_zeros(())
+    first = (q.cumsum(0) - q + begin < share) & (x[order] > -math.inf)
+    return (bins < last).index_fill_(0, order[first], True), begin + q[first].sum()
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Which of the entries (V,) are true, where few are: eight are looked at at once."""
+    whole = mask.numel() // 8 * 8
+    ids = mask[:whole].view(torch.int64).nonzero() * 8 + torch.arange(8, device=mask.device)
+    ids = torch.cat([ids.flatten(), torch.arange(whole, mask.numel(), device=mask.device)])
+    return ids[mask[ids]]

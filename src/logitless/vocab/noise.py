@@ -71,9 +71,9 @@ class Noise(NamedTuple):
         """`gumbel` of these seeds and positions."""
         return gumbel(self.seeds, self.positions, ids)
 
-    def reaching(self, ids: slice, least: Tensor) -> tuple[Tensor, Tensor]:
+    def reaching(self, ids: slice, least: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`reaching` of these seeds and positions, (C,) each."""
-        return reaching(self.seeds, self.positions, ids, least)
+        return reaching(self.seeds, self.positions, ids, least, among)
 
 
 def gumbel(
@@ -111,32 +111,63 @@ def reaching(
     positions: Tensor,  # (C,) integer
     ids: slice,
     least: Tensor,  # (C,) floating
+    among: Tensor | None = None,  # (C, width of ids) bool
 ) -> tuple[Tensor, Tensor]:  # (n,) int64 each
-    """(tokens, ids) of all noise of at least `least`, and of little below it; the noise itself is not computed.
+    """(tokens, ids) of noise of at least `least`, and of little below it, of all or `among` some; it is not computed.
 
     Dense equivalent, but for a few more:
 
-        tokens, columns = (gumbel(seeds, positions, ids) >= least[:, None]).nonzero().unbind(1)
+        tokens, columns = ((gumbel(seeds, positions, ids) >= least[:, None]) & among).nonzero().unbind(1)
 
-    For whoever wants the best of logits plus noise: a third of the noise's price. Memory: as `gumbel`, and the result.
+    For whoever wants the best of logits plus noise: a third of the noise's price, and four neighbours none of which is
+    among them cost nothing. Memory: as `gumbel`, and the result.
     """
     # g >= t where the uniform is at least e^(-e^-t); a thousandth is far more than rounding
     words = torch.exp(-torch.exp(1e-3 - least.double())).mul_(2.0**32).sub_(1).floor_().clamp_(max=2.0**32).long()
     found = [(seeds.new_empty(0), seeds.new_empty(0))]
-    for rows, columns in _parts(seeds.shape[0], ids.stop - ids.start, seeds.device):
-        start, stop = ids.start + columns.start, ids.start + columns.stop
-        blocks = torch.arange(start >> 2, (stop + 3) >> 2, device=seeds.device)
-        lanes = _blocks(seeds[rows, None].long(), positions[rows, None].long(), blocks)
-        hits = torch.stack([lane >= words[rows, None] for lane in lanes], -1).flatten(1)
-        token, column = hits[:, start % 4 : start % 4 + stop - start].nonzero().unbind(1)
-        found.append((token + rows.start, column + start))
+    first, asked = ids.start >> 2, _asked(ids, seeds, among)
+    for rows, blocks in _blocks_of(asked, among is None):
+        a, b, c, d = lanes = _blocks(seeds[rows, None].long(), positions[rows, None].long(), blocks + first)
+        most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
+        token, block = (most >= words[rows, None]).nonzero().unbind(1)  # a few of all
+        of_four = torch.stack([lane[token, block] for lane in lanes], -1)
+        token, block = token + rows.start, blocks[block]
+        hit, lane = ((of_four >= words[token, None]) & asked[token, block]).nonzero().unbind(1)
+        found.append((token[hit], 4 * (first + block[hit]) + lane))
     tokens, where = (torch.cat(x) for x in zip(*found, strict=True))
     return tokens, where
 
 
-def _parts(tokens: int, width: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of blocks that are computed at a time."""
-    block = BLOCK.get(device.type, BLOCK_ELSEWHERE)
+def _asked(ids: slice, seeds: Tensor, among: Tensor | None) -> Tensor:
+    """Which entries of the blocks of four that `ids` lie in are asked for, (C, blocks, 4)."""
+    lead, count = ids.start & 3, ((ids.stop + 3) >> 2) - (ids.start >> 2)
+    rows = 1 if among is None else among.shape[0]
+    asked = torch.zeros(rows, 4 * count, dtype=torch.bool, device=seeds.device)
+    asked[:, lead : lead + ids.stop - ids.start] = True if among is None else among
+    return asked.view(rows, count, 4).expand(seeds.shape[0], -1, -1)
+
+
+def _blocks_of(asked: Tensor, every: bool) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, blocks of four) that are computed at a time: every block, or those with an entry that is asked for."""
+    rows, count, device = asked.shape[0], asked.shape[1], asked.device
+    if every:
+        for some, blocks in _parts(rows, count, device, 4):
+            yield some, torch.arange(blocks.start, blocks.stop, device=device)
+        return
+    for n in range(rows):
+        blocks = asked[n].view(torch.int32).nonzero()[:, 0]  # four booleans at once
+        for part in blocks.tensor_split(max(1, -(-4 * blocks.numel() // at_a_time(device)))):
+            yield slice(n, n + 1), part
+
+
+def at_a_time(device: torch.device) -> int:
+    """How many ids are computed at a time."""
+    return BLOCK.get(device.type, BLOCK_ELSEWHERE)
+
+
+def _parts(tokens: int, width: int, device: torch.device, each: int = 1) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of blocks that are computed at a time, where a column is `each` ids."""
+    block = at_a_time(device) // each
     step = max(1, min(width, block))
     rows = max(1, block // step)
     for n in range(0, tokens, rows):
@@ -187,12 +218,13 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     A product of two words wraps modulo 2⁶⁴, which leaves its bits, high and low half, as they should be. The low half
     is masked where it is next multiplied only.
     """
-    (a, b, c, d), (first, second) = counter, key
-    for _ in range(ROUNDS):
+    a, b, c, d = counter
+    steps = torch.arange(ROUNDS, device=a.device)
+    keys = [(k[..., None] + steps * w).bitwise_and_(WORD).unbind(-1) for k, w in zip(key, WEYL, strict=True)]
+    for first, second in zip(*keys, strict=True):
         p, q = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, b = ((q >> 32) ^ b).bitwise_xor_(first).bitwise_and_(WORD), q
         c, d = ((p >> 32) ^ d).bitwise_xor_(second).bitwise_and_(WORD), p
-        first, second = (first + WEYL[0]) & WORD, (second + WEYL[1]) & WORD
     return a, b & WORD, c, d & WORD
 
 
