@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from . import triton_best_kernels
-from .best import keep_best
 from .chunk import Tile
 from .triton_best_kernels import LOWEST_KEY
 
@@ -48,12 +47,18 @@ class Best:
             self.tile = tile.z
         if not self.reads_logits:
             return
-        if self.double:  # a key holds no more than a logit of 32 bits and its id; this path waits for the device
-            keep_best(self.values, self.ids, tile.z, tile.v.start)
+        if self.double:  # a key holds no more than a logit of 32 bits and its id
+            self._sort(tile)
             return
         for column in range(0, tile.z.shape[1], max(1, BLOCK // tile.z.shape[0])):
             new = keys_of(tile.z[:, column : column + max(1, BLOCK // tile.z.shape[0])], tile.v.start + column)
             self.keys = torch.cat([self.keys, new], 1).topk(self.k, sorted=True).values
+
+    def _sort(self, tile: Tile) -> None:
+        ids = torch.arange(tile.v.start, tile.v.stop, device=tile.z.device).expand(tile.z.shape)
+        found = torch.cat([self.values, tile.z], 1).sort(dim=1, descending=True, stable=True)
+        self.values = found.values[:, : self.k]
+        self.ids = torch.cat([self.ids, ids], 1).gather(1, found.indices[:, : self.k])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(logits, ids), (n, k), best first, the lowest ids first among equal logits."""
