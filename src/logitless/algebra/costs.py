@@ -14,6 +14,7 @@ WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
 FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
+SLICE_SHARE = 48  # bytes for each token and slice while a sparse backward decides: sums, order, ids
 ALIGNED = 16  # entries, to which a kernel's slices are padded
 GEMM_ROWS = 128  # tokens of a product that a GPU computes as one block
 FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
@@ -27,6 +28,11 @@ class Price:
     gemms: int
     bases: tuple[str, ...] = ()  # the (N, H) buffers of "fold-basis"
     whole_rows: bool = False  # a chunk's whole rows are kept: token_loss, and jsd's second look
+
+    @property
+    def skips(self) -> bool:
+        """Whether its backward has slices, some of which a sparse one could do without."""
+        return self.method in ("in-forward", "recompute")
 
 
 def price_of(
@@ -153,6 +159,16 @@ def fused_slices_of(
     width = max(1, min(most, room // (tiles * tokens + converted)))
     width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
     return Slices(tokens, width, itemsize * (tiles * tokens * aligned(width) + converted * width))
+
+
+def sparse_slices(slices: Slices, width: int, vocab_size: int, hidden_size: int, itemsize: int) -> Slices:
+    """`slices` of at most `width` entries, with what a sparse backward takes beside them.
+
+    That is three gathered rows (of hidden states, scaled or not, and of their gradient) and SLICE_SHARE for each slice.
+    """
+    width = min(width, slices.width)
+    each = 3 * itemsize * hidden_size + SLICE_SHARE * -(-vocab_size // width)
+    return Slices(slices.tokens, width, slices.nbytes + slices.tokens * each)
 
 
 def aligned(width: int) -> int:

@@ -31,7 +31,7 @@ from .problem import Inputs, Problem, Spec, compute_dtype
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
-F = TypeVar("F", bound=Callable[..., Tensor])
+F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
 
 
@@ -74,13 +74,20 @@ def token_stats(
         candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     lead = hidden.shape[:-1]
-    run = ops.stats if torch.compiler.is_compiling() else stats
+    run = _way(stats, ops.stats, spec)
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
 
 
 def _uncompiled(function: F) -> F:
     """`function` as one graph break under torch.compile: it calls the caller's own function."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+def _way(eager: F, operator: F, spec: Spec) -> F:
+    """The pass itself, or in a compiled graph its operator, which cannot carry what a sparse backward reports."""
+    if not torch.compiler.is_compiling():
+        return eager
+    return operator if spec.sparse is None else _uncompiled(eager)
 
 
 @_uncompiled
@@ -153,7 +160,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
     spec, flat = _prepared(hidden, head, labels, **options)
-    run = ops.cross_entropy if torch.compiler.is_compiling() else chunked_cross_entropy
+    run = _way(chunked_cross_entropy, ops.cross_entropy, spec)
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
 
 

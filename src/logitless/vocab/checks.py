@@ -61,6 +61,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     number, tensor = _check_temperature(o["temperature"], lead, hidden)
     ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
     cast = _autocast_dtype(hidden)
+    sparse = head.sparse if torch.is_grad_enabled() else None
     if cast is not None:
         hidden = hidden.to(cast)
         ref_hidden = None if ref_hidden is None else ref_hidden.to(cast)
@@ -71,11 +72,12 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         o["top_k"],
         float(o["jsd_beta"]),
         int(o["memory_budget"] or DEFAULT_BUDGET),
-        choose(o["backend"], hidden.device.type),
+        choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
         *_transform(head),
         *_transform(ref_head),
         operand="" if cast is None else str(cast).removeprefix("torch."),
         shard="" if head.shard is None else head.shard.key,
+        sparse=sparse,
     )
     hidden = hidden.reshape(n, head.hidden_size)
     inputs = Inputs(hidden, head.weight, head.bias, None, up_of(head), labels, tensor, candidates, ref_hidden)

@@ -10,23 +10,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..algebra.costs import Price, Slices, fused_slices_of, slices_of, tiles_of
+from ..algebra.costs import Price, Slices, fused_slices_of, slices_of, sparse_slices, tiles_of
 from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS, bases_of, sums_of
 from .accumulator import Accumulator
 from .backends.chunk import Chunk, Folded, Grads, Scratch
 from .backends.parallel import Parallel
+from .backends.skip import Skip
 from .backends.tiles import operand_dtype, weight_sum
 from .backends.triton_tuned import table_for
 from .dispatch import load
 from .gradient import one_hots, unfold
 from .meeting import layout_of
-from .problem import Inputs, Needs, Problem, Spec, compute_dtype, full_precision
+from .problem import Inputs, Needs, Problem, Spec, capturing, compute_dtype, full_precision
 from .shard import VocabShard
+from .sparse import check
 
 
-def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False, bases: int = 0) -> Slices:
-    """The slice sizes that a call gets; `bases`: how many products accumulate during the fold."""
+def slices_for(
+    spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: bool = False, bases: int = 0, skips: bool = False
+) -> Slices:
+    """The slice sizes that a call gets; bases: how many products accumulate during the fold; skips: as `Pass`."""
     compute, reference = compute_dtype(inputs.hidden), inputs.ref_weight is not None
     converted = sum(
         w.shape[1]
@@ -48,7 +52,11 @@ def slices_for(spec: Spec, inputs: Inputs, n_tokens: int, whole: bool, wide: boo
         streamed = table_for(inputs.hidden.device)["streamed_bytes"]
         return fused_slices_of(*size, **same, bases=bases, streamed=streamed)
     tiles = tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k)
-    return slices_of(*size, **same, device=inputs.hidden.device.type, tiles=tiles, wide=wide)
+    found = slices_of(*size, **same, device=inputs.hidden.device.type, tiles=tiles, wide=wide)
+    if not skips or spec.sparse is None:
+        return found
+    rank = 0 if inputs.up is None else inputs.up.shape[1]
+    return sparse_slices(found, spec.sparse.width, size[1], inputs.hidden.shape[1] + rank, compute.itemsize)
 
 
 def _widest(spec: Spec, inputs: Inputs) -> int:
@@ -62,13 +70,16 @@ def _widest(spec: Spec, inputs: Inputs) -> int:
 class Pass:
     """A problem with its slices, buffers and the head's summed rows."""
 
-    def __init__(self, problem: Problem, whole: bool, wide: bool = False, bases: int = 0) -> None:
+    def __init__(self, problem: Problem, whole: bool, wide: bool = False, bases: int = 0, skips: bool = False) -> None:
         self.problem = problem
+        self.sparse = problem.spec.sparse if skips else None  # skips: whether a backward could do without some of p
+        if self.sparse is not None:
+            check(problem.spec, problem.reference is not None, capturing(problem.inputs.hidden))
         self.backend = load(problem.spec.backend)
         if problem.shard is not None:
             self.backend = Parallel(self.backend, problem.shard, problem.head.rows)
         i = problem.inputs
-        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide, bases)
+        self.slices = slices_for(problem.spec, i, problem.n_tokens, whole, wide, bases, skips)
         self.scratch = Scratch(problem.compute, i.hidden.device)
         self._sums: list[Tensor] | None = None
 
@@ -90,7 +101,11 @@ class Pass:
 
     def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
         """The backend's fold, completed by what needs no slice: the mean logit, and jsd's second look."""
+        chunk.shares = None if self.sparse is None else []
         folded = self.backend.fold(chunk, bases, "logits" if "jsd" in chunk.sums else keep)
+        if self.sparse is not None and chunk.shares:
+            chunk.skip = Skip.of(chunk.shares, folded.totals, self.sparse)
+            chunk.shares = None
         if "zsum" in chunk.sums and folded.totals.mean_logit is None:
             folded.totals.mean_logit = chunk.policy.mean(self.sums())
         if "jsd" in chunk.sums:
@@ -167,7 +182,7 @@ def _exact(driver: F) -> F:
 @_exact
 def values(problem: Problem, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
-    run = Pass(problem, price.whole_rows, bases=len(price.bases))
+    run = Pass(problem, price.whole_rows, bases=len(price.bases), skips=price.skips)
     out: dict[str, Tensor] = {}
     saved = Saved({}, {}, {})
 
@@ -178,7 +193,7 @@ def values(problem: Problem, price: Price, save: bool) -> tuple[dict[str, Tensor
         if save:
             run.put(saved.totals, rows, dict(folded.totals.items()))
             run.put(saved.products, rows, folded.products)
-            run.put(saved.extra, rows, one_hots(problem, folded, part))
+            run.put(saved.extra, rows, one_hots(problem, folded, part) | _skipped(chunk))
     for name, (shape, dtype) in outputs(problem.spec, problem.inputs).items():
         if name not in out:
             out[name] = run.blank(name, shape, dtype)
@@ -203,10 +218,9 @@ def gradients(
     problem: Problem, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, ...]:
     """(dhidden, dweight, dbias, dlow, dup) for upstream gradients of the statistics, (N, ...) each."""
-    run = Pass(
-        problem, price.whole_rows, bases=len(price.bases)
-    )  # the fold's slices: other shapes of a GEMM round differently
-    total = Accumulator(problem, needs)
+    # the fold's slices: other shapes of a GEMM round differently
+    run = Pass(problem, price.whole_rows, bases=len(price.bases), skips=price.skips)
+    total = _begun(run, needs)
     for rows, chunk in run.chunks():
         grads = total.chunk(chunk.n_tokens)
 
@@ -214,9 +228,22 @@ def gradients(
             return {name: problem.rows(x, rows) for name, x in part.items()}
 
         products = some(saved.products) if price.method == "fold-basis" else None
-        run.unfold(chunk, Totals(**some(saved.totals)), some(saved.extra), some(stat_grads), grads, products)
+        extra = some(saved.extra)
+        chunk.skip = Skip.saved(extra, run.sparse)
+        run.unfold(chunk, Totals(**some(saved.totals)), extra, some(stat_grads), grads, products)
         total.put(rows, grads)
     return total.result()
+
+
+def _begun(run: Pass, needs: Needs) -> Accumulator:
+    """Gradients with nothing in them, and nothing left out of them."""
+    if run.sparse is not None:
+        run.sparse.begin()
+    return Accumulator(run.problem, needs)
+
+
+def _skipped(chunk: Chunk) -> dict[str, Tensor]:
+    return {} if chunk.skip is None else chunk.skip.items()
 
 
 Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
@@ -228,8 +255,8 @@ def loss_gradients(problem: Problem, needs: Needs, evaluate: Evaluate) -> tuple[
 
     Returns the accumulated gradients, and what a second backward needs: totals and the statistics' gradients.
     """
-    run = Pass(problem, whole=True)
-    total = Accumulator(problem, needs)
+    run = Pass(problem, whole=True, skips=needs.any)
+    total = _begun(run, needs)
     saved, stat_grads = Saved({}, {}, {}), {}
 
     spec = problem.spec
@@ -237,7 +264,7 @@ def loss_gradients(problem: Problem, needs: Needs, evaluate: Evaluate) -> tuple[
     for rows, chunk in run.chunks():
         folded = run.fold(chunk, keep="weights" if simple else "logits")
         part = read(problem, chunk, folded)
-        extra = one_hots(problem, folded, part)
+        extra = one_hots(problem, folded, part) | _skipped(chunk)
         g = evaluate(rows, part)
         if needs.any:
             grads = total.chunk(chunk.n_tokens)

@@ -23,7 +23,8 @@ from .checks import Options, flatten
 from .engine import slices_for
 from .head import LMHead
 from .lowrank import stand_in
-from .problem import Inputs, Needs, Spec, compute_dtype
+from .problem import Inputs, Needs, Spec, capturing, compute_dtype
+from .sparse import check
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,20 @@ class Explanation:
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
+    skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
 
     def __str__(self) -> str:
         mib = 1 << 20
         t = self.traffic
         told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
+        bound = self.skipped_mass
+        left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
         thin = f" and products of rank {self.rank}" if self.rank else ""
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}"
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
         )
 
@@ -73,7 +77,10 @@ def explain(
     needs = needs_of(flat)
     price = price_of(spec.want, **grads_of(needs), loss=True) if loss else stats_price(spec, flat, needs)
     n, itemsize = flat.hidden.shape[0], compute_dtype(flat.hidden).itemsize
-    slices = slices_for(spec, flat, n, price.whole_rows, bases=len(price.bases))
+    skips = price.skips and spec.sparse is not None
+    if skips:
+        check(spec, flat.ref_weight is not None, capturing(flat.hidden))
+    slices = slices_for(spec, flat, n, price.whole_rows, bases=len(price.bases), skips=skips)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (flat.up, flat.ref_up))
     flop = price.gemms * gemm_flop(n, head.hidden_size, head.held) + low_rank_flop(
         price, n, head.held, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
@@ -84,6 +91,7 @@ def explain(
         _gradient_bytes(flat, needs, itemsize),
         dense_loss_bytes(n, head.rows, flat.hidden.itemsize),
         None if head.shard is None else _traffic(spec, flat, needs, slices),
+        spec.sparse.bound if skips and spec.sparse is not None else None,
     )  # fmt: skip
 
 

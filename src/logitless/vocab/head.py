@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from .shard import VocabShard, is_dtensor, localised
+from .sparse import SparseBackward
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class LMHead:
     shard: where the vocabulary is split over ranks, which rows weight, bias and the adapters' b are; vocab_size counts
     those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
     bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
+    sparse: leaves out of backward what its bound allows, and says what; None: nothing.
     Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise or
     quantised.
     """
@@ -74,6 +76,7 @@ class LMHead:
     vocab_size: int | None = None
     adapters: tuple[LowRank, ...] = ()
     shard: VocabShard | None = None
+    sparse: SparseBackward | None = None
 
     def __post_init__(self) -> None:
         self._localise()
@@ -87,6 +90,8 @@ class LMHead:
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
             raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
+        if self.sparse is not None and not isinstance(self.sparse, SparseBackward):
+            raise OptionError(f"LMHead: sparse must be a SparseBackward or None, got {type(self.sparse).__name__}")
 
     @property
     def rows(self) -> int:
@@ -125,7 +130,7 @@ class LMHead:
         return self.weight.shape[1]
 
     @classmethod
-    def of(cls, module: nn.Module) -> LMHead:
+    def of(cls, module: nn.Module, *, sparse: SparseBackward | None = None) -> LMHead:
         """The head of a model or of its head layer: weight, bias, tied embedding, softcap, scale, LoRA factors.
 
         Dense equivalent: `z` of the returned head equals `module(hidden)` or `model(...).logits`, padded rows
@@ -133,13 +138,14 @@ class LMHead:
         hidden is what the model calls its head with, as `logitless.hidden_states` returns it: mostly the body's
         last_hidden_state (MiniCPM3 and Inkling divide that first, BERT transforms it).
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
-        `modules_to_save` copy), bare or under DDP or torch.compile. Look it up anew for every call: wrappers replace
-        parameters. Raises ConfigError for a module without an output head, and for heads it does not know (DoRA,
-        other adapters, quantised, sharded), which it never ignores.
+        `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
+        every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
+        it does not know (DoRA, other adapters, quantised, sharded), which it never ignores.
         """
         from .lookup import head_of  # lookup builds an LMHead
 
-        return head_of(module)
+        found = head_of(module)
+        return found if sparse is None else replace(found, sparse=sparse)
 
 
 def place(ids: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:

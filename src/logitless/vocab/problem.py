@@ -15,6 +15,7 @@ from ..errors import LabelError
 from .head import LMHead
 from .meeting import Call, meet
 from .shard import VocabShard
+from .sparse import SparseBackward
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Spec:
     ref_vocab_size: int = 0
     operand: str = ""  # the dtype that autocast multiplies in, e.g. "bfloat16"
     shard: str = ""  # the head's `VocabShard.key` where its rows are split over ranks
+    sparse: SparseBackward | None = None  # the head's; no part of `key`, so that custom ops do without it
 
     @property
     def key(self) -> str:
@@ -52,7 +54,8 @@ class Spec:
         want, t, ignore, k, beta, budget, backend, scale, cap, rows, rscale, rcap, rrows, *names = key.split("|")
         return cls(
             tuple(filter(None, want.split("+"))), float(t), int(ignore), int(k), float(beta), int(budget), backend,
-            float(scale), float(cap), int(rows), float(rscale), float(rcap), int(rrows), *names,
+            float(scale), float(cap), int(rows), float(rscale), float(rcap), int(rrows),
+            operand=names[0], shard=names[1],
         )  # fmt: skip
 
 

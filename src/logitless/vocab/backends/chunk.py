@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ...algebra.stats import mixture_shares, sums_of
 from ..dispatch import rows_of
 from ..problem import Inputs, Problem
 from .tiles import Operands, Projection, mask_labels
+
+if TYPE_CHECKING:
+    from .skip import Share, Skip
 
 
 class Scratch:
@@ -58,6 +61,8 @@ class Chunk:
     jsd_beta: float
     label: tuple[Tensor, Tensor | None] | None
     kept: list[Tile] = field(default_factory=list)
+    shares: list[Share] | None = None  # of each slice, where a sparse backward is to know them
+    skip: Skip | None = None  # what it leaves out
 
     @classmethod
     def of(cls, problem: Problem, rows: slice, slices: Slices, scratch: Scratch) -> Chunk:

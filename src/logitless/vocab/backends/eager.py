@@ -16,6 +16,8 @@ from ...algebra.fold import EMPTY, MASK, Fold, Totals
 from ...algebra.stats import DENSE, Slope, label_slope, mixture_logs, mixture_shares
 from .best import Best
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
+from .skip import Share
+from .skip import unfold as unfold_some
 from .tiles import Operands, add_product
 
 LOG2E = math.log2(math.e)
@@ -79,11 +81,11 @@ class _Running:
         w = exp_(x) if f.t is None else torch.mul(x, LOG2E, out=scratch.take("w", z)).exp2_()
         new, newest = w.sum(1), peak > f.m
         rest = new - 1
-        step = f.m - m
+        step, sharp = f.m - m, None
         if f.t is not None:
             _sharpen(rest, w, newest)
-            x.mul_(w)
-            f.t.add_((1 + f.rest) * step).mul_(grow).add_(x.sum(1))
+            sharp = x.mul_(w).sum(1)
+            f.t.add_((1 + f.rest) * step).mul_(grow).add_(sharp)
             if "plogp" in self.products:
                 self.products["plogp"].addcmul_(self.products["p"], step[:, None])
                 self.multiply("plogp", x, grow)
@@ -94,6 +96,8 @@ class _Running:
             self.multiply("p2", squares, grow * grow)
         f.rest = torch.where(newest, rest + (1 + f.rest) * grow, f.rest + new)
         f.m = m
+        if self.chunk.shares is not None:
+            self.chunk.shares.append(Share(m, new, sharp))
         if keep == "weights":
             tile.m = m
         return w, grow
@@ -203,23 +207,28 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
         return
     grads.clear()
     slope = {basis: chunk.policy.chain(c) for basis, c in slope.items()}
-    kept = iter(chunk.kept)
-    for v in chunk.vocabulary():
-        w = chunk.policy.operand(v)
-        if chunk.kept:
-            tile = next(kept)
-        else:
-            tile = chunk.logits(v, w)
-            chunk.mask(tile)
-        dz = _slope_tile(chunk, tile, totals, slope)
-        if grads.bias is not None:
-            grads.bias[v] += dz.sum(0)
-        for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
-            narrow = dz.to(part.dtype)
-            if tokens is not None:
-                add_product(narrow, part, tokens)
-            if entries is not None:
-                add_product(narrow.t(), factor.tokens, entries[v])
+    if chunk.skip is not None:
+        unfold_some(chunk, totals, slope, grads, _unfold_slice)
+        return
+    for i, v in enumerate(chunk.vocabulary()):
+        _unfold_slice(chunk, v, chunk.kept[i] if chunk.kept else None, totals, slope, grads)
+
+
+def _unfold_slice(chunk: Chunk, v: slice, tile: Tile | None, totals: Totals, slope: Slope, grads: Grads) -> None:
+    """One slice's share: of a tile that was kept, or recomputed."""
+    w = chunk.policy.operand(v)
+    if tile is None:
+        tile = chunk.logits(v, w)
+        chunk.mask(tile)
+    dz = _slope_tile(chunk, tile, totals, slope)
+    if grads.bias is not None:
+        grads.bias[v] += dz.sum(0)
+    for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
+        narrow = dz.to(part.dtype)
+        if tokens is not None:
+            add_product(narrow, part, tokens)
+        if entries is not None:
+            add_product(narrow.t(), factor.tokens, entries[v])
 
 
 def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Slope) -> Tensor:

@@ -1,0 +1,114 @@
+"""`SparseBackward`: gradients without the parts of p that hardly count, and a certificate of what was left out."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..algebra.stats import STATISTICS
+from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from .problem import Spec
+
+BOUNDED = frozenset({"p", "plogp", "p2"})  # bases of the gradient that the fold can bound slice by slice
+
+
+class SparseBackward:
+    """Leaves out of a head's backward pass what a bound on each token's probability mass allows; off unless given.
+
+    Dense equivalent, for the slices of `width` vocabulary entries of one token, its label apart:
+
+        p = z.softmax(-1)
+        mass, order = p.split(width).sum().sort()      # of each slice
+        p[order[mass.cumsum(0) <= bound]] = 0          # in the gradient, not in the loss
+        dz = c * p                                     # c: the coefficient of p in dL/dz, -upstream for logprob
+
+    The products of backward shrink to the tokens that each slice still has. Values, and the gradient's terms of the
+    label, the best entries and candidates, are exact. With m the mass that token i leaves out, s = scale/temperature:
+
+        ‖Δ dL/d(h·Wᵀ)‖₁ ≤ |s·c|·m     ‖Δ dh‖ ≤ |s·c|·m·max‖W_v‖     ‖Δ dW‖ ≤ Σ_i |s·c|·m·‖h‖     ‖Δ db‖₁ ≤ Σ_i |s·c|·m
+
+    and m ≤ bound, relative to the upstream gradient so that a loss scale changes nothing; a token whose c is 0 leaves
+    out all. Where entropy is wanted too, m counts Σ p·|log p| of a slice if that is more than its Σ p, and |c| is the
+    sum of both coefficients'. Every error has one sign: what is left out would have pushed rare entries down.
+
+    bound: 0 ≤ bound < 1; width: entries of a slice, finer ones leave out more and multiply slower. Afterwards, of the
+    latest call whose gradient was formed, as tensors that nobody has waited for: `skipped_mass`, the largest m;
+    `logit_error`, Σ_i |s·c|·m (for a loss whose gradient is formed in the forward pass, at an upstream gradient of 1);
+    `skipped_share`, of (token, entry) pairs without backward products. `str` says all in a line.
+    For logprob, logsumexp, cross-entropy, entropy, self_certainty, sum_sq_prob; backend "eager", which on a GPU waits
+    for the device once a chunk. Raises OptionError for a bound or width without a meaning, and by the call for
+    statistics whose gradient p does not bound, a reference, a sharded head and a CUDA graph.
+    Memory: beside the slices 3·(H + rank) elements for each token of a chunk, and a byte for each token and slice.
+    After the gradient filter of Wijmans et al., arXiv 2411.09009, which bounds entries instead of what they add up to.
+    """
+
+    def __init__(self, bound: float, width: int = 512) -> None:
+        if not isinstance(bound, Real) or not 0 <= bound < 1:
+            raise OptionError(f"SparseBackward: bound must be a share of a token's mass, 0 ≤ bound < 1, got {bound}")
+        if not isinstance(width, int) or width < 1:
+            raise OptionError(f"SparseBackward: width must be a whole number of entries, at least 1, got {width}")
+        self.bound, self.width = float(bound), width
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk: largest mass, error, entries computed
+        self._pairs = 0
+
+    def begin(self) -> None:
+        """Forget the call before."""
+        self._parts, self._pairs = [], 0
+
+    def add(self, mass: Tensor, weight: Tensor, computed: Tensor, pairs: int) -> None:
+        """A chunk's part of the certificate: mass and weight (C,), how many of `pairs` were computed, a scalar."""
+        left = torch.where(weight == 0, 0.0, mass)
+        self._parts.append((left.amax(), (weight * left).sum(), computed))
+        self._pairs += pairs
+
+    @property
+    def skipped_mass(self) -> Tensor:
+        """The largest mass that a token left out, ()."""
+        return torch.stack([part[0] for part in self._parts]).amax() if self._parts else torch.zeros(())
+
+    @property
+    def logit_error(self) -> Tensor:
+        """At most by how much dL/d(h·Wᵀ) of all tokens is off, in sum of absolutes, ()."""
+        return torch.stack([part[1] for part in self._parts]).sum() if self._parts else torch.zeros(())
+
+    @property
+    def skipped_share(self) -> Tensor:
+        """The share of (token, entry) pairs without backward products, ()."""
+        if not self._pairs:
+            return torch.zeros(())
+        return 1 - torch.stack([part[2] for part in self._parts]).sum() / self._pairs
+
+    def __repr__(self) -> str:
+        return f"SparseBackward(bound={self.bound:g}, width={self.width})"
+
+    def __str__(self) -> str:
+        return (
+            f"bound {self.bound:g} of a token's mass: at most {float(self.skipped_mass):.3g} left out, which moves "
+            f"dL/dz by at most {float(self.logit_error):.3g} in all; {float(self.skipped_share):.1%} of backward's "
+            f"products skipped, in slices of {self.width} entries"
+        )
+
+
+def check(spec: Spec, reference: bool, capturing: bool) -> None:
+    """Raise OptionError where a call's gradient cannot be bounded, or not made without waiting."""
+    wrong = [name for name in spec.want if not STATISTICS[name].bases <= BOUNDED]
+    if spec.softcap:  # the same slope for all entries is not the same behind it
+        wrong += [name for name in spec.want if "zsum" in STATISTICS[name].sums]
+    if wrong:
+        raise OptionError(
+            f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
+            f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
+        )
+    if reference:
+        raise OptionError("sparse: expected no reference, got one; pass a head without sparse")
+    if spec.shard:
+        raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")
+    if spec.backend != "eager":
+        raise OptionError(f"sparse: expected backend 'eager', got {spec.backend!r}; leave backend out")
+    if capturing:
+        raise OptionError("sparse: expected no CUDA graph, got one being captured; pass a head without sparse")
