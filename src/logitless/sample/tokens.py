@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
+from ..vocab.backends.chunk import Chunk, Folded
 from ..vocab.checks import flatten
 from ..vocab.engine import Pass
 from ..vocab.head import LMHead
@@ -88,12 +89,14 @@ def draw_tokens(
         heat = _temperatures(temperature, lead, hidden).reshape(n)
         given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))
         dtype = compute_dtype(inputs.hidden)
-        record = SampleRecord.empty((n,), keep=keep, vocab_size=head.rows, dtype=dtype, device=hidden.device)
+        record = SampleRecord.empty((0,), keep=keep, vocab_size=head.rows, dtype=dtype, device=hidden.device)
         return spec, inputs, heat, given, record
 
     spec, inputs, heat, (seeds, positions), record = on_all(head, arguments)
     budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
     spec = replace(spec, budget=budget, top_k=rules.retained(keep, head.rows))
+    if spec.backend == "triton":  # whose fold has the logits' sum for nothing
+        spec = replace(spec, want=(*spec.want, "mean_logit"))
     if head.shard is not None:
         Problem(spec, stand_in(inputs, head)).meet()
     if noise is None:
@@ -106,11 +109,26 @@ def draw_tokens(
         for rows, chunk in run.chunks():
             folded = run.fold(chunk, keep="logits")
             some, warmth = Noise(seeds[rows], positions[rows]), heat[rows].to(problem.compute)
-            part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
-            if part.shape == record.shape:
+            part = _on_device(spec, chunk, folded, warmth, some, rules, keep) if change is None else None
+            if part is None:
+                part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
+            if part.shape == heat.shape:
                 return part.reshape(*hidden.shape[:-1])
+            if not record.shape[0]:  # not before it is needed: each of its tensors is a launch
+                record = record.map(lambda x: x.new_empty((problem.n_tokens, *x.shape[1:])))
             record.write(rows, part)
     return record.reshape(*hidden.shape[:-1])
+
+
+def _on_device(
+    spec: Spec, chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, rules: Rules, keep: int
+) -> SampleRecord | None:
+    """The chunk's record by the backend's own kernels; None where it has none, or they do not reach far enough."""
+    if spec.backend != "triton":
+        return None
+    from . import triton_draw  # on first use: it imports triton
+
+    return triton_draw.recorded(chunk, folded, heat, noise, rules=rules, keep=keep)
 
 
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor) -> Tensor:

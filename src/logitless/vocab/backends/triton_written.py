@@ -108,7 +108,9 @@ class Written:
         like = inputs[self.names[0]]
         n, out = like.shape[0], like.new_empty(len(self.made), like.shape[0])
         if n and self.made:
-            self.kernel[(triton.cdiv(n, ROWS),)](*(inputs[name] for name in self.names), out, n)
+            self.kernel[(triton.cdiv(n, ROWS),)](
+                *(inputs[name].to(like.dtype).contiguous() for name in self.names), out, n
+            )
         made = dict(zip(self.made, out.unbind(0), strict=True))
         return made | {name: inputs[given] for name, given in self.same.items()}
 
@@ -149,10 +151,9 @@ def finished(fold: Fold, label: tuple[Tensor, Tensor | None] | None) -> Totals:
     """`finish(fold, label, torch)` in one launch."""
     inputs = dict(fold.items())
     fields, reference = tuple(inputs), fold.shift is not None
-    like = fold.m.dtype
     if label is not None:
         inputs |= {name: x for name, x in zip(("label", "label_ref"), label, strict=True) if x is not None}
-    found = finisher(fields, label is not None, reference)({name: x.to(like) for name, x in inputs.items()})
+    found = finisher(fields, label is not None, reference)(inputs)
     if "rank" in found:
         found["rank"] = found["rank"].long()
     return Totals(**found)
@@ -174,6 +175,4 @@ def label_slopes(slope: dict[str, Tensor], totals: Totals, beta: float) -> Tenso
     read = ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio", "m_ref", "log_s_ref")
     numbers = {name: x for name, x in totals.items() if name in read}
     inputs = {f"t_{name}": x for name, x in numbers.items()} | slope
-    like = totals.m.dtype
-    written = label_sloper(tuple(slope), tuple(numbers), beta)
-    return written({name: x.to(like).contiguous() for name, x in inputs.items()})["slope"]
+    return label_sloper(tuple(slope), tuple(numbers), beta)(inputs)["slope"]
