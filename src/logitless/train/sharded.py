@@ -68,12 +68,11 @@ class ShardedTrainer(Trainer):
         return super()._prepare_for_training(*args, **kwargs)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """The norm over all ranks, once the sums over ranks that are due are made."""
+        """Makes the sums over ranks that are due, once rather than in each operation of norm and optimizer."""
         for x in model.parameters():
             if isinstance(x.grad, DTensor) and x.grad.placements != x.placements:
                 x.grad = x.grad.redistribute(placements=x.placements)
-        norm = super()._clip_grad_norm(model)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return super()._clip_grad_norm(model)
 
     def whole_weights(self) -> dict[str, Any]:
         """The model's weights, gathered on the first rank; nothing on the others."""
