@@ -40,6 +40,8 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (1, 2, 4),
     "context_parallel": (1, 2),
     "master_weights": (True, False),
+    "mlp_tiles": (1, 1, 8),
+    "offload_activations": (False, True),
     "lora_rank": (0, 0, 16),
     "critic_shape": (None, shape_of("qwen2.5-0.5b")),
     "reward_shape": (None, shape_of("gemma-3-1b")),

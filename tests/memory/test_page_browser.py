@@ -104,6 +104,15 @@ def test_every_other_control_plans_as_python_does(browser, path):
     assert browser.evaluate(SHOWN) == expected(setting)
     browser.evaluate("document.getElementById('gradient_checkpointing').click()")
     assert browser.evaluate(SHOWN) == expected(replace(setting, gradient_checkpointing=False))
+    browser.evaluate("document.getElementById('offload_activations').click()")
+    said = "document.querySelector('[role=alert]').innerText"
+    assert browser.evaluate(said).startswith("--offload-activations needs --gradient-checkpointing")
+    browser.evaluate("document.getElementById('gradient_checkpointing').click()")
+    light = replace(setting, offload_activations=True)
+    assert browser.evaluate(SHOWN) == expected(light) != expected(setting)
+    change(browser, "mlp_tiles", 16)
+    assert browser.evaluate(SHOWN) == expected(replace(light, mlp_tiles=16)) != expected(light)
+    assert browser.evaluate(said) == ""
     assert browser.evaluate("document.getElementById('headline').textContent").startswith("gemma-2-2b (2,614,341,888")
 
 

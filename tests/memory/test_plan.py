@@ -98,7 +98,7 @@ def test_what_is_divided(sharding, parameters, gradients, optimizer):
     assert found["optimizer state"] == P // optimizer * 8
     assert found["master weights"] == P // optimizer * 4
     assert ("DDP's gradient buckets" in found) == (sharding == "ddp")
-    assert ("gathered layers" in found) == (parameters == 8)
+    assert any("gathered layer" in name for name in found) == (parameters == 8)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,7 @@ def test_the_loss_holds_logits_only_where_they_are_made():
     dense, ours = both(RL)
     assert dense.peaks["scoring"] > ours.peaks["scoring"]
     assert dense.peaks["loss"] > ours.peaks["loss"]
-    assert all(
-        dense.peaks[p] == ours.peaks[p] for p in ("rollout", "forward", "backward", "backward's end", "optimizer")
-    )
+    assert all(dense.peaks[p] == ours.peaks[p] for p in PHASES if "loss" not in p and p != "scoring")
 
 
 def test_prompts_have_logits_in_the_dense_way_only():
@@ -206,7 +204,7 @@ def test_prompts_have_logits_in_the_dense_way_only():
 def test_gradients_live_on_while_they_accumulate():
     once = next(c for c in plan(RL).components if c.name == "gradients")
     often = next(c for c in plan(replace(RL, micro_batch=4)).components if c.name == "gradients")
-    assert once.phases == ("backward's end", "optimizer")
+    assert once.phases == ("optimizer",)
     assert often.phases == PHASES[2:]
 
 

@@ -20,9 +20,11 @@ class Activations:
     kept: int  # all layers, without checkpointing
     layer: int  # the largest layer
     inputs: int  # the layers' inputs, all that checkpointing keeps
-    last: int  # the last norm, its output and the rotary tables
+    last: int  # the last norm and its output
+    tables: int  # rotary: one for all layers
     forward: int  # at work in a layer, forward
-    backward: int  # gradients at work in a layer, backward
+    backward: int  # gradients at work in a layer, backward, beyond what the layer keeps
+    norm: int  # gradients at work in the last norm, beyond what it keeps
     scores: int  # eager attention's scores beyond what it keeps
 
     def held(self, checkpointing: bool) -> int:
@@ -38,23 +40,30 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
     routed = attention + _experts(shape, setting.tensor_parallel, trained, rank)
     tiles = setting.mlp_tiles
     hidden, width = shape.hidden, ceil_div(ceil_div(_width(shape), setting.tensor_parallel), tiles)
-    tile = 0
-    if tiles > 1:  # an MLP keeps its input, and one piece is computed again at a time
-        tile = ceil_div(dense - attention, tiles)
-        dense = attention + 2 * hidden
+    adapters, again = bool(rank), setting.gradient_checkpointing or tiles > 1
+    mlp = (dense if shape.moe_layers < shape.layers else routed) - attention
+    beside = ((12 if again else 4) if adapters else 2) * hidden  # adapters: fp32 products, most while computed again
+    work = 4 * width + beside
+    if tiles > 1:  # an MLP keeps its input; one piece is computed again at a time, whose gradient waits for the others
+        work = 4 * width + ceil_div(mlp + beside, tiles) + 4 * hidden
+        mlp = 2 * hidden
+        dense = attention + mlp
     norm = _norm(hidden, shape, trained=trained)
-    adapters = bool(rank)
+    # a norm's five tensors in fp32 (four in a frozen last one); what it multiplied with its weight is gone by then
+    inner, outer = (18, 18) if trained else (20, 16)
     scores = 0 if setting.attention == "flash" else ceil_div(shape.heads, setting.tensor_parallel) * setting.length
     return Activations(
         kept=(shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed,
         layer=max(dense if shape.moe_layers < shape.layers else 0, routed if shape.moe_layers else 0),
         inputs=shape.layers * 2 * hidden,
-        last=norm + 2 * hidden + 4 * shape.head_dim,
+        last=norm + 2 * hidden,
+        tables=4 * shape.head_dim,
         forward=max(
             10 * width + 11 * hidden if adapters else 6 * width + 5 * hidden,
             10 * scores + 5 * hidden,
         ),
-        backward=max((6 if adapters else 4) * width + tile, 6 * scores, (15 if adapters else 12) * hidden) + 5 * hidden,
+        backward=max(work, 6 * scores + 2 * hidden, (inner + 2) * hidden - mlp),
+        norm=outer * hidden,
         scores=4 * scores,
     )
 
@@ -72,7 +81,10 @@ def _attention(shape: ModelShape, setting: Setting, trained: bool, rank: int) ->
     total = shape.norms * _norm(hidden, shape, trained)
     if shape.qk_norm:
         total += _norm(query, shape, trained, heads) + _norm(key, shape, trained, kv_heads)
-    if setting.attention == "flash":
+    gathered = setting.context_parallel
+    if gathered > 1:  # keys and values of the whole sequence, and where documents begin
+        total += 4 * query + 4 * key * gathered + 8
+    elif setting.attention == "flash":
         total += 4 * query + 4 * key + 4 * heads
     else:  # keys and values repeated for every head; scores, their fp32 softmax, and the softcap's tanh
         total += (8 if trained else 6) * query + heads * setting.length * (8 if shape.attention_softcap else 6)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A step in the order of its phases. Backward has two ends: first all activations are alive and no parameter's
-# gradient, at last one layer's activations and every gradient.
-ROLLOUT, SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END, OPTIMIZER = PHASES = (
+# A step in the order of its phases. Backward has two ends: first all activations are alive and the head's gradient
+# alone, at last one layer's activations and the gradients of all others. The embedding's comes after everything else.
+ROLLOUT, SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END, EMBEDDING, OPTIMIZER = PHASES = (
     "rollout",
     "scoring",
     "forward",
@@ -14,6 +14,7 @@ ROLLOUT, SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END, OPTIMIZE
     "loss backward",
     "backward",
     "backward's end",
+    "embedding's backward",
     "optimizer",
 )
 TRAINING = PHASES[2:]

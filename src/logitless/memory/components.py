@@ -8,22 +8,12 @@ from dataclasses import dataclass
 from ..errors import OptionError
 from ..models.shapes import ModelShape
 from .activations import activations, folded
-from .algorithms import (
-    BACKWARD,
-    BACKWARD_END,
-    FORWARD,
-    LOSS,
-    LOSS_BACKWARD,
-    OPTIMIZER,
-    ROLLOUT,
-    SCORING,
-    TRAINING,
-)
-from .setting import OPTIMIZERS, SHARDINGS, Setting, ceil_div
+from .algorithms import BACKWARD, BACKWARD_END, FORWARD, LOSS, LOSS_BACKWARD, ROLLOUT, SCORING, TRAINING
+from .setting import Setting, ceil_div
+from .training import BF16, FP32, Row, critic_shape, last_layers, local, reward_shape, scorer, sharding, training
 from .units import LARGEST
 from .vocabulary import dense, logitless, soft_dense, soft_logitless
 
-BF16, FP32 = 2, 4
 WAYS = {"dense": (dense, soft_dense), "logitless": (logitless, soft_logitless)}
 
 
@@ -45,10 +35,10 @@ def components(setting: Setting, way: str) -> list[Component]:
     """
     vocabulary = WAYS[way][setting.kind.soft_tokens]
     parts = (
-        _weights(setting), _training(setting), _sharding(setting), _body(setting, way), _experts(setting),
-        _rollout(setting),
+        _weights(setting), _made(training(setting)), _made(sharding(setting)), _body(setting, way), _experts(setting),
+        _rollout(setting), _made(vocabulary(setting)),
     )  # fmt: skip
-    rows = [row for part in (*parts, (Component(*row) for row in vocabulary(setting))) for row in part]
+    rows = [row for part in parts for row in part]
     kept = []
     for row in rows:
         phases = tuple(p for p in setting.kind.phases if p in row.phases)
@@ -59,31 +49,8 @@ def components(setting: Setting, way: str) -> list[Component]:
     return kept
 
 
-def _local(count: int, shape: ModelShape, setting: Setting) -> int:
-    """A model's parameters on each GPU before sharding: tensor parallelism divides its matrices."""
-    vectors = min(shape.vectors, count)
-    return vectors + ceil_div(count - vectors, setting.tensor_parallel)
-
-
-def critic_shape(setting: Setting) -> ModelShape:
-    """The critic's shape."""
-    return setting.critic_shape or setting.model
-
-
-def reward_shape(setting: Setting) -> ModelShape:
-    """The reward model's shape."""
-    return setting.reward_shape or setting.model
-
-
-def scorer(shape: ModelShape) -> int:
-    """Parameters of a model with one number per token or sequence in the place of its head."""
-    return shape.embedding + shape.body + shape.hidden
-
-
-def trained_parameters(setting: Setting) -> int:
-    """Parameters with a gradient, on each GPU before sharding."""
-    shape = setting.model
-    return _local(shape.lora(setting.lora_rank) if setting.lora_rank else shape.parameters, shape, setting)
+def _made(rows: Iterator[Row]) -> Iterator[Component]:
+    return (Component(*row) for row in rows)
 
 
 def _weights(setting: Setting) -> Iterator[Component]:
@@ -91,7 +58,7 @@ def _weights(setting: Setting) -> Iterator[Component]:
     always = setting.kind.phases
 
     def model(name: str, shape: ModelShape, count: int) -> Component:
-        mine = setting.divided(_local(count, shape, setting), "parameters")
+        mine = setting.divided(local(count, shape, setting), "parameters")
         embedding = ceil_div(shape.embedding, setting.tensor_parallel) * BF16
         return Component(name, f"{count:,} bf16", mine * BF16, always, min(embedding, mine * BF16))
 
@@ -103,60 +70,6 @@ def _weights(setting: Setting) -> Iterator[Component]:
         yield model("critic", critic_shape(setting), scorer(critic_shape(setting)))
     if setting.keeps("reward_model"):
         yield model("reward model", reward_shape(setting), scorer(reward_shape(setting)))
-
-
-def _training(setting: Setting) -> Iterator[Component]:
-    """Gradients, optimizer state and master weights; the critic's too."""
-    shape, always, valued = setting.model, setting.kind.phases, critic_shape(setting)
-    trained = trained_parameters(setting)
-    itemsize = FP32 if setting.lora_rank else BF16  # PEFT keeps adapters in fp32
-    top = trained if setting.lora_rank else ceil_div(shape.embedding, setting.tensor_parallel)
-    critic = _local(scorer(valued), valued, setting) if setting.keeps("critic") else 0
-    critic_top = min(critic, _local(valued.embedding, valued, setting))
-    per, over = OPTIMIZERS[setting.optimizer]
-
-    def row(name: str, count: int, most: int, item: int, phases: tuple[str, ...], what: str) -> Component:
-        size = setting.divided(count, what) * item
-        kind = "fp32" if item == FP32 else "bf16"
-        return Component(name, f"{count:,} {kind}", size, phases, min(size, most * item))
-
-    if setting.lora_rank:
-        yield row("adapters", trained, top, FP32, always, "parameters")
-    held = TRAINING if setting.accumulation > 1 else (BACKWARD_END, OPTIMIZER)
-    yield row("gradients", trained, top, itemsize, held, "gradients")
-    for name, count, most in (("", trained, top), ("critic's ", critic, critic_top)):
-        mine = setting.divided(count, "optimizer")
-        size = ceil_div(mine * per, over)
-        state = f"{mine:,} × {per} B" if over == 1 else f"{mine:,} × {per}/{over} B"
-        yield Component(f"{name}optimizer state", state, size, always, min(size, ceil_div(most * per, 2 * over)))
-        if setting.master_weights and setting.optimizer != "none" and (not setting.lora_rank or name):
-            yield row(f"{name}master weights", count, most, FP32, always, "optimizer")
-
-
-def _sharding(setting: Setting) -> Iterator[Component]:
-    """What dividing costs: buckets, gathered layers, gradients before they are divided."""
-    shape, divided = setting.model, SHARDINGS[setting.sharding]
-    if setting.shards == 1:
-        return
-    layer = _local(shape.largest_layer, shape, setting) * BF16
-    ends = ceil_div(shape.embedding + shape.head, setting.tensor_parallel) * BF16
-    trained = trained_parameters(setting)
-    if not divided:
-        size = trained * (FP32 if setting.lora_rank else BF16)
-        yield Component("DDP's gradient buckets", f"{trained:,}", size, setting.kind.phases, min(size, 25 << 20))
-    if "gradients" in divided and not setting.lora_rank:
-        yield Component("a layer's gradients", "before division", layer, (BACKWARD, BACKWARD_END), layer)
-    if "parameters" in divided:
-        busy = (SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END)
-        yield Component("gathered layers", "one at work, one ahead", 2 * layer, (*busy, ROLLOUT), layer)
-        yield Component("gathered embedding and head", f"({shape.vocab}, {shape.hidden}) bf16", ends, busy, ends)
-        whole = _local(shape.parameters, shape, setting) * BF16
-        if setting.sharding == "zero3":  # TRL gathers all of it to generate
-            yield Component("gathered model", f"{shape.parameters:,} bf16", whole - 2 * layer, (ROLLOUT,), ends)
-        else:
-            yield Component(
-                "gathered embedding, rollout", f"({shape.vocab}, {shape.hidden}) bf16", ends, (ROLLOUT,), ends
-            )
 
 
 def _body(setting: Setting, way: str) -> Iterator[Component]:
@@ -175,14 +88,29 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
         "last norm and hidden states", f"({n:,}, {shape.hidden})", per.last * n, held[1:3], 4 * shape.hidden * n
     )
     if setting.gradient_checkpointing:
+        if not setting.offload_activations:
+            first = last_layers(setting) * BF16 * shape.hidden * n
+            yield Component(
+                "first layers' inputs",
+                f"{last_layers(setting)} × {n:,} tokens",
+                first,
+                (BACKWARD_END,),
+                BF16 * shape.hidden * n,
+            )
         yield Component("a layer at work", f"{n:,} tokens", per.forward * n, (FORWARD, SCORING), wide)
         yield Component("a layer, recomputed", f"{n:,} tokens", per.layer * n, (BACKWARD, BACKWARD_END), wide)
     else:
         yield Component("a layer at work", f"{n:,} tokens", per.forward * n, (SCORING,), wide)
         yield Component("scores at work", f"{n:,} tokens", per.scores * n, (FORWARD,), per.scores * n)
-        yield Component("the last layer kept", f"{n:,} tokens", per.layer * n, (BACKWARD_END,), wide)
+        first = last_layers(setting) * per.layer * n
+        yield Component("first layers kept", f"{last_layers(setting)} × {n:,} tokens", first, (BACKWARD_END,), wide)
+        beyond = max(0, per.last - BF16 * shape.hidden + per.norm - per.backward) * n  # its output is gone
+        widest = min(beyond, FP32 * shape.hidden * n)
+        yield Component("last norm's activation gradients", "beyond a layer's", beyond, (BACKWARD,), widest)
     ends = (BACKWARD, BACKWARD_END)
     yield Component("a layer's activation gradients", f"{n:,} tokens", per.backward * n, ends, wide)
+    tables, while_there = per.tables * n, (FORWARD, LOSS, LOSS_BACKWARD, *ends)
+    yield Component("rotary tables", f"(2, {n:,}, {shape.head_dim}) bf16", tables, while_there, tables // 2)
     if setting.kind.soft_tokens and setting.keeps("reward_model"):
         frozen = activations(reward_shape(setting), setting, frozen=True).kept * n
         widest = _widest(setting, reward_shape(setting), n)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..algebra.costs import slices_of, traffic_of
-from .components import BF16, FP32, trained_parameters
 from .setting import SHARDINGS, Setting, ceil_div
+from .training import BF16, FP32, trained_parameters
 
 
 @dataclass(frozen=True)

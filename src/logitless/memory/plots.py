@@ -16,7 +16,7 @@ CATEGORIES = (
     ("head's gradient", "#edae49", ("head's gradient",)),
     ("other models", "#8d99ae", ("reference", "critic", "reward")),
     ("optimizer and master weights", "#30638e", ("optimizer", "master")),
-    ("gradients", "#00798c", ("gradients", "buckets")),
+    ("gradients", "#00798c", ("gradient", "buckets", "reduce-scatter")),
     ("parameters", "#003d5b", ("parameters", "adapters", "gathered")),
     ("key-value cache", "#9c6ade", ("cache",)),
     ("activations", "#66a182", ("",)),

@@ -10,11 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .components import Component, trained_parameters
+from .components import Component
 from .fit import Fit
 from .flags import flags
 from .plan import Plan
 from .setting import Setting
+from .training import trained_parameters
 from .units import format_bytes
 
 SCHEMA = 1

@@ -19,6 +19,7 @@ from .units import format_bytes
 
 SCHEMA = 1
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
+WIDE = 110  # columns of a console
 NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -52,7 +53,7 @@ def show(recordings: dict[str, Recording], main: str, console: Console, units: s
             console.print(f"{name} keeps {format_bytes(recording.host, units)} on the host", highlight=False)
     console.print(_categories(recordings, units), highlight=False)
     console.print(f"[bold]largest tensors at the peak, {main}[/bold]")
-    console.print(_largest(recordings[main], units), highlight=False)
+    console.print(_largest(recordings[main], units, console.width), highlight=False)
     findings = dict.fromkeys(f for recording in recordings.values() for f in recording.findings)
     for finding in findings:
         console.print(f"[red]device[/red] {finding}", highlight=False, soft_wrap=True)
@@ -100,13 +101,19 @@ def _categories(recordings: dict[str, Recording], units: str) -> Table:
     return table
 
 
-def _largest(recording: Recording, units: str) -> Table:
-    table = _columns(">bytes", "=tensor", "<category", "<operator", "<module")
+def _largest(recording: Recording, units: str, width: int) -> Table:
+    """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
+    wide = width >= WIDE
+    table = _columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
     for a in recording.alive(recording.peak.event)[:LARGEST]:
         shape = " × ".join(f"{n:,}" for n in a.shape)
-        table.add_row(
-            format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}", a.category, a.op, a.module
-        )
+        cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
+        module = a.module.removeprefix("model.")
+        if wide:
+            table.add_row(*cells, a.category, module, a.op)
+        else:
+            table.add_row(*cells)
+            table.add_row("", f"[dim]{a.category}, {module}: {a.op}[/dim]")
     return table
 
 

@@ -16,7 +16,7 @@ from .fakes import GPU, Fakes, faked, is_meta
 from .labels import Labels, short
 from .lint import Finding
 from .stages import Peak, Recording
-from .tracker import Tracker
+from .tracker import Tracker, resizes_told
 
 
 class Meter(Protocol):
@@ -87,6 +87,7 @@ class Trace:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._count_model()
+            stack.enter_context(resizes_told(self._tracker))
             stack.enter_context(self._tracker)
             self._stack = stack.pop_all()
         return self

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 BLOCK = 512  # what CUDA's allocator rounds a request up to
 FOREVER = 1 << 62
@@ -75,10 +81,12 @@ class Tracker(TorchDispatchMode):
         return len(self.curve) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor: what it does to its local tensors comes here again
         kwargs = kwargs or {}
         place = self.here()
         for x in tensors_of((args, kwargs)):
-            self.know(x, "inputs")
+            self._given(x, "inputs", "")
         out = func(*args, **kwargs) if self.run is None else self.run(func, args, kwargs)
         for x in tensors_of(out):
             storage = x.untyped_storage()
@@ -88,24 +96,34 @@ class Tracker(TorchDispatchMode):
 
     def know(self, x: Tensor, category: str, module: str = "") -> None:
         """Count a tensor that existed before."""
-        if x.layout is torch.strided:
-            storage = x.untyped_storage()
-            if self._is_new(storage):
-                self._add(x, storage, "given", module, category)
+        for part in tensors_of(x):
+            self._given(part, category, module)
 
     def name(self, x: Tensor | None, category: str, module: str | None = None) -> None:
         """Give a tensor's storage its category, for all of its life."""
-        if x is None or x.layout is not torch.strided:
-            return
-        found = self._alive.get(x.untyped_storage()._cdata)
-        if found is not None:
+        for found in self._known(x):
             found.category = category
             found.module = found.module if module is None else module
 
     def category(self, x: Tensor) -> str:
         """The category of a tensor's storage, "" where it is not known."""
-        found = self._alive.get(x.untyped_storage()._cdata)
-        return "" if found is None else found.category
+        return next((found.category for found in self._known(x)), "")
+
+    def resized(self, storage: Any) -> None:
+        """Take note of a storage's new size."""
+        found, size = self._alive.get(storage._cdata), rounded(storage.nbytes())
+        if found is not None and size != found.nbytes:
+            self._end(found)
+            self._begin(storage._cdata, replace(found, nbytes=size, died=FOREVER))
+
+    def _known(self, x: Tensor | None) -> list[Allocation]:
+        keys = [part.untyped_storage()._cdata for part in tensors_of(x)]
+        return [self._alive[key] for key in keys if key in self._alive]
+
+    def _given(self, x: Tensor, category: str, module: str) -> None:
+        storage = x.untyped_storage()
+        if self._is_new(storage):
+            self._add(x, storage, "given", module, category)
 
     def _is_new(self, storage: Any) -> bool:
         return storage._cdata not in self._alive and storage._cdata not in self._away
@@ -121,12 +139,19 @@ class Tracker(TorchDispatchMode):
             self.most_elsewhere = max(self.most_elsewhere, self.elsewhere)
             weakref.finalize(storage, self._left, storage._cdata).atexit = False
             return
-        self.curve.append(self.curve[-1] + size)
         dtype = str(x.dtype).removeprefix("torch.")
-        found = Allocation(size, shape, dtype, op, module, category, self.now)
-        self.allocations.append(found)
-        self._alive[storage._cdata] = found
+        self._begin(storage._cdata, Allocation(size, shape, dtype, op, module, category, self.now))
         weakref.finalize(storage, self._free, storage._cdata).atexit = False
+
+    def _begin(self, key: int, made: Allocation) -> None:
+        self.curve.append(self.curve[-1] + made.nbytes)
+        made.born = self.now
+        self.allocations.append(made)
+        self._alive[key] = made
+
+    def _end(self, found: Allocation) -> None:
+        self.curve.append(self.curve[-1] - found.nbytes)
+        found.died = self.now
 
     def _of_head(self, shape: tuple[int, ...], category: str) -> str:
         """The category of what has the vocabulary's width, or of the head's gradient."""
@@ -138,19 +163,39 @@ class Tracker(TorchDispatchMode):
         self.elsewhere -= self._away.pop(key)
 
     def _free(self, key: int) -> None:
-        found = self._alive.pop(key)
-        self.curve.append(self.curve[-1] - found.nbytes)
-        found.died = self.now
+        self._end(self._alive.pop(key))
+
+
+@contextmanager
+def resizes_told(tracker: Tracker) -> Iterator[None]:
+    """While it lasts, the tracker hears of storages that change their size, which no operator does.
+
+    FSDP2 frees gathered weights so, and fills them again.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        done = resize(storage, size)
+        tracker.resized(storage)
+        return done
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
 
 
 def tensors_of(value: Any) -> Iterable[Tensor]:
-    """The strided tensors in nested lists, tuples and dictionaries; a pytree would cost more than the operator."""
+    """The strided tensors in nested lists, tuples and dictionaries, of a DTensor those that it is made of.
+
+    A pytree would cost more than the operator.
+    """
     found: list[Tensor] = []
     waiting = [value]
     while waiting:
         x = waiting.pop()
         if isinstance(x, Tensor):
-            if x.layout is torch.strided:
+            if is_traceable_wrapper_subclass(x):
+                waiting.extend(getattr(x, name) for name in x.__tensor_flatten__()[0])
+            elif x.layout is torch.strided:
                 found.append(x)
         elif isinstance(x, list | tuple):
             waiting.extend(x)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..algebra.costs import dense_parts, logits_bytes, price_of, slices_of, weight_gradient_bytes
-from .algorithms import BACKWARD, FORWARD, LOSS, LOSS_BACKWARD, SCORING
+from .algorithms import BACKWARD, BACKWARD_END, EMBEDDING, FORWARD, LOSS, LOSS_BACKWARD, SCORING
 from .setting import Setting, ceil_div
+from .training import BF16, FP32, Row
 
-Row = tuple[str, str, int, tuple[str, ...], int]  # a Component's fields
-BF16, FP32 = 2, 4
 NUMBERS = 8  # per token: running sums and the loss's slopes
 LIVES = {  # tensors of dense cross-entropy; Trainer drops the logits themselves before backward
     "logits": (SCORING, LOSS),
@@ -33,7 +32,7 @@ def dense(setting: Setting) -> Iterator[Row]:
         kind = "bf16" if size == logits_bytes(n, v, BF16) else "fp32"
         yield name, f"({n:,}, {v:,}) {kind}", size, LIVES[name], size
     yield from _head_gradient(setting, ())
-    yield from _hidden_gradient(setting, (LOSS_BACKWARD, BACKWARD))
+    yield from _hidden_gradient(setting, (LOSS_BACKWARD,))
 
 
 def logitless(setting: Setting) -> Iterator[Row]:
@@ -52,7 +51,7 @@ def logitless(setting: Setting) -> Iterator[Row]:
     yield _slices(setting, (LOSS, *again), whole=price.whole_rows, name="slices of the logits")
     yield _slices(setting, (SCORING,), whole=False, name="slices of the logits, scoring")
     yield from _head_gradient(setting, (*formed, LOSS_BACKWARD))
-    yield from _hidden_gradient(setting, (*formed, LOSS_BACKWARD, BACKWARD))
+    yield from _hidden_gradient(setting, (*formed, LOSS_BACKWARD))
     for basis in price.bases:
         size = n * shape.hidden * FP32
         yield f"basis {basis} · W", f"({n:,}, {shape.hidden}) fp32", size, (LOSS, LOSS_BACKWARD), size
@@ -111,9 +110,16 @@ def _head_gradient(setting: Setting, summed: tuple[str, ...]) -> Iterator[Row]:
     wide, narrow = weight_gradient_bytes(v, hidden, BF16)
     if summed:
         yield "head's gradient, summed", f"({v:,}, {hidden}) fp32", wide, summed, wide
-    # without accumulation it is the parameter's only gradient so far; with it, `gradients` holds its sum
-    until = (LOSS_BACKWARD,) if setting.accumulation > 1 else (LOSS_BACKWARD, BACKWARD)
-    yield "head's gradient", f"({v:,}, {hidden}) bf16", narrow, until, narrow
+    yield "head's gradient", f"({v:,}, {hidden}) bf16", narrow, _head_lives(setting), narrow
+
+
+def _head_lives(setting: Setting) -> tuple[str, ...]:
+    """When the head's gradient of this pass is there, beside `gradients` or before them."""
+    if setting.model.tied:  # autograd keeps it until it can add the embedding's
+        return LOSS_BACKWARD, BACKWARD, BACKWARD_END, EMBEDDING
+    # a sum takes it in at once; FSDP2 has as large an input of the reduce-scatter, until that of the last layer
+    summed = setting.accumulation > 1 and setting.sharding != "fsdp2"
+    return (LOSS_BACKWARD,) if summed else (LOSS_BACKWARD, BACKWARD)
 
 
 def _hidden_gradient(setting: Setting, phases: tuple[str, ...]) -> Iterator[Row]:

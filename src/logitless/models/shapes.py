@@ -103,6 +103,12 @@ class ModelShape:
         return max(self.dense_layer, self.moe_layer if self.moe_layers else 0)
 
     @property
+    def last_matrix(self) -> int:
+        """Parameters of a layer's last matrix, or stack of experts': the first to get a gradient."""
+        dense = self.hidden * self.mlp if self.moe_layers < self.layers else 0
+        return max(dense, self.experts * self.hidden * self.expert_mlp if self.moe_layers else 0)
+
+    @property
     def parameters(self) -> int:
         """All parameters."""
         return self.embedding + self.head + self.body

@@ -16,8 +16,13 @@ const startPlan = (main) => {
     ["micro_batch", "Micro-batch", "rows per forward pass on each GPU; 0: all"],
     ["responses_per_prompt", "Responses per prompt", "the group of grpo and intuitor"],
     ["lora_rank", "LoRA rank", "0: train everything"],
+    ["mlp_tiles", "MLP tiles", "pieces of the sequence, one at a time"],
   ];
-  const CHECKS = [["gradient_checkpointing", "Gradient checkpointing"], ["master_weights", "fp32 master weights"]];
+  const CHECKS = [
+    ["gradient_checkpointing", "Gradient checkpointing"],
+    ["offload_activations", "Offload what it keeps to the host"],
+    ["master_weights", "fp32 master weights"],
+  ];
   const NAMES = { algorithm: "Algorithm", sharding: "Sharding", optimizer: "Optimizer", attention: "Attention" };
   let wanted, shown, ways = "both", chosen = null;
 

@@ -1,0 +1,71 @@
+"""The plan of several ranks against the most bytes that real ranks have alive in a run of `logitless train`."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitless.memory.plan import plan
+from logitless.memory.setting import Setting
+from logitless.models.catalog import shape_of
+from tests.integrations.launching import torchrun
+from tests.train.micro import micro_directory
+
+LENGTH, ROWS, BUDGET = 256, 2, 2
+SIZES = {
+    "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+}  # fmt: skip
+LIGHT = [{}, {"gradient_checkpointing": True}]
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "ddp": [*LIGHT, {"gradient_accumulation_steps": 2}],
+    "fsdp2": [*LIGHT, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """One document, of which every row is a part: attention makes no mask."""
+    path = tmp_path_factory.mktemp("text") / "long.txt"
+    path.write_text("".join(f"line {i}: {i * i % 97}\n" for i in range(3000)))
+    return path
+
+
+def options(place: Path, text: Path, tied: bool, name: str, **more: Any) -> dict[str, Any]:
+    directory = place / ("tied" if tied else "untied")
+    directory.mkdir(exist_ok=True)
+    config = micro_directory(directory, **{**SIZES, "tie_word_embeddings": tied})
+    fixed = {"model": str(config), "data": str(text), "context_length": LENGTH, "batch_size": ROWS, "max_steps": 2}
+    return {**fixed, "memory_budget": f"{BUDGET}MiB", "output_dir": str(place / name), **more}
+
+
+def planned(given: dict[str, Any], ranks: int) -> int:
+    """The peak that the planner gives for a run's options."""
+    same = {name: given[name] for name in ("sharding", "gradient_checkpointing", "mlp_tiles") if name in given}
+    passes = given.get("gradient_accumulation_steps", 1)
+    setting = Setting(
+        shape_of(given["model"]), batch_size=ranks * ROWS * passes, micro_batch=ROWS, response_length=LENGTH,
+        gpus=ranks, optimizer="adamw-bf16", master_weights=False, memory_budget=BUDGET << 20, **same,
+    )  # fmt: skip
+    return plan(setting).peak
+
+
+def peaks(place: Path, cases: dict[str, Any], launch: Any) -> list[dict[str, Any]]:
+    """What each rank measured, by case."""
+    (place / "cases.json").write_text(json.dumps(cases))
+    launch("tests.memory.rank_peaks", str(place / "cases.json"), str(place / "results.json"))
+    return json.loads((place / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", LAYOUTS)
+def test_the_peak_of_each_rank(sharding, tmp_path, text):
+    cases = {}
+    for tied, more in product((False, True), LAYOUTS[sharding]):
+        name = "-".join([sharding, "tied" if tied else "untied", *more])
+        cases[name] = options(tmp_path, text, tied, name, sharding=sharding, **more)
+    for rank, found in enumerate(peaks(tmp_path, cases, torchrun)):
+        for name, given in cases.items():
+            assert planned(given, 2) == pytest.approx(found[name]["peak"], rel=0.02), (rank, name, found[name])
