@@ -1,6 +1,6 @@
 """`logitless train` as a rank of a torchrun launch, its memory unmeasured; a rank may die on the way.
 
-torchrun --nproc-per-node 2 -m tests.train.launched [KILL|STOP STEP] [DIFFER OPTION] train ...
+torchrun --nproc-per-node 2 -m tests.train.launched [KILL|STOP STEP] [DIFFER OPTION=VALUE|LIBRARY=VERSION] train ...
 """
 
 import os
@@ -8,7 +8,7 @@ import signal
 import sys
 
 from logitless.cli.main import main
-from logitless.train import sft
+from logitless.train import ranks, sft
 from logitless.train.callbacks import Records
 
 sft.measure = lambda config, tokens: {method: {"not_measured": "test"} for method in ("chunked", "dense")}
@@ -31,6 +31,13 @@ if __name__ == "__main__":
     if arguments[0] in ("KILL", "STOP"):
         end_at(arguments[0], int(arguments[1]))
         arguments = arguments[2:]
-    if arguments[0] == "DIFFER":  # ranks after the first are told something else
-        arguments = [*arguments[2:], *(arguments[1].split("=") if os.environ["RANK"] != "0" else [])]
+    if arguments[0] == "DIFFER":  # ranks after the first are told something else, or have another version of a library
+        other, arguments = arguments[1].split("="), arguments[2:]
+        if os.environ["RANK"] == "0":
+            other = []
+        elif not other[0].startswith("--"):
+            (name, version), other = other, []
+            installed = ranks.version
+            ranks.version = lambda library: version if library == name else installed(library)
+        arguments += other
     raise SystemExit(main(arguments))

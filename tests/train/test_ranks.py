@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +19,17 @@ from logitless.train.checkpoints import last_checkpoint
 from logitless.train.ranks import accumulation
 from logitless.train.sft import run
 from tests.integrations.launching import ROOT
-from tests.train.micro import CONTEXT
+from tests.train.micro import CONTEXT, micro_directory
 from tests.train.test_run import dense_held_out_loss, losses, resume
 
 QUIET = Console(quiet=True)
 STEPS, PER_STEP = 12, 8  # the corpus is gone through more than once
 
 
-def launch(ranks: int, *arguments: object, timeout: int = 240) -> tuple[int, str]:
-    """Exit status and what the ranks wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+def launch(ranks: int, *arguments: object, timeout: int = 240, by: Sequence[object] = ()) -> tuple[int, str]:
+    """Exit status and what the ranks wrote; by: another launcher than torchrun."""
+    by = by or ("torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    command = [sys.executable, "-m", *map(str, by), "-m"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [*command, "tests.train.launched", *map(str, arguments)], cwd=ROOT, text=True,
@@ -112,10 +114,14 @@ def test_all_that_makes_a_context_longer_on_two_ranks(micro, tmp_path, lora_rank
         (["--context-length", 128], 2, "positions up to 64"),
         (["--data", "nowhere"], 2, "no such file"),
         (["DIFFER", "--seed=3"], 2, "ranks disagree on seed: 0 on rank 0, 3 on rank 1"),
+        (["DIFFER", "transformers=5.0"], 2, "5.0 on rank 1; start all with the same installation"),
+        (["DIFFER", "--model=WIDER"], 2, "ranks disagree on vocabulary: (259, 259) on rank 0, (300, 259) on rank 1"),
+        (["DIFFER", "--model=nowhere/at-all.json"], 2, "(rank 1 of 2)"),
     ],
 )
 def test_every_rank_says_what_is_wrong(micro, tmp_path, more, ranks, message):
     given = options(micro, tmp_path / "run")
+    more = [x.replace("WIDER", str(micro_directory(tmp_path / "wider", vocab_size=300))) for x in map(str, more)]
     status, written = launch(ranks, *([*more, *given] if more[0] == "DIFFER" else [*given, *more]), timeout=100)
     assert status != 0
     assert written.count("logitless: ") == ranks == written.count(message)
@@ -126,6 +132,16 @@ def test_a_silent_rank_is_given_up(micro, tmp_path):
     status, written = launch(2, "STOP", 2, *options(micro, tmp_path / "run", "--rank-timeout", 8), timeout=150)
     assert status != 0
     assert "logitless: rank 0 lost another rank" in written, written[-4000:]
+
+
+@pytest.mark.slow
+def test_ranks_without_a_gpu_find_each_other(micro, tmp_path):
+    """Where no device is asked for, as everywhere else."""
+    given = options(micro, tmp_path / "run")
+    at = given.index("--device")
+    status, written = launch(2, *given[:at], *given[at + 2 :])
+    assert status == 0, written[-4000:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ranks"] == 2
 
 
 def test_a_step_is_shared_evenly():

@@ -28,6 +28,7 @@ from .callbacks import GentleStop, Records
 from .checkpoints import last_checkpoint
 from .default_model import default_model
 from .files import read_lines, write_json
+from .launcher import on_processors
 from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
 from .progress import say
 from .rundir import SUMMARY_FILE, claim, explained, record
@@ -47,7 +48,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     check_available(config.check())
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    state = PartialState(cpu=config.device == "cpu")
+    state = PartialState(cpu=on_processors(config))
     default_model(config.model, config.device, console)
     source = resolve(config.model)
     if source.weights is None:

@@ -34,7 +34,9 @@ def prepare(config: TrainConfig, tokenizer: TextTokenizer, vocab_size: int, path
 
 
 def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
-    """(training rows, held-out rows) from a file that `prepare` wrote; nothing in it is unpickled."""
+    """(training rows, held-out rows) from a file that `prepare` wrote; nothing in it is unpickled. Raises DataError."""
+    if not path.exists():
+        raise DataError(f"{path} is not on this machine: all ranks need an --output-dir that all of them see")
     with np.load(path, allow_pickle=False) as arrays:
         kept, held = (Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"]) for name in ("train", "held"))
     return PackedRows(kept, length), PackedRows(held, length, max(1, HELD_OUT_TOKENS // length))

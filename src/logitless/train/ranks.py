@@ -49,6 +49,25 @@ def first(work: Callable[[], Value]) -> Value:
     return told[0]
 
 
+def together(work: Callable[[], Value]) -> Value:
+    """What `work` returns here, once it has worked on every rank; else the first rank's LogitlessError, on all."""
+    if not PartialState().use_distributed:
+        return work()
+    value: Any = None
+    told = ("", "")
+    try:
+        value = work()
+    except LogitlessError as error:
+        told = (type(error).__name__, str(error))
+    each = gather_object([told])
+    failed = [rank for rank, (name, _) in enumerate(each) if name]
+    if not failed:
+        return value
+    name, text = each[failed[0]]
+    where = "" if len(set(each)) == 1 else f" (rank {failed[0]} of {len(each)})"
+    raise getattr(errors, name, LogitlessError)(text + where)
+
+
 def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
     """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do."""
     if per_step % (batch_size * ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +102,16 @@ def how_to_go_on(place: Path, command: str) -> str:
     found = last_checkpoint(place)
     finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
     whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
-    return f"logitless {command} --resume {place} goes on from {whence}"
+    return f"{_launch(command)} --resume {place} goes on from {whence}"
+
+
+def _launch(command: str) -> str:
+    """The start of a command line that launches a command as this process was launched."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks == 1:
+        return f"logitless {command}"
+    launcher = f"torchrun --nproc-per-node {ranks}" if here == ranks else "on every machine the same launch of"
+    return f"{launcher} -m logitless.cli {command}"
 
 
 def _disk_full(error: Exception, place: Path) -> bool:

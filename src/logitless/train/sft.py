@@ -28,12 +28,13 @@ from .checkpoints import last_checkpoint
 from .config import RunOptions, TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
+from .launcher import by_options_alone, on_processors
 from .mesh import Layout, device_mesh
 from .model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from .packing import PackedRows, collate
 from .plots import plot_loss, plot_memory
 from .progress import ProgressBar, say
-from .ranks import accumulation, agree, first, lost
+from .ranks import accumulation, agree, first, lost, together
 from .rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, ranks_at_start, record
 from .sharded import STATE, ShardedTrainer
 from .stepcost import measure
@@ -70,16 +71,20 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
     quiet()
     if config.check().device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    state = PartialState(cpu=config.device == "cpu", timeout=timedelta(seconds=config.rank_timeout))
-    source = resolve(config.model)
-    layout = _layout(config, source, state.num_processes)  # refused before the run has a place
-    tokenizer = load_tokenizer(source)
+    with by_options_alone(config):
+        return _run(config, console)
+
+
+def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
+    state = PartialState(cpu=on_processors(config), timeout=timedelta(seconds=config.rank_timeout))
+    # refused before the run has a place, and by all ranks where one of them cannot read its files
+    source, layout, tokenizer = together(lambda: _found(config, state.num_processes))
     agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
     place = first(lambda: claim(config, Path(config.model).stem))
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
         parts = _set_up(config, place, source, tokenizer, console, layout)
         step_memory = _step_memory(parts) if state.is_main_process else {}
-        model = build(config, source)
+        model = together(lambda: build(config, source))
         align_tokens(model, tokenizer)
         install(model, loss=config.loss_on_ranks, memory_budget=config.memory_budget_bytes)
         weights = train_steps(parts, model)
@@ -91,6 +96,11 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bars()
+
+
+def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer]:
+    source = resolve(config.model)
+    return source, _layout(config, source, ranks), load_tokenizer(source)
 
 
 def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
@@ -117,7 +127,7 @@ def _set_up(
 
     per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
     given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
-    train, held_out = load(tokens, config.context_length)
+    train, held_out = together(lambda: load(tokens, config.context_length))
     return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout)
 
 
@@ -198,7 +208,7 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
         "report_to": "none",
         "disable_tqdm": True,
         "remove_unused_columns": False,
-        "use_cpu": config.device == "cpu",
+        "use_cpu": on_processors(config),
         "dataloader_pin_memory": config.device != "cpu" and torch.cuda.is_available(),
     }
     given = kind(**{**shared, **more})
