@@ -123,6 +123,8 @@ def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
         print("  slices that are not kept", flush=True)
         streams = ({"streamed_bytes": size << 20} for size in ((1,) if tiny else STREAMED_MIB))
         best_of(trial, kept, streams, steps["fold"])
+        print("  the next slice's products on a second stream", flush=True)
+        best_of(trial, kept, iter(({"overlap": 1},)), steps["fold"])
         print("  products and fold in one kernel", flush=True)
         kept["gemm"].update(least_tokens=1, most_tokens=1 << 40)
         names = ("rows", "entries", "inner", "warps", "stages")

@@ -663,6 +663,28 @@ def many_parts() -> None:
         check(operands((2,), 5, 32 * 131, reference=True), EVERYTHING, memory_budget=1 << 20)
 
 
+@case("products one slice ahead")
+def overlapped() -> None:
+    from logitless.vocab import engine
+    from logitless.vocab.backends import triton as backend
+    from logitless.vocab.backends import triton_slices
+
+    names: list[str] = []
+    slice_of = triton_slices.slice_of
+
+    def named(chunk: object, v: slice, w: tuple, name: str) -> object:
+        names.append(name)
+        return slice_of(chunk, v, w, name)
+
+    table = triton_tuned.table_for(torch.device(DEVICE)) | {"overlap": 1}
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True)
+    with patch.object(backend, "table_for", lambda _: table), patch.object(
+        engine, "table_for", lambda _: table
+    ), patch.object(triton_slices, "slice_of", named):  # fmt: skip
+        check(ops, ("logprob", "entropy", "kl", "rank"), top_k=3, memory_budget=40_000)
+    assert names[:4] == ["a", "b", "a", "b"]
+
+
 @case("labels that repeat, rows of several blocks")
 def repeated_labels() -> None:
     from logitless.vocab.backends import triton_rows

@@ -49,8 +49,10 @@ def slices_for(
         },
     )
     if spec.backend == "triton":
-        streamed = table_for(inputs.hidden.device)["streamed_bytes"]
-        return fused_slices_of(*size, **same, bases=bases, streamed=streamed)
+        table = table_for(inputs.hidden.device)
+        if table["overlap"] and not (whole or bases):  # two slices live at once
+            same["heads"] *= 2
+        return fused_slices_of(*size, **same, bases=bases, streamed=table["streamed_bytes"])
     tiles = tiles_of(spec.want, softcap=bool(spec.softcap), top_k=spec.top_k)
     found = slices_of(*size, **same, device=inputs.hidden.device.type, tiles=tiles, wide=wide)
     if not skips or spec.sparse is None:

@@ -22,7 +22,7 @@ from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .eager import normalised
 from .tiles import Operands, add_product, product
 from .triton_best import Best
-from .triton_slices import Heads, buffer, narrow, of_slice, slice_of
+from .triton_slices import Heads, ahead, buffer, narrow, of_slice, slice_of
 from .triton_tuned import launch, table_for
 from .triton_written import finished, label_slopes
 
@@ -160,6 +160,11 @@ def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> boo
     return simple and same and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
 
 
+def overlaps(chunk: Chunk, bases: int, keep: str | None) -> bool:
+    """Whether a slice's products are made while the one before is folded: of values, where the table says so."""
+    return bool(table_for(chunk.inputs.hidden.device)["overlap"]) and not bases and not keep
+
+
 def fold_products(chunk: Chunk) -> Part:
     """The fold of all rows here with no slice of logits in memory."""
     first, sizes = chunk.policy.factors[0], table_for(chunk.inputs.hidden.device)["gemm"]
@@ -187,6 +192,10 @@ def part(chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> 
     if in_one_kernel(chunk, bases, keep):
         return fold_products(chunk)
     run = Running(chunk, bases, keep)
+    if overlaps(chunk, len(bases), keep):
+        for tile, w in ahead(chunk):
+            run.add(tile, w)
+        return run.result()
     for i, v in enumerate(chunk.vocabulary()):
         w = chunk.policy.operand(v)
         tile = slice_of(chunk, v, w, str(i) if keep else "")

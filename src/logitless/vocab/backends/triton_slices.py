@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +68,34 @@ def slice_of(chunk: Chunk, v: slice, w: Operands, name: str) -> Tile:
         tile.z_ref = buffer(chunk, "z_ref" + name, width)
         products(chunk.reference, chunk.reference.operand(v), tile.z_ref)
     return tile
+
+
+def ahead(chunk: Chunk) -> Iterator[tuple[Tile, Operands]]:
+    """Each slice with its operands, while the next one's products are made on a stream of their own.
+
+    A fold waits for memory and a product computes, so they can share a device. Two slices live at once.
+    """
+    side = torch.cuda.Stream() if chunk.inputs.hidden.device.type == "cuda" else None
+    read: list[Any] = []
+    for name in ("za", "zb") if chunk.reference is None else ("za", "zb", "z_refa", "z_refb"):
+        buffer(chunk, name, chunk.slices.width)  # of this stream's memory
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+    made: tuple[Tile, Operands, Any] | None = None
+    for i, v in enumerate([*chunk.vocabulary(), None]):
+        last, made = made, None
+        if v is not None:
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                if side is not None and i >= 2:
+                    side.wait_event(read[i - 2])  # its buffer has been folded
+                w = chunk.policy.operand(v)
+                made = slice_of(chunk, v, w, "ab"[i % 2]), w, None if side is None else side.record_event()
+        if last is not None:
+            if last[2] is not None:
+                torch.cuda.current_stream().wait_event(last[2])
+            yield last[:2]
+            if side is not None:
+                read.append(torch.cuda.current_stream().record_event())
 
 
 class Heads:
