@@ -1,7 +1,7 @@
 """JAX against jit-compiled dense: times within one run, and XLA's own account of memory.
 
 Loss and gradients; a decoding step that keeps the best entries; a step that draws from a nucleus and keeps its record,
-for rows whose nucleus ends early and for flat ones, which are sorted.
+for rows whose nucleus ends early and for flat ones, whose end is looked for in whole rows.
 
 python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5] [--out bench/results/jax.jsonl]
 """

@@ -15,6 +15,7 @@ from .chunk import Chunk
 from .fold import Folded
 from .mesh import varying
 from .noise import Keys
+from .nucleus import kept
 from .record import SampleRecord
 from .topk import Best
 
@@ -117,7 +118,7 @@ class Draw:
         return varying(jnp.zeros(self.heat.shape, jnp.int32), self.chunk.axes)
 
     def _among(self, rules: Rules, log_s: Array) -> Drawn:
-        """Drawn under the rules; whole rows are sorted, one at a time, where the best entries may not do."""
+        """Drawn under the rules; whole rows are looked at, one at a time, where the best entries may not do."""
         rows, retained = self.chunk.spec.rows, self.best[0].shape[1]
         x = self._scaled(self.best[0])
         drawn = pick(rules, x, *self.best, self.keys, log_s)
@@ -126,28 +127,28 @@ class Draw:
             return drawn
 
         def whole(i: Array) -> Drawn:
-            values, ids = self._sorted(i)
-            row = jax.tree.map(lambda x: x[i][None], (self.folded.totals.m, self._warm, self.keys, log_s))
-            m, warm, keys, total = row
-            return jax.tree.map(lambda x: x[0], pick(rules, (values - m) / warm, values, ids, keys, total))
+            (z, ids, noise), m, warm, log_sum = self._row(i), self.folded.totals.m[i], self._warm[i], log_s[i]
+            x = (z - m) / warm
+            keep = kept(rules, x, log_sum)
+            where = jnp.where(keep, x + noise, -jnp.inf).argmax()
+            mass = jnp.minimum(jax.nn.logsumexp(jnp.where(keep, x, -jnp.inf)) - log_sum, 0)
+            return ids[where], z[where], keep.sum(dtype=jnp.int32), mass
 
         def each(i: Array) -> Drawn:
             return lax.cond(settled[i], lambda i: jax.tree.map(lambda x: x[i], drawn), whole, i)
 
         return lax.map(each, jnp.arange(log_s.shape[0], dtype=jnp.int32))
 
-    def _sorted(self, i: Array) -> tuple[Array, Array]:
-        """One row's logits and ids, (1, V) each, best first."""
-        axis = self.chunk.spec.axis
+    def _row(self, i: Array) -> tuple[Array, Array, Array]:
+        """One row's logits, ids and noise, in the order of ids; -inf, too, for what is no entry."""
+        axis, keys = self.chunk.spec.axis, jax.tree.map(lambda x: x[i], self.keys)
         place, ids = jax.vmap(self.chunk.place)(self.chunk.slices())
         z = lax.dynamic_index_in_dim(self.folded.kept[0], i, 1, keepdims=False)
-        z = jnp.where(place.fresh, jnp.maximum(z, MASK), -jnp.inf)  # what is no entry comes after all that are
-        z, ids = z.reshape(-1), ids.reshape(-1)
+        z = jnp.where(place.fresh & (z > MASK), z, -jnp.inf)
+        noise = lax.map(lambda first: keys.gumbel_from(first, ids.shape[1]), ids[:, 0])
         if axis is not None:
-            z, ids = (lax.all_gather(x, axis, to="invarying").reshape(-1) for x in (z, ids))
-        low, ids = lax.sort((-z, ids), num_keys=1, is_stable=True)
-        z = -low[None, : self.chunk.spec.rows]
-        return jnp.where(z <= MASK, -jnp.inf, z), ids[None, : self.chunk.spec.rows]
+            z, ids, noise = (lax.all_gather(x, axis, to="invarying") for x in (z, ids, noise))
+        return z.reshape(-1), ids.reshape(-1), noise.reshape(-1)
 
 
 def pick(

@@ -7,6 +7,7 @@ made of 16-bit halves, for jax has no 64-bit integers unless asked.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -80,14 +81,19 @@ class Keys(NamedTuple):
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
-    """Philox-4x32-10 of uint32 words, shapes broadcast."""
-    a, b, c, d = counter
-    k, l = key
-    for _ in range(ROUNDS):
+    """Philox-4x32-10 of uint32 words, shapes broadcast.
+
+    Rounds are a loop: XLA would else compute all of them anew for each of the four words.
+    """
+    none = reduce(lambda x, y: x | y, (x & 0 for x in (*counter, *key)))
+
+    def step(i: Array, words: Words) -> Words:
+        a, b, c, d = words
         (p, q), (r, s) = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
-        a, b, c, d = r ^ b ^ k, s, p ^ d ^ l, q
-        k, l = k + jnp.uint32(WEYL[0]), l + jnp.uint32(WEYL[1])
-    return a, b, c, d
+        k, l = (k + i.astype(jnp.uint32) * jnp.uint32(w) for k, w in zip(key, WEYL, strict=True))
+        return r ^ b ^ k, s, p ^ d ^ l, q
+
+    return lax.fori_loop(0, ROUNDS, step, tuple(x | none for x in counter))
 
 
 def _product(x: Array, constant: int) -> tuple[Array, Array]:

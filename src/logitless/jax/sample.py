@@ -57,7 +57,7 @@ def sample_tokens(
     many of the best entries the record holds, and forbidden: ids whose logits are -inf. axis_name: as in `token_stats`.
     No gradient.
     Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
-    has its row sorted in a second pass, with no GEMM: nothing is approximate.
+    has its row looked at again, with no GEMM: nothing is approximate.
     Returns a SampleRecord of shape (...); under jit, for `lax.while_loop` too. Raises ShapeError, DtypeError,
     OptionError; NotFiniteError outside of jit, inside the record's log-sum-exp is NaN.
     Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
@@ -79,7 +79,7 @@ def sample_tokens(
 def _flat(
     hidden: Array, head: LMHead, rules: Rules | None, keep: int, budget: int | None, axis: str | None
 ) -> tuple[Spec, Operands]:
-    """The checked call; half of the budget is left for noise and for sorting rows."""
+    """The checked call; half of the budget is left for noise and for whole rows."""
     hidden, head = lax.stop_gradient((hidden, head))
     want = ("logsumexp", "entropy", "mean_logit")
     spec, x = flatten(
