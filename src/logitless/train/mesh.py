@@ -41,7 +41,7 @@ class Layout:
         if ranks % (context * tensor):
             raise OptionError(
                 f"{asked}: expected a number of ranks that {context * tensor} divides, got {ranks}; launch with "
-                f"torchrun --nproc-per-node {context * tensor}, or divide less"
+                f"torchrun --nproc-per-node {context * tensor}, or ask for less"
             )
         found = cls(ranks // (context * tensor), context, tensor, config.sharding == "fsdp2")
         if tensor > 1 and found.weights > 1 and not found.fsdp:

@@ -50,6 +50,8 @@ class ShardedTrainer(Trainer):
         if self.mesh is not None:  # by which data loaders know whose sequences are the same
             state.device_mesh = self.mesh
             state.parallelism_config = ParallelismConfig(dp_shard_size=self.layout.weights)
+        if self.layout.tensor > 1:  # before the optimizer exists, and before a device would hold the whole model
+            split_matrices(self.model, self.mesh[TENSOR])
         if self.layout.fsdp and self.layout.weights > 1:
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
@@ -61,10 +63,8 @@ class ShardedTrainer(Trainer):
         return self.layout.tensor
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Splits the matrices before there is an optimizer of them."""
-        if self.layout.tensor > 1:
-            split_matrices(self.model, self.mesh[TENSOR])
-            self.is_distributed_loading_by_transformers = not self.is_fsdp_enabled  # DDP would refuse its parameters
+        # Prepared already: DDP would refuse parameters that are DTensors.
+        self.is_distributed_loading_by_transformers = self.layout.tensor > 1 and not self.is_fsdp_enabled
         return super()._prepare_for_training(*args, **kwargs)
 
     def _clip_grad_norm(self, model: Any) -> Any:
