@@ -34,12 +34,13 @@ class SparseBackward:
 
     and m ≤ bound, relative to the upstream gradient so that a loss scale changes nothing; a token whose c is 0 leaves
     out all. Where entropy is wanted too, m counts Σ p·|log p| of a slice if that is more than its Σ p, and |c| is the
-    sum of both coefficients'. Every error has one sign: what is left out would have pushed rare entries down.
+    sum of both coefficients'. Of cross-entropy every error has one sign: it leaves rare entries where they are.
 
-    bound: 0 ≤ bound < 1; width: entries of a slice, finer ones leave out more and multiply slower. Afterwards, of the
-    latest call whose gradient was formed, as tensors that nobody has waited for: `skipped_mass`, the largest m;
-    `logit_error`, Σ_i |s·c|·m (for a loss whose gradient is formed in the forward pass, at an upstream gradient of 1);
-    `skipped_share`, of (token, entry) pairs without backward products. `str` says all in a line.
+    bound: 0 ≤ bound < 1; width: most entries of a slice, finer ones leave out little more and multiply slower.
+    Afterwards, of the latest gradient that was formed from slices, as tensors that nobody has waited for:
+    `skipped_mass`, the largest m; `logit_error`, Σ_i |s·c|·m (for a loss whose gradient is formed in the forward pass,
+    at an upstream gradient of 1); `skipped_share`, of (token, entry) pairs without backward products. `str` says all
+    in a line. With a frozen head and few statistics there are no slices in backward, and nothing is left out.
     For logprob, logsumexp, cross-entropy, entropy, self_certainty, sum_sq_prob; backend "eager", which on a GPU waits
     for the device once a chunk. Raises OptionError for a bound or width without a meaning, and by the call for
     statistics whose gradient p does not bound, a reference, a sharded head and a CUDA graph.
@@ -47,7 +48,7 @@ class SparseBackward:
     After the gradient filter of Wijmans et al., arXiv 2411.09009, which bounds entries instead of what they add up to.
     """
 
-    def __init__(self, bound: float, width: int = 512) -> None:
+    def __init__(self, bound: float, width: int = 2048) -> None:
         if not isinstance(bound, Real) or not 0 <= bound < 1:
             raise OptionError(f"SparseBackward: bound must be a share of a token's mass, 0 ≤ bound < 1, got {bound}")
         if not isinstance(width, int) or width < 1:

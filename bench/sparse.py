@@ -1,0 +1,116 @@
+"""A certified sparse backward against the dense one: time, the share of products skipped, what was left out.
+
+python -m bench.sparse [--model DIR] [--tokens 1024 --widths 256 512 2048 --bounds 1e-2 1e-3 1e-4 1e-5 --rounds 2]
+
+fp32, loss and gradients of hidden states and head. `any upstream` is per-token cross-entropy, whose slices backward
+recomputes; `known loss` the mean, formed in the forward pass. Ratios are of processor time, dense and sparse in turn,
+so that a busy machine changes them little. --model: a directory that `logitless train` wrote, on the text it trains on;
+without it a head of 16,384 entries with Zipf's frequencies and tokens from uncertain to sure.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+import logitless as ll
+from bench.harness import environment, write_line
+from logitless.vocab.sparse import SparseBackward
+
+
+def synthetic(n: int, v: int = 16_384, h: int = 512):
+    """Labels by Zipf's law; hidden states point to their label's row, from not at all to surely."""
+    frequency = 1 / torch.arange(1.0, v + 1)
+    labels = torch.multinomial(frequency, n, replacement=True)
+    weight = torch.randn(v, h) / h**0.5
+    strength = 4 + 8 * torch.randn(n, 1).abs()
+    return strength * weight[labels] + 0.5 * torch.randn(n, h), weight, frequency.log(), labels
+
+
+def trained(n: int, place: str):
+    """A trained model's hidden states of its own text, its head and the tokens that follow."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from logitless.train.corpus import documents
+
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    ids: list[int] = []
+    for text in documents(None)[0]:
+        ids += tokenizer(text)["input_ids"][:257]
+        if len(ids) > n:
+            break
+    length = 128
+    count = n // length
+    rows = torch.tensor(ids[: count * length + 1])
+    with torch.no_grad():
+        hidden = ll.hidden_states(model, {"input_ids": rows[:-1].view(count, length)})
+    head = ll.LMHead.of(model)
+    bias = None if head.bias is None else head.bias.detach()
+    return hidden.reshape(-1, hidden.shape[-1]).clone(), head.weight.detach().clone(), bias, rows[1:]
+
+
+def once(operands, sparse, reduction):
+    hidden, weight, bias, labels = operands
+    begin = time.process_time()
+    loss = ll.linear_cross_entropy(hidden, ll.LMHead(weight, bias, sparse=sparse), labels, reduction=reduction)
+    gradients = torch.autograd.grad(loss.mean(), (hidden, weight))
+    return time.process_time() - begin, gradients
+
+
+def compare(operands, width, bound, reduction, rounds):
+    sparse = SparseBackward(bound, width)
+    dense, ours = [], []
+    for _ in range(rounds):
+        seconds, exact = once(operands, None, reduction)
+        dense.append(seconds)
+        seconds, found = once(operands, sparse, reduction)
+        ours.append(seconds)
+    moved = [float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)]
+    return {
+        "way": "any upstream" if reduction == "none" else "known loss", "width": width, "bound": bound,
+        "dense_seconds": round(min(dense), 3), "ratio": round(min(ours) / min(dense), 3),
+        "skipped_share": round(float(sparse.skipped_share), 4), "skipped_mass": float(sparse.skipped_mass),
+        "logit_error": float(sparse.logit_error), "moved_hidden": moved[0], "moved_weight": moved[1],
+    }  # fmt: skip
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--widths", type=int, nargs="+", default=(256, 512, 2048))
+    parser.add_argument("--bounds", type=float, nargs="+", default=(1e-2, 1e-3, 1e-4, 1e-5))
+    parser.add_argument("--ways", nargs="+", default=("none", "mean"), choices=("none", "mean"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    o = parser.parse_args(arguments)
+    torch.set_num_threads(o.threads)
+    torch.manual_seed(0)
+    operands = trained(o.tokens, o.model) if o.model else synthetic(o.tokens)
+    for x in operands[:2]:
+        x.requires_grad_()
+    with torch.no_grad():
+        stats = ll.token_stats(operands[0], ll.LMHead(*operands[1:3]), operands[3], want=("logprob", "entropy"))
+    sizes = {"tokens": len(operands[3]), "hidden": operands[1].shape[1], "vocabulary": operands[1].shape[0]}
+    problem = sizes | {
+        "what": "trained" if o.model else "synthetic", "threads": o.threads,
+        "loss": round(-float(stats.logprob.mean()), 3),
+        "entropy": [round(float(x), 3) for x in stats.entropy.quantile(torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9]))],
+    }  # fmt: skip
+    print(problem, flush=True)
+    records = [environment() | {"threads": o.threads} | {"problem": problem}]
+    for reduction in o.ways:
+        for width in o.widths:
+            for bound in o.bounds:
+                records.append(compare(operands, width, bound, reduction, o.rounds))
+                print(*(f"{k} {v:.3g}" if isinstance(v, float) else v for k, v in records[-1].items()), flush=True)
+    if o.out:
+        for record in records:
+            write_line(o.out, record)
+
+
+if __name__ == "__main__":
+    main()
