@@ -39,6 +39,7 @@ class ShardedTrainer(Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    mesh: Any
 
     def __init__(self, *args: Any, layout: Layout, mesh: Any, **kwargs: Any) -> None:
         self.layout, self.mesh = layout, mesh
