@@ -56,7 +56,7 @@ def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
 
 
 def ranks_at_start(place: Path) -> int:
-    """How many ranks the run in this directory was started with."""
+    """How many ranks with sequences of their own the run in this directory was started with."""
     return int(json.loads((place / RUN_FILE).read_text(encoding="utf-8")).get("ranks", 1))
 
 
