@@ -22,7 +22,10 @@ LIGHT = [{}, {"gradient_checkpointing": True}]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "ddp": [*LIGHT, {"gradient_accumulation_steps": 2}],
     "fsdp2": [*LIGHT, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
+    "tensor parallel": LIGHT,
 }
+OPTIONS = {"ddp": {}, "fsdp2": {"sharding": "fsdp2"}, "tensor parallel": {"tensor_parallel": 2}}
+SHARED = ("sharding", "tensor_parallel", "context_parallel", "gradient_checkpointing", "mlp_tiles")
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +46,11 @@ def options(place: Path, text: Path, tied: bool, name: str, **more: Any) -> dict
 
 def planned(given: dict[str, Any], ranks: int) -> int:
     """The peak that the planner gives for a run's options."""
-    same = {name: given[name] for name in ("sharding", "gradient_checkpointing", "mlp_tiles") if name in given}
-    passes = given.get("gradient_accumulation_steps", 1)
+    same = {name: given[name] for name in SHARED if name in given}
+    rows = ROWS * given.get("gradient_accumulation_steps", 1)
+    data = ranks // (given.get("tensor_parallel", 1) * given.get("context_parallel", 1))
     setting = Setting(
-        shape_of(given["model"]), batch_size=ranks * ROWS * passes, micro_batch=ROWS, response_length=LENGTH,
+        shape_of(given["model"]), batch_size=data * rows, micro_batch=ROWS, response_length=given["context_length"],
         gpus=ranks, optimizer="adamw-bf16", master_weights=False, memory_budget=BUDGET << 20, **same,
     )  # fmt: skip
     return plan(setting).peak
@@ -60,12 +64,12 @@ def peaks(place: Path, cases: dict[str, Any], launch: Any) -> list[dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", LAYOUTS)
-def test_the_peak_of_each_rank(sharding, tmp_path, text):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_peak_of_each_rank(layout, tmp_path, text):
     cases = {}
-    for tied, more in product((False, True), LAYOUTS[sharding]):
-        name = "-".join([sharding, "tied" if tied else "untied", *more])
-        cases[name] = options(tmp_path, text, tied, name, sharding=sharding, **more)
+    for tied, more in product((False, True), LAYOUTS[layout]):
+        name = "-".join([layout, "tied" if tied else "untied", *more])
+        cases[name] = options(tmp_path, text, tied, name, **OPTIONS[layout], **more)
     for rank, found in enumerate(peaks(tmp_path, cases, torchrun)):
         for name, given in cases.items():
             assert planned(given, 2) == pytest.approx(found[name]["peak"], rel=0.02), (rank, name, found[name])

@@ -76,8 +76,8 @@ class PlanConfig:
     """Compute each MLP in so many pieces of the sequence."""
     lora_rank: int = 0
     """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
-    attention: Literal["flash", "eager"] = "flash"
-    """Whether the scores of attention are made whole."""
+    attention: Literal["flash", "eager", "nsa"] = "flash"
+    """flash: no scores are made whole; eager: they are; nsa: sparse, with the parameters that it adds."""
     reference: Literal["auto", "yes", "no"] = "auto"
     """Keep a reference model. auto: as the algorithm does; with adapters, their base model serves."""
     critic: Literal["auto", "yes", "no"] = "auto"

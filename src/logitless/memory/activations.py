@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..models.shapes import ModelShape
+from ..models.shapes import BLOCK, SELECTED, STRIDE, ModelShape
 from .setting import Setting, ceil_div
 
 
@@ -51,7 +51,7 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
     norm = _norm(hidden, shape, trained=trained)
     # a norm's five tensors in fp32 (four in a frozen last one); what it multiplied with its weight is gone by then
     inner, outer = (18, 18) if trained else (20, 16)
-    scores = 0 if setting.attention == "flash" else ceil_div(shape.heads, setting.tensor_parallel) * setting.length
+    scores = ceil_div(shape.heads, setting.tensor_parallel) * setting.length if setting.attention == "eager" else 0
     return Activations(
         kept=(shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed,
         layer=max(dense if shape.moe_layers < shape.layers else 0, routed if shape.moe_layers else 0),
@@ -82,7 +82,9 @@ def _attention(shape: ModelShape, setting: Setting, trained: bool, rank: int) ->
     if shape.qk_norm:
         total += _norm(query, shape, trained, heads) + _norm(key, shape, trained, kv_heads)
     gathered = setting.context_parallel
-    if gathered > 1:  # keys and values of the whole sequence, and where documents begin
+    if shape.sparse:
+        total += _sparse(shape, gathered, trained, rank)
+    elif gathered > 1:  # keys and values of the whole sequence, and where documents begin
         total += 4 * query + 4 * key * gathered + 8
     elif setting.attention == "flash":
         total += 4 * query + 4 * key + 4 * heads
@@ -93,6 +95,16 @@ def _attention(shape: ModelShape, setting: Setting, trained: bool, rank: int) ->
     if rank:
         total += 12 * hidden + 4 * query + 16 * rank
     return total
+
+
+def _sparse(shape: ModelShape, gathered: int, trained: bool, rank: int) -> int:
+    """Native sparse attention: q, the selected branch in bf16 and fp32, k and v with their blocks, gates; o's input."""
+    key, heads = shape.key * gathered, shape.heads
+    total = 8 * shape.query + 4 * key + ceil_div(4 * key, STRIDE) + 10 * heads + 4 * SELECTED * shape.kv_heads
+    blocks = ceil_div(4 * key * BLOCK, STRIDE)  # end to end, each key in several
+    if rank:
+        return total + 2 * blocks + 4 * shape.hidden + 4 * rank
+    return total + (2 * shape.query + blocks if trained else 0)
 
 
 def _mlp(shape: ModelShape, parts: int, trained: bool, rank: int) -> int:

@@ -43,6 +43,7 @@ def logitless_train(setting: Setting) -> str | None:
         return None
     light = ["--offload-activations"] * setting.offload_activations
     light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
+    light += [f"--attention {setting.attention}"] * (setting.attention != "flash")
     light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
     return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light], "fsdp2")
 
@@ -50,7 +51,7 @@ def logitless_train(setting: Setting) -> str | None:
 def logitless_align(setting: Setting) -> str | None:
     """`logitless align`'s command line, where its groups of responses fill whole batches."""
     method, each = ALIGN.get(setting.algorithm), setting.responses_per_prompt
-    if method is None or setting.offload_activations or setting.mlp_tiles > 1:
+    if method is None or setting.offload_activations or setting.mlp_tiles > 1 or setting.attention == "nsa":
         return None
     parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
     parts.append(f"--completion-length {setting.response_length}")
@@ -83,7 +84,7 @@ def trl(setting: Setting) -> str | None:
     """The flags of TRL's trainer, or None where it has none for the algorithm."""
     name = TRL.get(setting.algorithm)
     online = name in ("grpo", "rloo")
-    if name is None or setting.mlp_tiles > 1 or (setting.offload_activations and online):
+    if name is None or setting.mlp_tiles > 1 or setting.attention == "nsa" or (setting.offload_activations and online):
         return None
     # TRL's master weights are fp32 parameters under bf16 autocast
     wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"

@@ -52,7 +52,8 @@ def plan(setting: Setting, way: str = "logitless") -> Plan:
     """The plan of a setting, the loss computed the "logitless" or the "dense" way; OptionError for a bad setting."""
     if way not in ("dense", "logitless"):
         raise OptionError(f"way must be dense or logitless, got {way}")
-    return Plan(setting, way, tuple(components(setting.check(), way)))
+    checked = setting.check()
+    return Plan(checked, way, tuple(components(checked, way)))
 
 
 def both(setting: Setting) -> tuple[Plan, Plan]:

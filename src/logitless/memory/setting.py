@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..errors import OptionError
@@ -29,7 +29,7 @@ CHOICES = {
     "algorithm": tuple(ALGORITHMS),
     "optimizer": tuple(OPTIMIZERS),
     "sharding": tuple(SHARDINGS),
-    "attention": ("flash", "eager"),
+    "attention": ("flash", "eager", "nsa"),
     "dense_logits": ("all", "response"),
     "reference": ("auto", "yes", "no"),
     "critic": ("auto", "yes", "no"),
@@ -78,7 +78,7 @@ class Setting:
     dense_logits: str = "all"
 
     def check(self) -> Setting:
-        """Itself, or OptionError for the first value without a meaning."""
+        """Itself, its model with the attention asked for, or OptionError for the first value without a meaning."""
         for name, allowed in CHOICES.items():
             _require(getattr(self, name) in allowed, name, f"one of {', '.join(allowed)}", getattr(self, name))
         for name in AT_LEAST_ONE:
@@ -96,7 +96,16 @@ class Setting:
             raise OptionError(f"--mlp-tiles needs dense MLPs: {self.model.name} has layers that route")
         if self.reserve >= self.gpu_bytes:
             raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
-        return self
+        sparse, shape = self.attention == "nsa", self.model
+        if sparse and (shape.attention_softcap or shape.windowed_layers):
+            raise OptionError(
+                f"--attention nsa needs layers like Qwen3's: those of {shape.name} have a softcap or windows"
+            )
+        if sparse and self.tensor_parallel > 1:
+            raise OptionError(
+                f"--tensor-parallel {self.tensor_parallel} cannot split --attention nsa; use --sharding fsdp2"
+            )
+        return self if shape.sparse == sparse else replace(self, model=replace(shape, sparse=sparse))
 
     @property
     def kind(self) -> Algorithm:

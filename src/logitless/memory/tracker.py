@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -129,6 +130,8 @@ class Tracker(TorchDispatchMode):
         return storage._cdata not in self._alive and storage._cdata not in self._away
 
     def _add(self, x: Tensor, storage: Any, op: str, module: str, category: str) -> None:
+        if self.run is None and isinstance(x, FakeTensor):
+            return  # of a real step: DTensors try out how an operator's result is divided
         shape = tuple(x.shape)
         if op != "given" and category in LOGITS and len(shape) > 1 and self.vocab in shape:
             category = self._of_head(shape, category)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .nsa.options import NSAOptions
+
+BLOCK, STRIDE, SELECTED = NSAOptions.block, NSAOptions.stride, NSAOptions.selected
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -34,6 +38,7 @@ class ModelShape:
     expert_mlp: int = 0
     shared_mlp: int = 0  # width of the expert that every token passes
     adapted_experts: bool = False  # PEFT adapts the experts and their router, and then no dense MLP beside them
+    sparse: bool = False  # native sparse attention, with blocks of the usual sizes
     uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
 
     @property
@@ -63,6 +68,17 @@ class ModelShape:
         return (h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)
 
     @property
+    def sparse_linears(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of what sparse attention adds to a layer: gates, and keys and values compressed."""
+        block = BLOCK * self.head_dim
+        return ((self.hidden, 3 * self.heads), (block, self.head_dim), (block, self.head_dim)) if self.sparse else ()
+
+    @property
+    def sparse_parameters(self) -> int:
+        """Parameters of these, with their biases."""
+        return sum(a * b + b for a, b in self.sparse_linears)
+
+    @property
     def layer_matrices(self) -> int:
         """Parameters of a dense layer's matrices."""
         return sum(a * b for a, b in self.linears)
@@ -76,7 +92,8 @@ class ModelShape:
     @property
     def dense_layer(self) -> int:
         """Parameters of a layer with one MLP."""
-        return self.layer_matrices + self.layer_vectors + self.mlp_bias * (2 * self.mlp + self.hidden)
+        bias = self.mlp_bias * (2 * self.mlp + self.hidden)
+        return self.layer_matrices + self.layer_vectors + self.sparse_parameters + bias
 
     @property
     def moe_layer(self) -> int:
@@ -84,7 +101,7 @@ class ModelShape:
         h = self.hidden
         shared = 3 * h * self.shared_mlp + h if self.shared_mlp else 0
         experts = self.experts * (h + 3 * h * self.expert_mlp) + shared
-        return sum(a * b for a, b in self.linears[:4]) + self.layer_vectors + experts
+        return sum(a * b for a, b in self.linears[:4]) + self.layer_vectors + self.sparse_parameters + experts
 
     @property
     def body(self) -> int:
@@ -120,7 +137,7 @@ class ModelShape:
 
     def lora(self, rank: int) -> int:
         """Parameters of rank-r adapters as PEFT puts them on "all-linear": on everything linear but the head."""
-        attention, mlp = self.linears[:4], self.linears[4:]
+        attention, mlp = (*self.linears[:4], *self.sparse_linears), self.linears[4:]
         shared = (self.hidden, self.shared_mlp)
         beside = (shared, shared, shared, (self.hidden, 1)) if self.shared_mlp else ()
         routed = rank * sum(a + b for a, b in (*attention, *beside))
