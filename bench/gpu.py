@@ -10,6 +10,7 @@ interpreter where TRITON_INTERPRET=1: a check of the benchmark.
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import statistics
@@ -30,6 +31,7 @@ from bench.run import add_ratios, describe
 CHECK_SHARE = 0.3  # of the seconds of `all`
 CHECK_PROCESSES = 4  # on a GPU, where most of the time goes into compiling kernels on one core
 SLOW_SECONDS = 45.0  # that torch.compile may take for one row
+GRACE = 55.0  # seconds for what has begun
 GROSS = 0.1  # an error that no rounding makes: of a mean loss, a log-prob in nats, or of a gradient's largest entry
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes about this long
 Record = dict[str, Any]
@@ -144,7 +146,7 @@ class Bench:
 
     def take_turns(self, records: list[Record], steps: dict[str, Any]) -> None:
         running = [r for r in records if r["status"] == "ok"]
-        for number in range(self.rounds):
+        for number in range(self.rounds if running else 0):
             if number and time.monotonic() > self.deadline:
                 break
             for record in running[number % len(running) :] + running[: number % len(running)]:
@@ -270,6 +272,16 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cpu" and not options.tiny:
         parser.error("torch sees no GPU; on a CPU only --tiny makes sense, with TRITON_INTERPRET=1")
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    # should a peer hang; what was found is on disk by then
+    faulthandler.dump_traceback_later(options.seconds + GRACE, exit=True, file=2)
+    try:
+        return run(options, parser, device)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser, device: str) -> int:
+    """What was asked for; an exit status."""
     if options.what == "tune":
         from bench.gpu_tune import tune
 

@@ -122,7 +122,7 @@ def training(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
     model, length, steps = ("tiny", "64", "2") if tiny else ("qwen3-0.6b", "4096", "8")
     dtype = "bfloat16" if device == "cuda" else "float32"  # emulated on most CPUs, and slow
     for loss in ("dense", "chunked"):
-        options = ("--context-length", length, "--max-steps", steps, "--loss", loss, "--json", "-")
+        options = ("--context-length", length, "--batch-size", "1", "--max-steps", steps, "--loss", loss, "--json", "-")
         where = ("--output-dir", f"build/gpu/{loss}-{time.time_ns()}", "--device", device, "--dtype", dtype)
         yield run(clock, f"train {loss}", cli("train", "--model", model, *options, *where))
 

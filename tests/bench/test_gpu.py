@@ -19,6 +19,16 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`bench/gpu.sh` on toy shapes, which must end well."""
+    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    command = ["bash", str(ROOT / "bench/gpu.sh"), *arguments, "--tiny"]
+    environment |= {"PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -30,13 +40,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 )
 def test_a_dry_run(rows, tmp_path):
     out = tmp_path / "gpu.jsonl"
-    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    command = ["bash", str(ROOT / "bench/gpu.sh"), "table", "--tiny", "--rounds", "1", "--methods", "logitless,Liger"]
-    done = subprocess.run(
-        [*command, "--rows", ",".join(rows), "--out", str(out)],
-        capture_output=True, text=True, check=False, env=environment | {"PYTHON": sys.executable},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr + done.stdout
+    same = ("table", "--rounds", "1", "--methods", "logitless,Liger")
+    done = run(*same, "--rows", ",".join(rows), "--out", str(out))
     about, *records = read_lines(out)
     assert about["versions"]["torch"] == torch.__version__
     ours = {r["case"]: r for r in records if r["method"] == "logitless"}
@@ -52,15 +57,33 @@ def test_a_dry_run(rows, tmp_path):
     assert out.with_suffix(".png").exists() or "no plot: matplotlib is not installed" in done.stdout
 
 
+def test_what_there_is_no_time_for_is_named(tmp_path):
+    out = tmp_path / "gpu.jsonl"
+    done = run("--seconds", "0.1", "--rows", "values", "--out", str(out))
+    about, check, *records = read_lines(out)
+    assert about["kind"] == "environment"
+    assert check["kind"] == "gpu-check"
+    assert len(check["passed"]) == 1  # each process begins one
+    assert len(check["left"]) > 50
+    assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
+    assert "| failed: no time left |" in done.stdout
+
+
+@pytest.mark.slow
+def test_extras_say_what_they_found_or_why_not(tmp_path):
+    out = tmp_path / "extras.jsonl"
+    run("extras", "--parts", "logps,profiles", "--out", str(out))
+    _, *records = read_lines(out)
+    assert {r["status"] for r in records} == {"ok"}
+    assert records[-1]["result"]["measured"]["device"] == "cpu"
+    run("extras", "--parts", "profiles", "--seconds", "1", "--out", str(tmp_path / "late.jsonl"))
+    assert read_lines(tmp_path / "late.jsonl")[-1]["reason"] == "no time left"
+
+
 @pytest.mark.slow
 def test_tuning_writes_sizes(tmp_path):
     out = tmp_path / "sizes.json"
-    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    command = ["bash", str(ROOT / "bench/gpu.sh"), "tune", "--tiny", "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment | {"PYTHON": sys.executable}
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    run("tune", "--out", str(out))
     sizes = json.loads(out.read_text("utf-8"))
     assert sizes["fold"]["block"] in (256, 512)
     assert set(sizes) == set(triton_tuned.table("default"))
@@ -88,6 +111,7 @@ def test_the_correctness_suite_needs_no_pytest():
         (("--rows", "los"), "unknown row 'los'"),
         (("--out", __file__), "exists already"),
         (("--out", "nowhere.jsonl", "check"), "torch sees no GPU"),
+        (("--out", "nowhere.jsonl", "extras", "--tiny", "--parts", "logs"), "unknown part 'logs'"),
     ],
 )
 def test_bad_input(arguments, line, capsys, monkeypatch):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
-from logitless.errors import OptionError
+from logitless.errors import NotFiniteError, OptionError
 from logitless.sample.record import SampleRecord, names
 from logitless.vocab import checks, problem
 from logitless.vocab.backends import tiles, triton_tuned
@@ -198,6 +198,27 @@ def impossible() -> None:
 def large() -> None:
     check(operands((9,), 7, 503, spread=300.0, reference=True), EVERYTHING, memory_budget=50_000)
     check(operands((9,), 7, 503, spread=60.0, dtype=torch.float32), ALONE, memory_budget=30_000, tolerance=1e-4)
+
+
+@case("a model that has diverged is seen")
+def diverged() -> None:
+    ops = moved(operands((3,), 7, 301, dtype=torch.float32, bias=False, reference=True))
+    with torch.no_grad():
+        ops.hidden[1] = torch.nan
+    want = ("logprob", "logsumexp", "entropy", "sum_sq_prob", "kl", "mean_logit")
+    for budget in (None, 2_000):
+        stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, backend="triton",
+                               memory_budget=budget)  # fmt: skip
+        for name in want:
+            assert getattr(stats, name).isnan().tolist() == [False, True, False], name
+    loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton")
+    assert torch.autograd.grad(loss, ops.hidden)[0].isnan().any(1).tolist() == [False, True, False]
+    refused = None
+    try:
+        _drawn(ops, {}, "triton")
+    except NotFiniteError as reason:
+        refused = reason
+    assert refused is not None
 
 
 @case("temperature for each token")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_maths import EMPTY, MASK, TAKEN, expm1, keys_of, load_rows, logits, minus_e, ordered, times
+from .triton_maths import EMPTY, MASK, TAKEN, expm1, finite, keys_of, load_rows, logits, minus_e, ordered, times
 
 # The rows of a running fold, (FIELDS, parts, n); those from M_REF on only where there is a reference.
 FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
@@ -195,8 +195,8 @@ def fold_slice(
                     mean = tl.sum(tl.where(near, x - z_ref, 0.0), 1)
                     shift = mean / tl.maximum(tl.sum(near.to(dtype), 1), 1.0)
             gap = minus_e(x, z_ref, shift, counted)
-            z_ref = tl.maximum(z_ref, MASK)
-        x = tl.maximum(x, MASK)
+            z_ref = finite(z_ref)
+        x = finite(x)
         if WRITE_BACK:
             tl.store(at, x, mask=seen)
             if REF:
@@ -357,7 +357,7 @@ def fold_products(
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, z, 0.0), 1)
         counted = seen & (ids[None, :] != label[:, None])
-        z = tl.where(counted, tl.maximum(z, MASK), MASK)
+        z = tl.where(counted, finite(z), MASK)
         _, _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n

@@ -79,6 +79,12 @@ def minus_e(z, z_ref, shift, seen):
 
 
 @triton.jit
+def finite(z):
+    """z with MASK in the place of -inf. NaN stays, which tl.maximum would hide: a model that has diverged is seen."""
+    return tl.where(z < MASK, MASK, z)
+
+
+@triton.jit
 def times(weight, x):
     """weight·x with 0·(±inf) = 0."""
     return tl.where(weight == 0, 0.0, weight * x)

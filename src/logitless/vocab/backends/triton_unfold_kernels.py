@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_maths import MASK, load_rows, logits, minus_e, mixture_logs, times
+from .triton_maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times
 
 # The rows of a kernel's totals and of its slopes.
 TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
@@ -76,7 +76,7 @@ def unfold_slice(
         inside = columns < width
         seen = live[:, None] & inside[None, :]
         x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
-        x = tl.maximum(logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, RAW), MASK)
+        x = finite(logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
         counted = seen & (ids[None, :] != label[:, None])
         log_p = (tl.where(counted, x, MASK) - m[:, None]) - log_s[:, None]
         p = tl.exp(log_p)
@@ -85,7 +85,7 @@ def unfold_slice(
         if REF:
             z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=0.0)
             z_ref = logits(z_ref, ref_heat, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
-            z_ref = tl.maximum(z_ref, MASK)
+            z_ref = finite(z_ref)
         if PD or PM:
             gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), counted)
             d = load_rows(totals, 3, n, rows, live)[:, None] - gap
