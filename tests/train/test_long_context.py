@@ -102,7 +102,13 @@ def test_a_context_beyond_the_models_positions(micro, tmp_path):
         ({"offload_activations": True}, OptionError, "--offload-activations needs --gradient-checkpointing"),
         ({"tensor_parallel": 2}, OptionError, "expected a number of ranks that 2 divides, got 1; launch with torchrun"),
         ({"tensor_parallel": 2, "loss": "dense"}, OptionError, "--loss dense: expected whole logits"),
-        ({"context_parallel": 2}, OptionError, "cannot keep packed documents apart"),
+        (
+            {"context_parallel": 2},
+            OptionError,
+            "--context-parallel 2: expected a number of ranks that 2 divides, got 1",
+        ),
+        ({"context_parallel": 2, "tensor_parallel": 2}, OptionError, "ranks share sequences or matrices, not both"),
+        ({"context_parallel": 2, "attention": "eager"}, OptionError, "2 knows no --attention eager: use sdpa or nsa"),
         (
             {"context_parallel": 5},
             OptionError,

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
@@ -33,21 +36,16 @@ class Part:
 
     @classmethod
     def of(cls, group: Any) -> Part:
-        from torch.distributed import get_rank, get_world_size
-
-        return cls(get_rank(group), get_world_size(group), group.group_name)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(B, kv_heads, T, D) twice -> the keys and values from the sequence's first to this part's last.
 
         In backward the gradients of a part, of all the ranks that met it, are summed where it lies. Every rank gets
-        all parts, those after its own too, and lets go of them with these.
+        all parts, those after its own too, in one collective each way.
         """
-        from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
-
-        end = (self.rank + 1) * key.shape[2]
-        keys, values = flex_cp_allgather(key, value, 2, self.group)
-        return keys[:, :, :end], values[:, :, :end]
+        keys, values = _Gathered.apply(torch.stack((key, value)), self)  # pyright: ignore[reportGeneralTypeIssues]
+        return keys, values
 
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch of whole sequences, (B, S) each -> this rank's part of it, (B, S / ranks).
@@ -63,6 +61,28 @@ class Part:
         places = torch.arange(length, device=shifted.device).expand_as(shifted)
         whole = {"position_ids": places, **batch, "labels": shifted, "shift_labels": shifted}
         return {name: tensor[:, at].contiguous() for name, tensor in whole.items()}
+
+
+class _Gathered(torch.autograd.Function):
+    """Plain collectives: torch's functional ones with gradients corrupt the memory of gloo's ranks (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:  # (2, B, kv_heads, T, D)
+        parts = mine.new_empty((part.ranks, *mine.shape))
+        dist.all_gather(list(parts.unbind(0)), mine, group=_resolve_process_group(part.group))
+        ctx.part = part
+        keys, values = torch.cat(parts[: part.rank + 1].unbind(0), dim=3).unbind(0)
+        return keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        part: Part = ctx.part
+        parts = [x.contiguous() for x in torch.stack(gradients).chunk(part.rank + 1, dim=3)]
+        parts += [torch.zeros_like(parts[0])] * (part.ranks - len(parts))
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=_resolve_process_group(part.group))
+        return mine, None
 
 
 def attach(model: Any, group: Any) -> Any:

@@ -19,7 +19,7 @@ from ..models.positions import parse_scaling
 # What a resumed run may change; the rest decides what the weights and the data order mean.
 RESUMABLE = {
     "max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "offload_activations", "mlp_tiles",
-    "rank_timeout", "report_to", "sharding", "tensor_parallel",
+    "rank_timeout", "report_to", "sharding", "tensor_parallel", "context_parallel",
 }  # fmt: skip
 INVOCATION = {"output_dir", "resume", "json", "config"}
 Options = TypeVar("Options", bound="RunOptions")
@@ -133,7 +133,7 @@ class TrainConfig(RunOptions):
     tensor_parallel: int = 1
     """Ranks that share each matrix, and see the same sequences."""
     context_parallel: int = 1
-    """Ranks that share each sequence: 1, all that keeps packed documents apart."""
+    """Ranks that share each sequence, a part of it each."""
     rank_timeout: int = 1800
     """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "chunked"] = "auto"
@@ -170,12 +170,13 @@ class TrainConfig(RunOptions):
                 f"--loss dense: expected whole logits, --tensor-parallel {self.tensor_parallel} splits them; "
                 "use --loss chunked"
             )
-        if ranks > 1:
+        if ranks > 1 and self.tensor_parallel > 1:
             raise OptionError(
-                f"--context-parallel {ranks}: torch's ring attention cannot keep packed documents apart; use "
-                "--sharding fsdp2, which divides weights and optimizer state, and --offload-activations with "
-                "--mlp-tiles, which shorten what a context needs"
+                f"--context-parallel {ranks} and --tensor-parallel {self.tensor_parallel}: ranks share sequences or "
+                "matrices, not both; use one of them with --sharding fsdp2"
             )
+        if ranks > 1 and self.attention == "eager":
+            raise OptionError(f"--context-parallel {ranks} knows no --attention eager: use sdpa or nsa")
 
 
 def require(holds: bool, name: str, expected: str, got: Any) -> None:

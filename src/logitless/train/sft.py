@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from ..algebra.costs import logits_bytes
 from ..errors import DeviceError, OptionError
 from ..integrations.transformers import choose, install
+from ..models.context_parallel import Part, attach, check_config
 from ..models.tensor_parallel import check_split
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
@@ -29,9 +30,9 @@ from .config import RunOptions, TrainConfig
 from .data import load, prepare
 from .files import read_lines, write_json, write_whole
 from .launcher import by_options_alone, on_processors
-from .mesh import Layout, device_mesh
+from .mesh import CONTEXT, Layout, device_mesh
 from .model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
-from .packing import PackedRows, collate
+from .packing import Collate, PackedRows, collate
 from .plots import plot_loss, plot_memory
 from .progress import ProgressBar, say
 from .ranks import accumulation, agree, first, lost, together
@@ -110,6 +111,8 @@ def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
     if layout.tensor > 1:
         sparse = config.attention == "nsa" or bool(getattr(wanted.get_text_config(), "nsa", None))
         check_split(wanted, layout.tensor, sparse)
+    if layout.context > 1:
+        check_config(wanted)
     return layout
 
 
@@ -136,7 +139,8 @@ def _step_memory(parts: Run) -> dict[str, Any]:
     path = parts.place / "step_memory.json"
     if not path.exists():
         say(parts.console, "measuring one step's memory, streamed and dense ...")
-        write_json(path, measure(parts.config, parts.place / TOKENS_FILE))
+        own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
+        write_json(path, measure(own, parts.place / TOKENS_FILE))
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -149,14 +153,16 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
     tokens = config.batch_size * config.gradient_accumulation_steps * layout.data * config.context_length
     records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
-    held_out = HeldOut(parts.held_out, config.batch_size, records.path)
+    mesh = device_mesh(layout, given.device.type, config.rank_timeout)
+    batch_of = _batches(layout, mesh, model)
+    held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
     alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
-    trainer = _trainer_for(parts, found)(
+    trainer = _trainer_for(parts, mesh, found)(
         model=model,
         args=given,
         train_dataset=parts.train,
-        data_collator=collate,
+        data_collator=batch_of,
         processing_class=parts.tokenizer.saved,
         callbacks=[records, *([stop] if alone else []), held_out, bar],
     )
@@ -174,19 +180,27 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
-def _trainer_for(parts: Run, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
+def _batches(layout: Layout, mesh: Any, model: Any) -> Collate:
+    """What makes batches of rows: whole ones, or where ranks share them parts, which the model is then made for."""
+    if layout.context == 1:
+        return collate
+    group = mesh[CONTEXT].get_group()
+    attach(model, group)
+    part = Part.of(group)
+    return lambda rows: part.cut(collate(rows))
+
+
+def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
     """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
-    layout, config = parts.layout, parts.config
+    layout = parts.layout
     sharded = found is not None and (found[0] / STATE).exists()
-    if found is not None and not sharded and not layout.whole:
+    shares = not layout.whole or layout.sharing > 1
+    if found is not None and not sharded and shares:
         raise OptionError(
             f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
-            "--sharding fsdp2 and --tensor-parallel"
+            "--sharding fsdp2, --tensor-parallel and --context-parallel"
         )
-    if layout.whole and layout.sharing == 1 and not sharded:
-        return Trainer
-    mesh = device_mesh(layout, PartialState().device.type, config.rank_timeout)
-    return partial(ShardedTrainer, layout=layout, mesh=mesh)
+    return partial(ShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else Trainer
 
 
 def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
@@ -227,7 +241,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
-    tokens = config.batch_size * config.context_length
+    tokens = config.batch_size * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
     records = read_lines(place / METRICS_FILE)
@@ -244,6 +258,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "ranks": PartialState().num_processes,
         "sharding": config.sharding,
         "tensor_parallel": config.tensor_parallel,
+        "context_parallel": config.context_parallel,
         "dtype": str(dtype).removeprefix("torch."),
         **numbers(records),
         "loss": {
