@@ -7,7 +7,8 @@ import torch
 
 import logitless as ll
 from logitless.errors import OptionError
-from logitless.vocab.sparse import SparseBackward
+from logitless.vocab.problem import Spec
+from logitless.vocab.sparse import SparseBackward, check
 from tests.support import trace_allocations
 from tests.vocab.comparing import Operands, operands
 from tests.vocab.measuring import measure
@@ -234,7 +235,7 @@ def test_products_are_really_saved(trainable, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_what_explain_says(dtype, reduction):
-    n, h, v = 256, 32, 8192
+    n, h, v = 256, 32, 4096
     ops = operands((n,), h, v, dtype=dtype, spread=8.0, scale=0.5)
     head = with_sparse(ops, SparseBackward(0.01, 128))
     options = {"memory_budget": 2**21}
@@ -290,6 +291,34 @@ def test_what_p_does_not_bound_is_refused(name, way):
         ll.explain(ops.hidden, head, ops.labels, **call)
     with torch.no_grad():  # values have no backward
         ll.token_stats(ops.hidden, head, ops.labels, **call)
+
+
+@pytest.mark.parametrize(
+    ("spec", "capturing", "got"),
+    [({"shard": "0/2"}, False, "sharded"), ({"backend": "triton"}, False, "'triton'"), ({}, True, "CUDA graph")],
+    ids=str,
+)
+def test_where_it_cannot_run(spec, capturing, got):
+    with pytest.raises(OptionError, match=f"^sparse: .*{got}"):
+        check(Spec(("logprob",), **spec), False, capturing)
+    check(Spec(("logprob", "entropy")), False, False)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its input
+def test_a_compiled_call_is_one_graph_break():
+    ops, sparse = operands((20,), 8, 300, spread=5.0, bias=False), SparseBackward(0.05, 16)
+
+    def run(hidden):
+        loss = ll.linear_cross_entropy(hidden * 1.5, with_sparse(ops, sparse), ops.labels)
+        return loss + ll.token_stats(hidden, with_sparse(ops, sparse), ops.labels).logprob.sum()
+
+    leaves = list(ops.leaves.values())
+    expected, error = torch.autograd.grad(run(ops.hidden), leaves), sparse.logit_error
+    found = torch.autograd.grad(torch.compile(run, backend="aot_eager")(ops.hidden), leaves)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert sparse.logit_error == error > 0
 
 
 def test_other_refusals():
