@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,20 @@ class Rows:
 
         return self.added(found, self.m)
 
+    @property
+    def here(self) -> slice:
+        """The ids of all slices."""
+        ends = [self.ids(tile) for tile in (*self.tiles[:1], *self.tiles[-1:])]
+        return slice(ends[0].start, ends[-1].stop) if ends else slice(0, 0)
+
+    def entries(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """The logits of some entries of the slices, (n,), by their rows and ids, (n,) each."""
+        out = self.m[rows]
+        for tile in self.tiles:
+            columns, inside = place(ids, self.ids(tile).start, tile.z.shape[1])
+            out = torch.where(inside, tile.z[rows, columns], out)
+        return out
+
     def rank(self, logit: Tensor) -> Tensor:
         """1 + how many logits are higher."""
         rank = (self.top_logits > logit[:, None]).sum(1) + 1
@@ -148,6 +163,11 @@ class Draw:
     def __post_init__(self) -> None:
         self.greedy = self.heat == 0
         self.warm = torch.where(self.greedy, 1.0, self.heat)
+
+    @cached_property
+    def retained(self) -> Tensor:
+        """The noise of the best entries, (C, R)."""
+        return self.noise.gumbel(self.rows.top_ids)
 
     def under(self, rules: Rules, live: Tensor, budget: int) -> Drawn:
         """The token of each row; whole rows are read again within `budget` bytes where the best entries may not do."""
@@ -182,26 +202,23 @@ class Draw:
 
         The retained entries get noise first, then what noise can still lift above them. Of equals the lowest id wins.
         """
-        ids, noise, size = self.rows.top_ids[rows], self._noise(rows), self.rows.size
-        noisy = self._scaled(self.rows.top_logits[rows], rows).add_(noise.gumbel(ids))
+        ids, logits, size = self.rows.top_ids[rows], self.rows.top_logits[rows], self.rows.size
+        noisy = self._scaled(logits, rows).add_(self.retained[rows])
         if kept is not None:
             noisy = noisy.masked_fill_(~kept.gather(1, ids), -math.inf)
         most = noisy.amax(1)
         token = torch.where(noisy == most[:, None], ids, size).amin(1)
         if ids.shape[1] == size:
             return token
-        for tile in self.rows.tiles:
-            here, peak = self.rows.ids(tile), self.rows.top_logits[rows, -1]  # of what is not retained
-            if kept is None:  # every row
-                peak = torch.minimum(peak, tile.z.amax(1))
-            least = most - self._scaled(peak[:, None], rows)[:, 0]
-            n, where = noise.reaching(here, least, None if kept is None else kept[:, here])
-            lifted = self._scaled(tile.z[rows[n], where - here.start][:, None], rows[n])
-            lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
-            higher = most.scatter_reduce(0, n, lifted, "amax")
-            token = torch.where(higher > most, size, token)
-            first = torch.where(lifted == higher[n], where, size)
-            token, most = token.scatter_reduce(0, n, first, "amin"), higher
+        here = self.rows.here
+        least = most - self._scaled(logits[:, -1:], rows)[:, 0]  # no other logit is above these
+        n, where = self._noise(rows).reaching(here, least, None if kept is None else kept[:, here])
+        lifted = self._scaled(self.rows.entries(rows[n], where)[:, None], rows[n])
+        lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
+        higher = most.scatter_reduce(0, n, lifted, "amax")
+        token = torch.where(higher > most, size, token)
+        first = torch.where(lifted == higher[n], where, size)
+        token, most = token.scatter_reduce(0, n, first, "amin"), higher
         return token if self.rows.shard is None else best_of_all(token, most, self.rows.shard)
 
     def _noise(self, rows: Tensor) -> Noise:
@@ -233,7 +250,7 @@ class Draw:
         most = int(n_kept.max())
         x, ids = x[:, :most], ids[:, :most]
         x = x.masked_fill(torch.arange(most, device=x.device) >= n_kept[:, None], -math.inf)
-        where = (x + self.noise.gumbel(ids)).argmax(1, keepdim=True)
+        where = (x + self.retained[:, :most]).argmax(1, keepdim=True)
         return ids.gather(1, where)[:, 0], n_kept, x.logsumexp(1) - log_sum
 
 
