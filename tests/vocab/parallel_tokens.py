@@ -1,6 +1,7 @@
 """Tokens, adapters, DTensors and shards of sequences on several ranks."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import logitless as ll
 from logitless import relax
-from logitless.errors import OptionError
+from logitless.errors import ConfigError, OptionError
 from tests.vocab import parallel_errors
 from tests.vocab.comparing import (
     assert_near,
@@ -136,6 +137,36 @@ def dtensors(group: Any) -> None:
         assert_near(got, grad, 1e-10)
 
 
+def dtensor_adapters(group: Any) -> None:
+    """b sharded as the weight is, or already this rank's rows, as PEFT makes it of a split head; a whole."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    ops = operands(v=V, ranks=(2, 1))
+    weight = distribute_tensor(ops.weight.detach(), mesh, [Shard(0)])
+    adapters, leaves = [], []
+    for x, plain in zip(ops.adapters, (False, True), strict=True):
+        b = distribute_tensor(x.b.detach(), mesh, [Shard(0)])
+        a = x.a.detach().clone() if plain else distribute_tensor(x.a.detach(), mesh, [Replicate()])
+        pair = [y.requires_grad_() for y in (a, b.to_local().detach().clone() if plain else b)]
+        adapters.append(ll.LowRank(*pair, x.scaling))
+        leaves += pair
+    loss = ll.linear_cross_entropy(ops.hidden, ll.LMHead(weight, adapters=tuple(adapters)), ops.labels)
+    loss.backward()
+    z = ops.hidden @ (ops.weight + sum(x.scaling * x.b @ x.a for x in ops.adapters)).T
+    expected = torch.nn.functional.cross_entropy(z, ops.labels)
+    assert_near(loss.detach(), expected.detach(), 1e-10)
+    dense = [y for x in ops.adapters for y in (x.a, x.b)]
+    wanted = torch.autograd.grad(expected, [ops.hidden, *dense])
+    rows = weight.to_local().shape[0]
+    start = min(V, dist.get_rank(group) * -(-V // dist.get_world_size(group)))
+    for i, (got, grad) in enumerate(zip([ops.hidden, *leaves], wanted, strict=True)):
+        found = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
+        assert_near(found, grad[start : start + rows] if i == 4 else grad, 1e-10)
+    turned = ll.LowRank(distribute_tensor(ops.adapters[0].a.detach(), mesh, [Shard(1)]), ops.adapters[0].b.detach())
+    for one, message in ((weight, "a is sharded as"), (ops.weight.detach(), "LowRank: a is sharded")):
+        refuse = partial(ll.LMHead, one, adapters=(turned,))
+        parallel_errors.refused(group, refuse, message, kind=ConfigError)
+
+
 def compiled(group: Any) -> None:
     """One graph, with the collectives inside of its operators; a DTensor's rows are found while it is traced."""
     if group is dist.group.WORLD:
@@ -200,5 +231,6 @@ CASES = {
     "sampled tokens": sampled_tokens,
     "dropout": dropout,
     "dtensors": dtensors,
+    "dtensor adapters": dtensor_adapters,
     "shards of sequences": shards_of_sequences,
 }

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from .. import errors
 from ..errors import LogitlessError, OptionError, RankError
+from ..vocab.ranks import reason_of
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
@@ -86,11 +87,9 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     except LogitlessError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        if not (dist.is_initialized() and any(sign in text.lower() for sign in LOST)):
+        if not (dist.is_initialized() and any(sign in str(error).lower() for sign in LOST)):
             raise
-        reason = text.strip().splitlines()[0][:160]
         raise RankError(
-            f"rank {dist.get_rank()} lost another rank ({reason}); the first error among the ranks' logs says why; "
-            f"{how_to_go_on()}"
+            f"rank {dist.get_rank()} lost another rank ({reason_of(error)}); the first error among the ranks' logs "
+            f"says why; {how_to_go_on()}"
         ) from error

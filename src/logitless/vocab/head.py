@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,7 +37,8 @@ class LowRank:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
-            _check_whole(f"LowRank: {name}", x)
+            if not is_dtensor(x):  # what the head makes of one is known with its weight
+                _check_whole(f"LowRank: {name}", x)
         a, b = tuple(self.a.shape), tuple(self.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
@@ -124,6 +126,8 @@ class LMHead:
             object.__setattr__(self, "bias", localised("LMHead: bias", self.bias)[0])
         object.__setattr__(self, "weight", weight)
         object.__setattr__(self, "shard", shard)
+        if isinstance(self.adapters, tuple):
+            object.__setattr__(self, "adapters", tuple(map(_localised_adapter, self.adapters)))
 
     @property
     def hidden_size(self) -> int:
@@ -165,6 +169,17 @@ def _check_whole(name: str, x: Tensor) -> None:
         raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")
 
 
+def _localised_adapter(x: LowRank) -> LowRank:
+    """The adapter of a head that is a DTensor: a whole on every rank, and of b the rows that are here."""
+    a, b = x.a, x.b
+    if is_dtensor(a):
+        placements: Any = a.placements  # pyright: ignore[reportAttributeAccessIssue]
+        if any(type(each).__name__ != "Replicate" for each in placements):
+            raise ConfigError(f"LowRank: a is sharded as {tuple(placements)}, expected Replicate(); redistribute it")
+        a = a.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return replace(x, a=a, b=localised("LowRank: b", b)[0] if is_dtensor(b) else b)
+
+
 def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
     if isinstance(weight, Tensor):
         _check_whole("LMHead: weight", weight)
@@ -202,6 +217,8 @@ def _check_adapters(adapters: tuple[LowRank, ...], weight: Tensor) -> None:
         raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
     rows, width = weight.shape
     for x in adapters:
+        _check_whole("LowRank: a", x.a)
+        _check_whole("LowRank: b", x.b)
         if x.b.shape[0] != rows or x.a.shape[1] != width:
             raise ShapeError(
                 f"LMHead: an adapter of a weight {(rows, width)} needs a (rank, {width}) and b ({rows}, rank), "

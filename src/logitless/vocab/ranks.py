@@ -6,6 +6,7 @@ Every rank gets the same bits: parts are gathered and then merged in the order o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,11 +62,16 @@ class Ranks:
         try:
             collective(*args, group=self.group, **kwargs)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:160]
             raise RankError(
                 f"head: expected an answer from all {self.size} ranks of its group, rank {self.rank} got none from at "
-                f"least one ({reason}); find the first error among the ranks' logs and restart them all"
+                f"least one ({reason_of(error)}); find the first error among the ranks' logs and restart them all"
             ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What a collective's error says in its first sentence, without the place in torch's source."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0][:160]
 
 
 def first_on_all(x: Tensor, shard: VocabShard | None) -> Tensor:
