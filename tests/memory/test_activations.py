@@ -1,6 +1,7 @@
 """Bytes per token against what real layers save for their backward pass, and a plan against a whole traced step."""
 
 import importlib
+import json
 import math
 
 import pytest
@@ -180,3 +181,27 @@ def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora):
     step = Step("qwen3-0.6b", context_length=32768, attention="sdpa", optimizer="none", **light)
     setting = Setting(shape_of("qwen3-0.6b"), batch_size=1, response_length=32768, optimizer="none", **light)
     assert math.isclose(plan(setting).peak, traced(step).peak.nbytes, rel_tol=0.02)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("light", "lora", "tokens"),
+    [
+        ({"gradient_checkpointing": True}, 0, 2048),
+        ({}, 0, 2048),
+        # what tiles leave is no more than a chunk of queries takes, unless there are many tokens
+        pytest.param({"gradient_checkpointing": True, "mlp_tiles": 8}, 0, 8192, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, 8, 2048, marks=pytest.mark.slow),
+        pytest.param({}, 8, 2048, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: "-".join(x) or "kept" if isinstance(x, dict) else str(x),
+)
+def test_a_plan_against_a_traced_step_with_sparse_attention(light, lora, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.models.nsa.attention.CHUNK_BYTES", 4 << 20)  # small as this model is
+    path = tmp_path / "config.json"
+    fields = {**LONG, "vocab_size": 256, "num_hidden_layers": 2}
+    path.write_text(json.dumps(fields))
+    same = {"optimizer": "none", "attention": "nsa", "lora_rank": lora, "memory_budget": 1 << 22, **light}
+    found = traced(Step(str(path), context_length=tokens, **same)).peak.nbytes
+    setting = Setting(shape_of(str(path)), batch_size=1, response_length=tokens, **same)
+    assert math.isclose(plan(setting).peak, found, rel_tol=0.02)

@@ -105,6 +105,8 @@ def test_command_lines():
         "--dtype bfloat16"
     )
     assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
+    assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
+    assert set(flags(replace(INTUITOR, attention="nsa"))) == {"accelerate"}
     assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
     for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):
         assert "logitless align" not in flags(replace(INTUITOR, **change)), change

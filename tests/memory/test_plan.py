@@ -281,3 +281,25 @@ def test_a_way_that_does_not_exist():
 def test_sweeps_need_a_length():
     with pytest.raises(OptionError, match="lengths must be 1 or more, got 0"):
         sweep(RL, [0])
+
+
+def test_sparse_attention_adds_parameters_and_no_scores():
+    setting = Setting(shape_of("qwen3-0.6b"), batch_size=1, response_length=4096)
+    sparse = plan(replace(setting, attention="nsa"))
+    assert sparse.setting.model == replace(setting.model, sparse=True)
+    more = sum(a * b + b for a, b in sparse.setting.model.sparse_linears) * setting.model.layers
+    assert sizes(replace(setting, attention="nsa"))["parameters"] == sizes(setting)["parameters"] + 2 * more
+    back = plan(replace(sparse.setting, attention="flash"))
+    assert back == plan(setting)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": shape_of("gemma-2-2b")}, "--attention nsa needs layers like Qwen3's: those of gemma-2-2b have"),
+        ({"gpus": 2, "tensor_parallel": 2}, "--tensor-parallel 2 cannot split --attention nsa; use --sharding fsdp2"),
+    ],
+)
+def test_what_sparse_attention_cannot_do(change, message):
+    with pytest.raises(OptionError, match=message):
+        plan(replace(Setting(SHAPE, attention="nsa"), **change))

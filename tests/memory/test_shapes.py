@@ -1,6 +1,7 @@
 """Model shapes against transformers' own models, built on the meta device: no weight exists."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from logitless.errors import ConfigError
 from logitless.models.catalog import ALIASES, CONFIGS, FAMILIES, REQUIRED, from_config, shape_of
 from logitless.models.instances import with_adapters
+from logitless.models.nsa.layers import attach
 
 # The meta device knows torch.empty by identity: a poisoned one would allocate gigabytes.
 pytestmark = pytest.mark.compiled
@@ -185,3 +187,14 @@ def test_unreadable_configurations(text, message, tmp_path):
     with pytest.raises(ConfigError, match=message) as caught:
         shape_of(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_sparse_attention_has_exactly_its_parameters(rank):
+    config = {**SMALL, "model_type": "qwen3", "tie_word_embeddings": True}
+    shape = replace(from_config(config, "x"), sparse=True)
+    with torch.device("meta"):
+        model = attach(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+        model = with_adapters(model, rank) if rank else model
+    counts = [p.numel() for p in model.parameters() if p.requires_grad]
+    assert sum(counts) == (shape.lora(rank) if rank else shape.parameters)
