@@ -14,7 +14,7 @@ ROLLOUT, SCORING, FORWARD, LOSS, LOSS_BACKWARD, BACKWARD, BACKWARD_END, EMBEDDIN
     "loss backward",
     "backward",
     "backward's end",
-    "embedding's backward",
+    "embedding",
     "optimizer",
 )
 TRAINING = PHASES[2:]

@@ -20,7 +20,7 @@ const startPlan = (main) => {
   ];
   const CHECKS = [
     ["gradient_checkpointing", "Gradient checkpointing"],
-    ["offload_activations", "Offload what it keeps to the host"],
+    ["offload_activations", "Offload activations"],
     ["master_weights", "fp32 master weights"],
   ];
   const NAMES = { algorithm: "Algorithm", sharding: "Sharding", optimizer: "Optimizer", attention: "Attention" };
