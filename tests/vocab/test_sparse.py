@@ -237,15 +237,21 @@ def test_products_are_really_saved(trainable, reduction):
 def test_memory_is_what_explain_says(dtype, reduction):
     n, h, v = 256, 32, 4096
     ops = operands((n,), h, v, dtype=dtype, spread=8.0, scale=0.5)
-    head = with_sparse(ops, SparseBackward(0.01, 128))
+    head, dense = (with_sparse(ops, sparse) for sparse in (SparseBackward(0.01, 128), None))
     options = {"memory_budget": 2**21}
 
+    def loss_of(head):
+        return ll.linear_cross_entropy(ops.hidden, head, ops.labels, reduction=reduction, **options)
+
     def run():
-        loss = ll.linear_cross_entropy(ops.hidden, head, ops.labels, reduction=reduction, **options)
+        loss = loss_of(head)
         torch.autograd.grad(loss.sum(), list(ops.leaves.values()))
 
     run()
     said = ll.explain(ops.hidden, head, ops.labels, loss=reduction == "mean", **options)
+    if reduction == "none":
+        kept = [trace_allocations(lambda h=h: loss_of(h)).kept for h in (head, dense)]
+        assert kept[0] - kept[1] == said.kept_bytes + 4 * n == n * v // 128 + 4 * n  # the mass that each leaves out
     predicted = said.buffer_bytes + said.kept_bytes + said.gradient_bytes
     peak = trace_allocations(run).peak
     assert peak <= 1.05 * predicted + n * (12 * h + 256)

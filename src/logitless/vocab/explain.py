@@ -37,7 +37,7 @@ class Explanation:
     rank: int  # of the head's adapters together
     flop: int  # of all products with the vocabulary, of a sharded head with its rows here
     buffer_bytes: int  # slices, reused
-    kept_bytes: int  # (N, H) products kept for backward, fp32
+    kept_bytes: int  # (N, H) products kept for backward, fp32; which slices a sparse backward leaves out
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
@@ -87,7 +87,7 @@ def explain(
     )
     return Explanation(
         price, spec.backend, slices, rank, flop, slices.nbytes,
-        len(price.bases) * n * (head.hidden_size + rank) * itemsize,
+        len(price.bases) * n * (head.hidden_size + rank) * itemsize + skips * n * -(-head.held // slices.width),
         _gradient_bytes(flat, needs, itemsize),
         dense_loss_bytes(n, head.rows, flat.hidden.itemsize),
         None if head.shard is None else _traffic(spec, flat, needs, slices),
