@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
@@ -37,6 +37,11 @@ class Part:
     @classmethod
     def of(cls, group: Any) -> Part:
         return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+
+    @property
+    def process_group(self) -> Any:
+        find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+        return find(self.group)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(B, kv_heads, T, D) twice -> the keys and values from the sequence's first to this part's last.
@@ -69,7 +74,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:  # (2, B, kv_heads, T, D)
         parts = mine.new_empty((part.ranks, *mine.shape))
-        dist.all_gather(list(parts.unbind(0)), mine, group=_resolve_process_group(part.group))
+        dist.all_gather(list(parts.unbind(0)), mine, group=part.process_group)
         ctx.part = part
         keys, values = torch.cat(parts[: part.rank + 1].unbind(0), dim=3).unbind(0)
         return keys, values
@@ -81,7 +86,7 @@ class _Gathered(torch.autograd.Function):
         parts = [x.contiguous() for x in torch.stack(gradients).chunk(part.rank + 1, dim=3)]
         parts += [torch.zeros_like(parts[0])] * (part.ranks - len(parts))
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=_resolve_process_group(part.group))
+        dist.reduce_scatter(mine, parts, group=part.process_group)
         return mine, None
 
 

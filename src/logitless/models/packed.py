@@ -60,7 +60,7 @@ class _Streamed(torch.autograd.Function):
         for block in _blocks(tensors[0], tensors[1], first):
             operands = [t.detach().requires_grad_() for t in block.operands(*tensors)]
             with torch.enable_grad():
-                result = block.attend(*operands, ctx.scaling)
+                result = block.attend(*operands, scaling=ctx.scaling)
             found = torch.autograd.grad(result, operands, upstream[:, :, block.queries])
             for into, gradient in zip(block.operands(*gradients), found, strict=True):
                 into += gradient
