@@ -9,9 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(module: str, *arguments: str, timeout: int = 150, **environment: str) -> None:
-    """`module` on two ranks, one thread each; fails with what they wrote, and leaves none behind."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
+def torchrun(module: str, *arguments: str, timeout: int = 150, ranks: int = 2, **environment: str) -> None:
+    """`module` on some ranks, one thread each; fails with what they wrote, and leaves none behind."""
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)
+    command = [sys.executable, "-m", *launcher, "-m", module]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     ranks = subprocess.Popen(

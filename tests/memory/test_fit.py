@@ -106,6 +106,13 @@ def test_command_lines():
     )
     assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
     assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
+    two = replace(single, gpus=2, gradient_checkpointing=False)
+    assert " --loss chunked --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
+    shared = replace(two, context_parallel=2, sharding="fsdp2")
+    assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
+    assert logitless_train(replace(shared, response_length=2047)) is None
+    assert logitless_train(replace(two, gpus=4, tensor_parallel=2)) is None  # two ranks with the same matrices
+    assert logitless_train(replace(two, gpus=4, tensor_parallel=2, context_parallel=2, sharding="fsdp2")) is None
     assert set(flags(replace(INTUITOR, attention="nsa"))) == {"accelerate"}
     assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
     for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):

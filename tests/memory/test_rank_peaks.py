@@ -23,8 +23,14 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "ddp": [*LIGHT, {"gradient_accumulation_steps": 2}],
     "fsdp2": [*LIGHT, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
     "tensor parallel": LIGHT,
+    "context parallel": LIGHT,
 }
-OPTIONS = {"ddp": {}, "fsdp2": {"sharding": "fsdp2"}, "tensor parallel": {"tensor_parallel": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"sharding": "fsdp2"},
+    "tensor parallel": {"tensor_parallel": 2},
+    "context parallel": {"context_parallel": 2, "context_length": 2 * LENGTH, "sharding": "fsdp2"},
+}
 SHARED = ("sharding", "tensor_parallel", "context_parallel", "gradient_checkpointing", "mlp_tiles")
 
 
@@ -56,11 +62,14 @@ def planned(given: dict[str, Any], ranks: int) -> int:
     return plan(setting).peak
 
 
-def peaks(place: Path, cases: dict[str, Any], launch: Any) -> list[dict[str, Any]]:
-    """What each rank measured, by case."""
+def agree(place: Path, cases: dict[str, Any], ranks: int) -> None:
+    """Every rank measures what the planner says, within 2 %."""
     (place / "cases.json").write_text(json.dumps(cases))
-    launch("tests.memory.rank_peaks", str(place / "cases.json"), str(place / "results.json"))
-    return json.loads((place / "results.json").read_text())
+    files = str(place / "cases.json"), str(place / "results.json")
+    torchrun("tests.memory.rank_peaks", *files, timeout=280, ranks=ranks)
+    for rank, found in enumerate(json.loads((place / "results.json").read_text())):
+        for name, given in cases.items():
+            assert planned(given, ranks) == pytest.approx(found[name]["peak"], rel=0.02), (rank, name, found[name])
 
 
 @pytest.mark.slow
@@ -70,6 +79,16 @@ def test_the_peak_of_each_rank(layout, tmp_path, text):
     for tied, more in product((False, True), LAYOUTS[layout]):
         name = "-".join([layout, "tied" if tied else "untied", *more])
         cases[name] = options(tmp_path, text, tied, name, **OPTIONS[layout], **more)
-    for rank, found in enumerate(peaks(tmp_path, cases, torchrun)):
-        for name, given in cases.items():
-            assert planned(given, 2) == pytest.approx(found[name]["peak"], rel=0.02), (rank, name, found[name])
+    agree(tmp_path, cases, 2)
+
+
+@pytest.mark.slow
+def test_the_peak_of_each_of_four_ranks(tmp_path, text):
+    light = {"sharding": "fsdp2", "gradient_checkpointing": True}
+    layouts: dict[str, Any] = {
+        "fsdp2": {},
+        "and tensors": {"tensor_parallel": 2},
+        "and sequences": {**OPTIONS["context parallel"]},
+    }
+    cases = {name: options(tmp_path, text, False, name, **{**light, **more}) for name, more in layouts.items()}
+    agree(tmp_path, cases, 4)

@@ -66,9 +66,9 @@ def _tensor(setting: Setting) -> Iterator[tuple[str, int]]:
 
 
 def _context(setting: Setting) -> Iterator[tuple[str, int]]:
-    """Keys and values go around the ring: each pass forward, and with their gradients backward."""
+    """A layer gathers the other parts' keys and values, again if it is computed again, and sums their gradients."""
     ranks = setting.context_parallel
     key = ceil_div(setting.model.key, setting.tensor_parallel)
-    passes = 4 if setting.gradient_checkpointing else 3
+    passes = 3 if setting.gradient_checkpointing else 2
     nbytes = 2 * BF16 * setting.tokens * key * setting.model.layers
-    yield "keys and values, around a ring", setting.accumulation * passes * (ranks - 1) * nbytes
+    yield "keys and values, all-gather and reduce-scatter", setting.accumulation * passes * (ranks - 1) * nbytes

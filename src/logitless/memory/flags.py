@@ -38,20 +38,34 @@ def launcher(setting: Setting) -> str:
 
 
 def logitless_train(setting: Setting) -> str | None:
-    """`logitless train`'s command line: supervised training, the model whole on all GPUs or divided by FSDP2."""
-    if setting.algorithm != "sft":
+    """`logitless train`'s command line: supervised training, the ranks by DDP or FSDP2, matrices or sequences split."""
+    if setting.algorithm != "sft" or not _splits(setting):
         return None
+    split = {"tensor": setting.tensor_parallel, "context": setting.context_parallel}
     light = ["--offload-activations"] * setting.offload_activations
     light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
     light += [f"--attention {setting.attention}"] * (setting.attention != "flash")
     light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
+    light += [f"--{name}-parallel {ranks}" for name, ranks in split.items() if ranks > 1]
     return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light], "fsdp2")
+
+
+def _splits(setting: Setting) -> bool:
+    """Whether `logitless train` splits matrices and sequences so: not both, and split matrices are divided by FSDP2."""
+    tensor, context = setting.tensor_parallel, setting.context_parallel
+    if tensor > 1:
+        shape = setting.model
+        counts = (shape.kv_heads, shape.mlp) if not shape.moe_layers else (1,)
+        fits = all(count % tensor == 0 for count in counts)
+        return fits and context == 1 and (setting.gpus == tensor or setting.sharding == "fsdp2")
+    return setting.length % context == 0 and (context == 1 or setting.attention != "eager")
 
 
 def logitless_align(setting: Setting) -> str | None:
     """`logitless align`'s command line, where its groups of responses fill whole batches."""
     method, each = ALIGN.get(setting.algorithm), setting.responses_per_prompt
-    if method is None or setting.offload_activations or setting.mlp_tiles > 1 or setting.attention == "nsa":
+    split = setting.tensor_parallel * setting.context_parallel > 1
+    if method is None or split or setting.offload_activations or setting.mlp_tiles > 1 or setting.attention == "nsa":
         return None
     parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
     parts.append(f"--completion-length {setting.response_length}")
@@ -64,7 +78,7 @@ def logitless_align(setting: Setting) -> str | None:
 
 def _own(command: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
     """A command of logitless with the options that they share; None for sharding that it leaves to others."""
-    if setting.sharding not in ("ddp", *shardings) or setting.tensor_parallel * setting.context_parallel > 1:
+    if setting.sharding not in ("ddp", *shardings):
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
     return " ".join(
