@@ -107,7 +107,6 @@ def test_a_context_beyond_the_models_positions(micro, tmp_path):
             OptionError,
             "--context-parallel 2: expected a number of ranks that 2 divides, got 1",
         ),
-        ({"context_parallel": 2, "tensor_parallel": 2}, OptionError, "ranks share sequences or matrices, not both"),
         ({"context_parallel": 2, "attention": "eager"}, OptionError, "2 knows no --attention eager: use sdpa or nsa"),
         (
             {"context_parallel": 5},

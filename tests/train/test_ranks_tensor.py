@@ -71,10 +71,19 @@ def summary(place: Path) -> dict:
         (2, []),
         (4, ["--tensor-parallel", 4]),
         (4, ["--sharding", "fsdp2"]),
+        (4, ["--context-parallel", 2, "--sharding", "fsdp2"]),
         (4, ["--tensor-parallel", 1, "--sharding", "fsdp2"]),
         (2, ["--tensor-parallel", 1]),
     ],
-    ids=["one", "the same two", "over four", "over two, parts by FSDP2", "by FSDP2 alone", "not at all, two ranks"],
+    ids=[
+        "one",
+        "the same two",
+        "over four",
+        "over two, parts by FSDP2",
+        "sequences as well",
+        "by FSDP2 alone",
+        "not at all, two ranks",
+    ],
 )
 def test_split_on_two_ranks_and_gone_on_with_by_others(alone, killed, tmp_path, ranks, more):
     """Killed in mid-run and resumed by any layout, a run has the losses and gradients of one process."""

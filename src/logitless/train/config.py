@@ -170,11 +170,6 @@ class TrainConfig(RunOptions):
                 f"--loss dense: expected whole logits, --tensor-parallel {self.tensor_parallel} splits them; "
                 "use --loss chunked"
             )
-        if ranks > 1 and self.tensor_parallel > 1:
-            raise OptionError(
-                f"--context-parallel {ranks} and --tensor-parallel {self.tensor_parallel}: ranks share sequences or "
-                "matrices, not both; use one of them with --sharding fsdp2"
-            )
         if ranks > 1 and self.attention == "eager":
             raise OptionError(f"--context-parallel {ranks} knows no --attention eager: use sdpa or nsa")
 
