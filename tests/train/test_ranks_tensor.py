@@ -132,6 +132,14 @@ def test_every_rank_says_what_cannot_be_split(micro, tmp_path, more, ranks, mess
     assert written.count("logitless: ") == ranks == written.count(message)
 
 
+@pytest.mark.slow
+def test_a_silent_rank_is_given_up(four_heads, tmp_path):
+    given = options(four_heads, tmp_path / "run", "--tensor-parallel", 2, "--rank-timeout", 15)
+    status, written = launch(2, "STOP", 2, *given, timeout=150)
+    assert status != 0
+    assert "logitless: rank 0 lost another rank" in written, written[-4000:]
+
+
 def test_layouts():
     config = TrainConfig(tensor_parallel=2, sharding="fsdp2")
     assert Layout.of(config, 8) == Layout(data=4, tensor=2, fsdp=True)
