@@ -203,7 +203,7 @@ def summary(records: list[Record]) -> Iterator[str]:
         mine, bare = rows["logitless"], rows["bare GEMMs"]
         graph = rows.get(IN_A_GRAPH, {"status": "absent"})
         if graph["status"] == mine["status"] == "ok":
-            mine = graph | {"title": f"{graph['title']}, in a CUDA graph"}
+            mine = graph | {"title": f"{graph['title']}, in a CUDA graph", "peak_mb": mine["peak_mb"]}
         shape = " x ".join(f"{x:,}" for x in mine["shape"])
         if mine["status"] != "ok" or bare["status"] != "ok":
             yield f"| {mine['title']} | {shape} | | {mine['status']}: {mine.get('reason', '')} | | | | |"

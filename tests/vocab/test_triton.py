@@ -6,15 +6,22 @@ a process of their own, which answers one by one.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from logitless.sample import sample_tokens
+from logitless.vocab.backends import eager
 from tests.vocab.triton_cases import CASES
+
+BACKENDS = Path(eager.__file__).parent
+SAMPLE = Path(sys.modules[sample_tokens.__module__].__file__).with_name("triton_draw.py")
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -37,3 +44,22 @@ def run_case() -> Iterator[Callable[[str], str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, run_case):
     assert run_case(name) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter tells which options a kernel had")
+def test_every_kernel_and_option_is_run(tmp_path):
+    report = tmp_path / "report.json"
+    arguments = "-W ignore::RuntimeWarning -m tests.vocab.triton_cases --report"
+    command = [sys.executable, *arguments.split(), str(report)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads(report.read_text())
+    source = "".join(path.read_text() for path in [*BACKENDS.glob("triton*.py"), SAMPLE])
+    launched = set(re.findall(r"(?:kernels|folding|unfolding)\.(\w+)\[\(", source)) | {"finish", "label_slope"}
+    assert set(found["kernels"]) == launched
+    assert len(launched) > 15
+    assert found["one_sided"] == []

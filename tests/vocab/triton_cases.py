@@ -8,15 +8,16 @@ runs them without pytest: on a GPU as they are, on a CPU with TRITON_INTERPRET=1
 
 import argparse
 import copy
+import inspect
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
+from logitless.algebra.stats import STATISTICS
 from logitless.errors import NotFiniteError, OptionError
 from logitless.sample.record import SampleRecord, names
 from logitless.vocab import checks, problem
@@ -160,6 +162,14 @@ def frozen_with_best() -> None:
                            (torch.float32, 70, ("logprob", "entropy"))):  # fmt: skip
         ops = operands((6,), 7, 517, dtype=dtype).training("hidden")
         check(ops, want, top_k=k, candidates=torch.randint(517, (6, 2)), memory_budget=30_000)
+
+
+@case("no labels")
+def without_labels() -> None:
+    want = tuple(name for name in EVERYTHING if not STATISTICS[name].needs_label)
+    for budget in (None, 20_000):
+        ops = replace(operands((6,), 7, 517, reference=True), labels=None)
+        check(ops, want, top_k=2, memory_budget=budget)
 
 
 @case("adapters on the head")
@@ -385,13 +395,18 @@ def one_kernel() -> None:
     with patch.object(backend, "table_for", lambda _: table), patch.object(
         backend.folding, "fold_slice", None
     ), torch.no_grad():  # fmt: skip
-        for options in ({}, {"bias": False, "vocab_size": 290}, {"softcap": 3.0, "scale": 0.7}):
+        every = tuple(name for name in ALONE if name != "max_logit")
+        for options, want in (
+            ({}, every), ({"bias": False, "vocab_size": 290}, every), ({"softcap": 3.0, "scale": 0.7}, every),
+            ({}, ("logsumexp",)),
+        ):  # fmt: skip
             ops = operands((21,), 37, 301, dtype=torch.float32, **options)
             ops.labels[3] = -100
-            want = [name for name in ALONE if name != "max_logit"]
+            if want != every:
+                ops = replace(ops, labels=None)
             true = moved(ops.to(torch.float64))
             exact = dense_token_stats(true.hidden, true.head, true.labels, want=want, temperature=0.8)
-            stats = ll.token_stats(*_call(ops), want=tuple(want), temperature=0.8, backend="triton")
+            stats = ll.token_stats(*_call(ops), want=want, temperature=0.8, backend="triton")
             for name in want:
                 got = getattr(stats, name).double()
                 torch.testing.assert_close(got, exact[name].double(), rtol=2e-5, atol=2e-5, msg=name)
@@ -522,9 +537,9 @@ def repeats() -> None:
 
 
 def _add_draws() -> None:
-    def drawn(rules: dict, head: dict, spread: float) -> Callable[[], None]:
+    def drawn(rules: dict, head: dict, spread: float, v: int = 1031) -> Callable[[], None]:
         def run() -> None:
-            ops = moved(operands((4,), 9, 1031, dtype=torch.float32, spread=spread, **head))
+            ops = moved(operands((4,), 9, v, dtype=torch.float32, spread=spread, **head))
             if ops.bias is not None:
                 with torch.no_grad():
                     ops.bias[[1, 500]] = -torch.inf
@@ -548,7 +563,7 @@ def _add_draws() -> None:
     }.items():  # fmt: skip
         CASES[f"drawn: {name}"] = drawn(rules, {"bias": False}, 3.0)
     CASES["drawn: past the best entries"] = drawn({"top_p": 0.999}, {"bias": False}, 0.2)
-    CASES["drawn: a flat row"] = drawn({"temperature": 5.0}, {"bias": False}, 0.01)
+    CASES["drawn: a flat row in parts"] = drawn({"temperature": 5.0}, {"bias": False}, 0.01, 5003)
     CASES["drawn: impossible entries, softcap"] = drawn({}, {"softcap": 5.0, "vocab_size": 1030}, 3.0)
 
 
@@ -806,6 +821,34 @@ def few_launches() -> None:
     assert all(n <= most for n, most in zip(found, (20, 16, 52), strict=True)), found
 
 
+class Options:
+    """Which values each kernel's options had, of all kernels that the interpreter ran."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, set[object]]] = {}
+
+    def watch(self) -> AbstractContextManager[object]:
+        from triton.runtime.interpreter import GridExecutor
+
+        launch = GridExecutor.__call__
+
+        def seen(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            there = {name: x for name, x in kwargs.items() if name in inspect.getfullargspec(kernel.fn).args}
+            given = inspect.getcallargs(kernel.fn, *args, **there)
+            options = self.seen.setdefault(kernel.fn.__name__, {})
+            for name, x in given.items():
+                if name.isupper():
+                    options.setdefault(name, set()).add(x)
+            launch(kernel, *args, **kwargs)
+
+        return patch.object(GridExecutor, "__call__", seen)
+
+    def one_sided(self) -> list[str]:
+        """Switches that were never on, or never off."""
+        pairs = [(kernel, name, x) for kernel, options in self.seen.items() for name, x in options.items()]
+        return [f"{kernel} {name}" for kernel, name, x in pairs if len(x) == 1 and isinstance(*x, bool)]
+
+
 def run_case(name: str) -> str:
     """'' or what went wrong."""
     torch.manual_seed(0)
@@ -833,9 +876,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({"error": run_case(line.strip())}), flush=True)
         return 0
     first, step = map(int, options.share.split("/"))
-    found = run_cases([*(options.names or CASES)][first::step], options.seconds)
+    seen = Options()
+    with seen.watch() if options.report is not None and DEVICE == "cpu" else nullcontext():
+        found = run_cases([*(options.names or CASES)][first::step], options.seconds)
     if options.report is not None:
-        options.report.write_text(json.dumps(found))
+        kernels = {"kernels": sorted(seen.seen), "one_sided": seen.one_sided()}
+        options.report.write_text(json.dumps(found | kernels))
     print(f"{len(found['failed'])} failed, {len(found['left'])} not run of {sum(map(len, found.values()))} on {DEVICE}")
     return int(bool(found["failed"]))
 

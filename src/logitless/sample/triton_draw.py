@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..vocab.backends import triton_draw_kernels
 from ..vocab.backends.chunk import Chunk, Folded
+from ..vocab.backends.triton_device import on
 from ..vocab.checks import check_logits
 from ..vocab.noise import Noise
 from ..vocab.problem import capturing
@@ -53,11 +54,13 @@ def recorded(
             f"{rules.top_k}; set top_k, or sample outside of the graph"
         )
     heat = heat.contiguous()
-    look = _Look(chunk.kept[0].z, totals.m, heat, noise, rules.none)
+    with on(best.device):
+        look = _Look(chunk.kept[0].z, totals.m, heat, noise, rules.none)
     kept = None if rules.none else _kept(rules, best, totals.m, heat, look.sums)
     if looks and kept is not None and not bool((rules.settled(kept, held, width) | (heat == 0)).all()):
         return None
-    whole, real = look.tokens(best, ids, kept)
+    with on(best.device):
+        whole, real = look.tokens(best, ids, kept)
     if not capturing(best):
         check_logits(totals.logsumexp)
     return SampleRecord(

@@ -7,7 +7,6 @@ to what they read. The gradient of bf16 operands is written in bf16 over the pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .eager import normalised
 from .tiles import Operands, add_product, product
 from .triton_best import Best
+from .triton_device import on
 from .triton_slices import Heads, ahead, buffer, narrow, of_slice, slice_of
 from .triton_tuned import launch, table_for
 from .triton_written import finished, label_slopes
@@ -145,7 +145,7 @@ def _there(function: F) -> F:
     @wraps(function)
     def run(first: Any, *args: Any, **options: Any) -> Any:
         device = first.device if isinstance(first, Tensor) else first.inputs.hidden.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on(device):
             return function(first, *args, **options)
 
     return run  # pyright: ignore[reportReturnType]
@@ -264,7 +264,6 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
         grads.weight[chunk.policy.head.held :].zero_()
 
 
-@_there
 def label_coefficient(chunk: Chunk, totals: Totals, slope: Slope) -> Tensor:
     """dL/d(hW) at the label, (C,): what `unfold` leaves out."""
     total = label_slopes(slope, totals, chunk.jsd_beta)

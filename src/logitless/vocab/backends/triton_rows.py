@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import rows as plain
 from . import triton_rows_kernels
+from .triton_device import on
 
 kernels: Any = triton_rows_kernels
 BLOCK = {"cpu": 1 << 14, "cuda": 1024}  # numbers of a row at a time
@@ -27,10 +28,11 @@ def dot(
     if not _fits(table, cast, x) or ids.numel() == 0:
         return plain.dot(x, table, ids, cast, dtype)
     out = torch.empty(ids.shape, dtype=dtype or x.dtype, device=x.device)
-    kernels.dot[(ids.numel(),)](
-        x, x.stride(0), table.detach(), table.stride(0), ids.contiguous(), out, ids.shape[1], x.shape[1],
-        BLOCK=_block(x),
-    )  # fmt: skip
+    with on(x.device):
+        kernels.dot[(ids.numel(),)](
+            x, x.stride(0), table.detach(), table.stride(0), ids.contiguous(), out, ids.shape[1], x.shape[1],
+            BLOCK=_block(x),
+        )  # fmt: skip
     return out
 
 
@@ -40,10 +42,11 @@ def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast
         plain.add_weighted(into, weights, table, ids, cast)
         return
     width, block = into.shape[1], _block(into)
-    kernels.add_weighted[(ids.shape[0], triton.cdiv(width, block))](
-        into, into.stride(0), weights.contiguous(), table.detach(), table.stride(0), ids.contiguous(), ids.shape[1],
-        width, BLOCK=block,
-    )  # fmt: skip
+    with on(into.device):
+        kernels.add_weighted[(ids.shape[0], triton.cdiv(width, block))](
+            into, into.stride(0), weights.contiguous(), table.detach(), table.stride(0), ids.contiguous(),
+            ids.shape[1], width, BLOCK=block,
+        )  # fmt: skip
 
 
 def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
@@ -53,10 +56,11 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
         return
     found = ids.flatten().sort(stable=True)
     width, block = into.shape[1], _block(into)
-    kernels.scatter[(ids.numel(), triton.cdiv(width, block))](
-        into, into.stride(0), weights.contiguous(), x, x.stride(0), found.values, found.indices, ids.shape[1],
-        ids.numel(), width, BLOCK=block,
-    )  # fmt: skip
+    with on(into.device):
+        kernels.scatter[(ids.numel(), triton.cdiv(width, block))](
+            into, into.stride(0), weights.contiguous(), x, x.stride(0), found.values, found.indices, ids.shape[1],
+            ids.numel(), width, BLOCK=block,
+        )  # fmt: skip
 
 
 def _block(x: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...algebra.fold import Fold, Totals, finish
 from ...algebra.stats import label_slope
+from .triton_device import on
 from .triton_maths import expm1, log1p, logaddexp
 
 ROWS = 128  # tokens of a program
@@ -108,9 +109,9 @@ class Written:
         like = inputs[self.names[0]]
         n, out = like.shape[0], like.new_empty(len(self.made), like.shape[0])
         if n and self.made:
-            self.kernel[(triton.cdiv(n, ROWS),)](
-                *(inputs[name].to(like.dtype).contiguous() for name in self.names), out, n
-            )
+            numbers = [inputs[name].to(like.dtype).contiguous() for name in self.names]
+            with on(like.device):
+                self.kernel[(triton.cdiv(n, ROWS),)](*numbers, out, n)
         made = dict(zip(self.made, out.unbind(0), strict=True))
         return made | {name: inputs[given] for name, given in self.same.items()}
 
