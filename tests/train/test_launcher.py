@@ -90,7 +90,7 @@ def pretrained(micro, tmp_path_factory) -> Path:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("told_by", ["flags", "file"])
 def test_fsdp2_of_a_checkpoint(micro, pretrained, tmp_path, told_by):
-    """accelerate's own plugin would have left every rank but the first without the checkpoint's weights."""
+    """What the launcher says of FSDP and what the run does are one: the losses of one process."""
     launcher = [*LAUNCHER, "--use_fsdp", "--fsdp_version", 2, "--num_processes", 2, "--main_process_port", 0]
     if told_by == "file":
         fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_offload_params": False}
