@@ -108,7 +108,7 @@ def _largest(recording: Recording, units: str, width: int) -> Table:
     for a in recording.alive(recording.peak.event)[:LARGEST]:
         shape = " × ".join(f"{n:,}" for n in a.shape)
         cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
-        module = a.module.removeprefix("model.")
+        module = a.module.removeprefix("model.") or "the model"
         if wide:
             table.add_row(*cells, a.category, module, a.op)
         else:
