@@ -18,7 +18,7 @@ import torch
 
 from logitless.sample import sample_tokens
 from logitless.vocab.backends import eager
-from tests.vocab.triton_cases import CASES
+from tests.vocab.triton_cases import CASES, SLOW
 
 BACKENDS = Path(eager.__file__).parent
 SAMPLE = Path(sys.modules[sample_tokens.__module__].__file__).with_name("triton_draw.py")
@@ -41,7 +41,7 @@ def run_case() -> Iterator[Callable[[str], str]]:
         process.stdin.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
 def test_case(name, run_case):
     assert run_case(name) == ""
 

@@ -44,6 +44,10 @@ DEVICE = "cpu"
 BUDGETS = (None, 40_000, 200_000)  # bytes: whole rows, slices of some and of all tokens that do not divide V
 BF16_GRADIENT = 1.5e-2  # of the largest entry: dz is rounded to bf16 before the products
 CASES: dict[str, Callable[[], None]] = {}
+SLOW = {  # under the interpreter, and next to others that run the same kernels
+    "a million tokens", "drawn: a temperature", "drawn: greedy", "drawn: min-p", "many parts of a row",
+    "no waiting with every option",
+}  # fmt: skip
 Result = TypeVar("Result")
 
 
