@@ -39,7 +39,6 @@ class ShardedTrainer(Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    mesh: Any
 
     def __init__(self, *args: Any, layout: Layout, mesh: Any, **kwargs: Any) -> None:
         self.layout, self.mesh = layout, mesh
@@ -51,8 +50,8 @@ class ShardedTrainer(Trainer):
         if self.mesh is not None:  # by which data loaders know whose sequences are the same
             state.device_mesh = self.mesh
             state.parallelism_config = ParallelismConfig(dp_shard_size=self.layout.weights)
-        if self.layout.tensor > 1:  # before the optimizer exists, and before a device would hold the whole model
-            split_matrices(self.model, self.mesh[TENSOR])
+            if self.layout.tensor > 1:  # before the optimizer exists, and before a device would hold the whole model
+                split_matrices(self.model, self.mesh[TENSOR])
         if self.layout.fsdp and self.layout.weights > 1:
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
