@@ -600,7 +600,8 @@ def best_of_rows() -> None:
 def drawn_in_a_graph() -> None:
     ops = moved(operands((2,), 7, 301, dtype=torch.float32, bias=False))
     noise = Noise(torch.arange(2, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    for rules in ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}):
+    warm = torch.tensor([0.0, 0.7], device=DEVICE)
+    for rules in ({}, {"temperature": warm}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}):
         plain = _drawn(ops, {"noise": noise, **rules}, "triton")
         found = _captured(lambda rules=rules: _drawn(ops, {"noise": noise, **rules}, "triton"))
         for name in names():
@@ -616,11 +617,11 @@ def drawn_in_a_graph() -> None:
 
 def _captured(step: Callable[[], Result]) -> Result:
     """The step's result from a replayed graph; on a CPU with what would wait refused."""
-    from logitless.sample import triton_draw
+    from logitless.sample import tokens, triton_draw
 
     if DEVICE == "cpu":
         with ExitStack() as stack:
-            for module in (problem, checks, triton_draw):
+            for module in (problem, checks, tokens, triton_draw):
                 stack.enter_context(patch.object(module, "capturing", lambda _: True))
             stack.enter_context(NoWaiting())
             return step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from numbers import Real
 
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from ..vocab.backends.chunk import Chunk, Folded
 from ..vocab.checks import flatten
 from ..vocab.engine import Pass
 from ..vocab.head import LMHead
 from ..vocab.lowrank import stand_in, with_low_rank
 from ..vocab.meeting import on_all
 from ..vocab.noise import Noise
-from ..vocab.problem import Inputs, Problem, Spec, compute_dtype, full_precision
+from ..vocab.problem import Inputs, Problem, Spec, capturing, compute_dtype, full_precision
 from ..vocab.ranks import first_on_all
 from .draw import Change, recorded
 from .record import SampleRecord
@@ -105,30 +105,30 @@ def draw_tokens(
     run = Pass(problem, whole=True, wide=True)
     if change is not None:
         run.slices = replace(run.slices, tokens=max(1, problem.n_tokens))
-    with full_precision(hidden.device.type):
-        for rows, chunk in run.chunks():
-            folded = run.fold(chunk, keep="logits")
-            some, warmth = Noise(seeds[rows], positions[rows]), heat[rows].to(problem.compute)
-            part = _on_device(spec, chunk, folded, warmth, some, rules, keep) if change is None else None
-            if part is None:
-                part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
-            if part.shape == heat.shape:
-                return part.reshape(*hidden.shape[:-1])
-            if not record.shape[0]:  # not before it is needed: each of its tensors is a launch
-                record = record.map(lambda x: x.new_empty((problem.n_tokens, *x.shape[1:])))
-            record.write(rows, part)
+    for rows, part in _parts(run, heat, Noise(seeds, positions), rules, keep, budget, change):
+        if part.shape == heat.shape:
+            return part.reshape(*hidden.shape[:-1])
+        if not record.shape[0]:  # not before it is needed: each of its tensors is a launch
+            record = record.map(lambda x: x.new_empty((problem.n_tokens, *x.shape[1:])))
+        record.write(rows, part)
     return record.reshape(*hidden.shape[:-1])
 
 
-def _on_device(
-    spec: Spec, chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, rules: Rules, keep: int
-) -> SampleRecord | None:
-    """The chunk's record by the backend's own kernels; None where it has none, or they do not reach far enough."""
-    if spec.backend != "triton":
-        return None
-    from . import triton_draw  # on first use: it imports triton
+def _parts(
+    run: Pass, heat: Tensor, noise: Noise, rules: Rules, keep: int, budget: int, change: Change | None
+) -> Iterator[tuple[slice, SampleRecord]]:
+    """(rows, their record), chunk by chunk; by the backend's own kernels where it has some that reach far enough."""
+    with full_precision(heat.device.type):
+        for rows, chunk in run.chunks():
+            folded, part = run.fold(chunk, keep="logits"), None
+            some, warmth = Noise(noise.seeds[rows], noise.positions[rows]), heat[rows].to(run.problem.compute)
+            if run.problem.spec.backend == "triton" and change is None:
+                from . import triton_draw  # on first use: it imports triton
 
-    return triton_draw.recorded(chunk, folded, heat, noise, rules=rules, keep=keep)
+                part = triton_draw.recorded(chunk, folded, warmth, some, rules=rules, keep=keep)
+            if part is None:
+                part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
+            yield rows, part
 
 
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Te
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
             raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
         return torch.full(lead, float(temperature), dtype=torch.float64, device=hidden.device)
-    if not bool(((temperature >= 0) & temperature.isfinite()).all()):
+    if not capturing(hidden) and not bool(((temperature >= 0) & temperature.isfinite()).all()):
         raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
     try:
         return temperature.to(hidden.device).expand(lead)
