@@ -24,14 +24,16 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "fsdp2": [*LIGHT, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
     "tensor parallel": LIGHT,
     "context parallel": LIGHT,
+    "adapters": [{"gradient_checkpointing": True, "lora_rank": 8}],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"sharding": "fsdp2"},
     "tensor parallel": {"tensor_parallel": 2},
+    "adapters": {"sharding": "fsdp2"},
     "context parallel": {"context_parallel": 2, "context_length": 2 * LENGTH, "sharding": "fsdp2"},
 }
-SHARED = ("sharding", "tensor_parallel", "context_parallel", "gradient_checkpointing", "mlp_tiles")
+SHARED = ("sharding", "tensor_parallel", "context_parallel", "gradient_checkpointing", "lora_rank")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,8 @@ def planned(given: dict[str, Any], ranks: int) -> int:
     data = ranks // (given.get("tensor_parallel", 1) * given.get("context_parallel", 1))
     setting = Setting(
         shape_of(given["model"]), batch_size=data * rows, micro_batch=ROWS, response_length=given["context_length"],
-        gpus=ranks, optimizer="adamw-bf16", master_weights=False, memory_budget=BUDGET << 20, **same,
+        gpus=ranks, optimizer=f"adamw-{'fp32' if 'lora_rank' in given else 'bf16'}", master_weights=False,
+        memory_budget=BUDGET << 20, **same,
     )  # fmt: skip
     return plan(setting).peak
 

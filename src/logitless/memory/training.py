@@ -171,7 +171,9 @@ def _fsdp2(setting: Setting, item: int) -> Iterator[Row]:
     else:
         yield "gathered head", text, embedding, (ROLLOUT, SCORING, LOSS, LOSS_BACKWARD), embedding
         yield "gathered head, its buffer", text, embedding, (SCORING, LOSS), embedding
-        if not setting.lora_rank:
+        if (
+            setting.gradient_checkpointing or not setting.lora_rank
+        ):  # checkpointed layers want a gradient of their input
             yield "gathered embedding", text, embedding, (BACKWARD_END, EMBEDDING), embedding
     reduced = trained_layer(setting) * item
     yield "a layer's reduce-scatter", "its input", reduced, (BACKWARD_END,), reduced
