@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from logitless.cli.main import main
+from logitless.models.positions import scale
 from tests.train.micro import micro_directory, micro_model
 
 
@@ -109,6 +110,18 @@ def test_how_it_ends(model, capsys):
     (full,) = told(capsys)["sequences"]
     assert full["finish"] in ("ended by the model's context", "ended by the model")
     assert len(full["tokens"]) + 3 <= 64
+
+
+def test_stretched_positions_are_a_longer_context(tmp_path, capsys):
+    """A checkpoint as `logitless train --rope-scaling linear:2` writes it: 64 positions that reach to 128."""
+    micro_directory(tmp_path)
+    stretched = micro_model(initializer_range=0.3, eos_token_id=None)
+    scale(stretched.config, "linear:2")
+    stretched.save_pretrained(tmp_path)
+    assert sample(tmp_path, "--prompt", "x" * 90, "--temperature", 0, "--json", "-") == 0
+    assert len(told(capsys)["sequences"][0]["tokens"]) == 12
+    assert sample(tmp_path, "--prompt", "x" * 128) == 2
+    assert "prompt 1 has 128 tokens, and the model's context only 128" in capsys.readouterr().err
 
 
 def test_a_prompt_near_the_context_cuts_no_other_short(model, capsys):

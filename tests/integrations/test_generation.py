@@ -13,6 +13,7 @@ import logitless as ll
 from logitless.errors import ConfigError, DtypeError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.generation import Recorder, generate
 from logitless.integrations.generation_contract import METHODS
+from logitless.models.positions import scale
 from logitless.sample.record import names
 from tests.integrations.tiny import WIDTH
 from tests.support import trace_allocations
@@ -304,6 +305,23 @@ def test_a_prompt_that_could_grow_past_the_context():
         generate(model, {"input_ids": ids[:, :60]}, max_length=77, do_sample=False)
     with pytest.warns(UserWarning, match="default `max_length`"):  # 20 more, but for its end
         assert generate(model, {"input_ids": ids[:, :60]}, do_sample=False).ids.shape[1] == 64
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_stretched_positions_are_a_longer_context(kind):
+    """Scaled rotary embeddings reach past max_position_embeddings: as far as `reach` says, and as transformers goes."""
+    config = t.LlamaConfig(**{**SMALL, "eos_token_id": None})
+    scale(config, f"{kind}:4")
+    config.max_position_embeddings = 64  # yarn as older checkpoints write it
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config).eval()
+    prompt = {"input_ids": torch.arange(1, 6)[None]}
+    made = generate(model, prompt, max_new_tokens=100, do_sample=False)
+    assert made.record.shape == (1, 100)
+    assert torch.equal(made.ids, model.generate(**prompt, max_new_tokens=100, do_sample=False))
+    expected = "^generate: 5 prompt tokens and 252 new ones .* 256 tokens; .* at most 251, .*$"
+    with pytest.raises(ShapeError, match=expected):
+        generate(model, prompt, max_new_tokens=252, do_sample=False)
 
 
 def test_a_model_without_hidden_states():

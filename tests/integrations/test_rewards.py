@@ -9,6 +9,7 @@ import torch
 
 from logitless.errors import ConfigError, LabelError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.rewards import SelfCertaintyReward
+from logitless.models.positions import scale
 from tests.integrations.certainty import dense
 from tests.support import trace_allocations
 from tests.train.micro import SHAPE, micro_model
@@ -135,6 +136,16 @@ BAD = {
     "padding id": (bound, {"completion_ids": [[5, -100]]}, LabelError, "got -100"),
     "NaN": (broken, {}, NotFiniteError, "completion 0 is nan: the policy's hidden states are not finite"),
 }
+
+
+def test_stretched_positions_are_a_longer_context(model):
+    """Past max_position_embeddings, as far as scaled rotary embeddings reach."""
+    config = copy.deepcopy(model.config)
+    scale(config, "linear:2")
+    long = bound(type(model)(config))
+    assert len(long(prompt_token_ids=LONG, completion_ids=[[1, 2, 3]])) == 1
+    with pytest.raises(ShapeError, match=r"126 prompt and 3 completion tokens exceed .* of 128"):
+        long(prompt_token_ids=[LONG[0] + [1] * 64], completion_ids=[[1, 2, 3]])
 
 
 @pytest.mark.parametrize("what", BAD)

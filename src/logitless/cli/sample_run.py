@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError, OptionError
 from ..integrations.generation import generate
 from ..memory.units import parse_bytes
+from ..models.positions import reach
 from ..sample.described import described
 from ..sample.record import SampleRecord
 from ..sample.terminal import streamed
@@ -49,7 +50,7 @@ def run(
     default_model(config.model, config.device, console)
     source = _source(config)
     tokenizer = load_tokenizer(source).saved
-    jobs = _jobs(config, prompts, tokenizer, _context(source.config))
+    jobs = _jobs(config, prompts, tokenizer, reach(source.config))
     model = _load(config, source)
     sequences, tables = [], []
     with _watched(jobs, tokenizer, console, screen) as on_step:
@@ -84,10 +85,6 @@ def _load(config: SampleConfig, source: ModelSource) -> Any:
     model = build(replace(TrainConfig(model=config.model, dtype=config.dtype), context_length=1), source)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return model.eval().to("cuda" if cuda else "cpu")
-
-
-def _context(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int | None) -> list[Job]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LabelError, ShapeError
+from ..models.positions import reach
 from .lm_head import causal_lm
 
 Ids = Sequence[int]
@@ -50,8 +51,8 @@ def rows_of(prompts: Sequence[Ids], completions: Sequence[Ids], masks: Sequence[
 
 def check_rows(rows: list[Row], model: nn.Module) -> None:
     """ShapeError for a row longer than the model's positions, LabelError for an id without an embedding."""
-    config = causal_lm(model).config.get_text_config()
-    longest, vocab = getattr(config, "max_position_embeddings", None), config.vocab_size
+    config = causal_lm(model).config
+    longest, vocab = reach(config), config.get_text_config().vocab_size
     for i, row in enumerate(rows):
         length = len(row.prompt) + len(row.completion)
         if longest is not None and length > longest:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
+from ..models.positions import reach
 from ..sample.rules import Rules
 
 WARPERS = {
@@ -67,7 +68,7 @@ def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, A
         raise ShapeError(
             f"inputs: expected prompts of at least one token, got an empty one in input_ids of shape {tuple(ids.shape)}"
         )
-    context, longest = _context(inner), int(lengths.max())
+    context, longest = reach(inner.config), int(lengths.max())
     if context is not None and longest >= context:
         raise ShapeError(
             f"inputs: expected prompts of less than {context:,} tokens, the context of {type(inner).__name__}, got "
@@ -80,17 +81,12 @@ def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, A
 
 def check_room(model: Any, ids: Tensor, mask: Any, new: int) -> None:
     """Raises ShapeError where a prompt and its `new` tokens could go past the model's context."""
-    context, longest = _context(model), int(_lengths(ids, mask).max())
+    context, longest = reach(model.config), int(_lengths(ids, mask).max())
     if context is not None and longest + new > context:
         raise ShapeError(
             f"generate: {longest:,} prompt tokens and {new:,} new ones go past the context of {type(model).__name__}, "
             f"{context:,} tokens; pass max_new_tokens of at most {context - longest:,}, or cut the prompts"
         )
-
-
-def _context(model: Any) -> int | None:
-    """The positions that a model has, None where they are without end."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _lengths(ids: Tensor, mask: Any) -> Tensor:

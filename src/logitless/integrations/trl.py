@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, OptionError
+from ..models.positions import reach
 from ..vocab.api import explain
 from ..vocab.head import LMHead
 from .lm_head import causal_lm, output_head, replaced
@@ -227,7 +228,7 @@ def _check_model(trainer: Any, policy: Any) -> None:
     config = policy.config
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"trainer: expected a decoder, got the encoder-decoder {type(policy).__name__}")
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = reach(config)
     longest = getattr(trainer.args, "max_completion_length", None)
     if context is not None and longest is not None and longest > context:
         raise ConfigError(
