@@ -40,7 +40,8 @@ class SparseBackward:
     Afterwards, of the latest gradient that was formed from slices, as tensors that nobody has waited for:
     `skipped_mass`, the largest m; `logit_error`, Σ_i |s·c|·m (for a loss whose gradient is formed in the forward pass,
     at an upstream gradient of 1); `skipped_share`, of (token, entry) pairs without backward products. `str` says all
-    in a line. With a frozen head and few statistics there are no slices in backward, and nothing is left out.
+    in a line. With a frozen head and few statistics there are no slices in backward, and nothing is left out; such a
+    call takes backend "eager" all the same, on a GPU too, and one for values unless it is under torch.no_grad().
     For logprob, logsumexp, cross-entropy, entropy, self_certainty, sum_sq_prob; backend "eager", which on a GPU waits
     for the device once a chunk. Raises OptionError for a bound or width without a meaning, and by the call for
     statistics whose gradient p does not bound, a reference, a sharded head and a CUDA graph.
@@ -49,22 +50,23 @@ class SparseBackward:
     """
 
     def __init__(self, bound: float, width: int = 2048) -> None:
-        if not isinstance(bound, Real) or not 0 <= bound < 1:
+        if isinstance(bound, bool) or not isinstance(bound, Real) or not 0 <= bound < 1:
             raise OptionError(f"SparseBackward: bound must be a share of a token's mass, 0 ≤ bound < 1, got {bound}")
-        if not isinstance(width, int) or width < 1:
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise OptionError(f"SparseBackward: width must be a whole number of entries, at least 1, got {width}")
         self.bound, self.width = float(bound), width
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # of each chunk: largest mass, error, entries computed
-        self._pairs = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of each chunk: largest mass, error
+        self._computed = self._pairs = 0  # (token, entry) pairs
 
     def begin(self) -> None:
         """Forget the call before."""
-        self._parts, self._pairs = [], 0
+        self._parts, self._computed, self._pairs = [], 0, 0
 
-    def add(self, mass: Tensor, weight: Tensor, computed: Tensor, pairs: int) -> None:
-        """A chunk's part of the certificate: mass and weight (C,), how many of `pairs` were computed, a scalar."""
+    def add(self, mass: Tensor, weight: Tensor, computed: int, pairs: int) -> None:
+        """A chunk's part of the certificate: mass and weight (C,), and how many of `pairs` were computed."""
         left = torch.where(weight == 0, 0.0, mass)
-        self._parts.append((left.amax(), (weight * left).sum(), computed))
+        self._parts.append((left.amax(), (weight * left).sum()))
+        self._computed += computed
         self._pairs += pairs
 
     @property
@@ -80,9 +82,7 @@ class SparseBackward:
     @property
     def skipped_share(self) -> Tensor:
         """The share of (token, entry) pairs without backward products, ()."""
-        if not self._pairs:
-            return torch.zeros(())
-        return 1 - torch.stack([part[2] for part in self._parts]).sum() / self._pairs
+        return torch.tensor(1 - self._computed / self._pairs if self._pairs else 0.0, dtype=torch.float64)
 
     def __repr__(self) -> str:
         return f"SparseBackward(bound={self.bound:g}, width={self.width})"

@@ -60,11 +60,11 @@ class Skip:
         """The tokens of each slice, None where they are all of the chunk's; and the report's part of this chunk."""
         weight = torch.stack([slope[basis].abs() for basis in sorted(BOUNDED & slope.keys())]).sum(0)
         kept = (self.kept & (weight != 0)[:, None]).t().contiguous()
-        counts = kept.sum(1)
-        widths = torch.tensor([v.stop - v.start for v in chunk.vocabulary()], device=counts.device)
+        counts = kept.sum(1).tolist()  # the one wait for the device
+        computed = sum(count * (v.stop - v.start) for count, v in zip(counts, chunk.vocabulary(), strict=True))
         n = chunk.n_tokens
-        self.report.add(self.mass, weight, (counts * widths).sum().double(), n * chunk.policy.head.held)
-        rows = kept.view(-1).nonzero().squeeze(1).remainder_(n).split(counts.tolist())
+        self.report.add(self.mass, weight, computed, n * chunk.policy.head.held)
+        rows = torch.nonzero_static(kept.view(-1), size=sum(counts)).squeeze(1).remainder_(n).split(counts)
         return [None if x.shape[0] == n else x for x in rows]
 
 
