@@ -187,7 +187,7 @@ def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora):
 @pytest.mark.parametrize(
     ("light", "lora", "tokens"),
     [
-        ({"gradient_checkpointing": True}, 0, 2048),
+        pytest.param({"gradient_checkpointing": True}, 0, 2048, marks=pytest.mark.slow),
         ({}, 0, 2048),
         # what tiles leave is no more than a chunk of queries takes, unless there are many tokens
         pytest.param({"gradient_checkpointing": True, "mlp_tiles": 8}, 0, 8192, marks=pytest.mark.slow),
