@@ -79,6 +79,25 @@ def full_attention(group: Any) -> None:
     compare(group, model(dtype=torch.float32), model(dtype=torch.float32), 3e-5)
 
 
+def windows_that_layers_do_not_pass(group: Any) -> None:
+    """Those that transformers' mask alone has: of some layers, with and without an attribute that says so; of all."""
+    everything, part = batch(DOCUMENTS), Part.of(group)
+    mine = part.cut(everything)
+    some = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    for kind, more in (("qwen2_moe", some), ("phimoe", {})):
+        more |= {"sliding_window": 5, "num_local_experts": 2, "num_experts": 4, "moe_intermediate_size": 8}
+        whole, shared = (model(kind, **more).eval() for _ in range(2))
+        for one in (whole, shared):
+            one.set_experts_implementation("eager")  # the only one in float64
+        attach(shared, group)
+        with torch.no_grad():
+            wanted, found = (
+                one(given["input_ids"], position_ids=given["position_ids"], use_cache=False).logits
+                for one, given in ((whole, everything), (shared, mine))
+            )
+        torch.testing.assert_close(found, wanted.chunk(part.ranks, 1)[part.rank], rtol=1e-9, atol=1e-9)
+
+
 def sparse_attention(group: Any) -> None:
     compare(group, nsa_layers.attach(model(), SPARSE), nsa_layers.attach(model(), SPARSE))
 
@@ -126,7 +145,14 @@ def what_travels(group: Any) -> None:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (full_attention, sparse_attention, all_that_makes_a_context_longer, what_travels, memory)
+    for case in (
+        full_attention,
+        windows_that_layers_do_not_pass,
+        sparse_attention,
+        all_that_makes_a_context_longer,
+        what_travels,
+        memory,
+    )
 }
 
 if __name__ == "__main__":

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from logitless.errors import ConfigError, OptionError
-from logitless.models.context_parallel import NAME, Part, attach, attend, gathered
+from logitless.models.context_parallel import NAME, UNKNOWN, Part, attach, attend, gathered, window_or_padding
 from tests.models.context_ranks import CASES, batch, model
 from tests.vocab.sharding import launch
 
@@ -35,6 +41,17 @@ def test_parts_of_a_batch():
     assert Part(1, 2, "").cut(whole)["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
 
 
+def test_padding_is_refused_by_every_rank():
+    """By those too whose part has none, which would wait for the others' keys."""
+    padded = batch([[8], [8]])
+    padded["attention_mask"] = torch.ones(2, 8, dtype=torch.long)
+    assert "attention_mask" not in Part(0, 2, "").cut(padded)
+    padded["attention_mask"][1, 6:] = 0
+    for rank in range(2):
+        with pytest.raises(OptionError, match="expected packed rows, got padding: 2 tokens"):
+            Part(rank, 2, "").cut(padded)
+
+
 def test_a_length_that_ranks_cannot_share():
     with pytest.raises(OptionError, match="that 3 ranks can share evenly, got 8 tokens"):
         Part(0, 3, "").cut(batch([[8]]))
@@ -43,10 +60,11 @@ def test_a_length_that_ranks_cannot_share():
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("gpt2", {"n_layer": 1, "n_head": 2}, "layers without q_proj"),
+        ("gpt2", {"n_layer": 1, "n_head": 2}, "no attention layers of q_proj"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
         ("qwen3", {"attention_dropout": 0.1}, "attention dropout, got 0.1: set attention_dropout to 0"),
         ("gemma2", {"head_dim": 8}, "attn_logit_softcapping in its attention"),
+        ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "attention that is not causal in its"),
     ],
 )
 def test_models_that_are_refused_are_left_alone(kind, more, message):
@@ -65,11 +83,34 @@ def test_calls_that_are_refused():
         attend(layer, q, k, k, None, dropout=0.1)
     with pytest.raises(ConfigError, match="no cache, got 2 keys"):
         attend(layer, q[:, :, :1], k, k, None)
+    for name in UNKNOWN:
+        with pytest.raises(ConfigError, match=f"knows no {name} in attention"):
+            attend(layer, q, k, k, None, **{name: torch.zeros(4)})
     layer.context_part = Part(0, 2, "")
     with pytest.raises(ConfigError, match="got an attention_mask"):
         gathered(layer, k, k, torch.ones(1, 3), torch.arange(3))
     with pytest.raises(ConfigError, match="got attention without position_ids"):
         gathered(layer, k, k, None, None)
+
+
+def test_masks_of_another_kind_are_refused():
+    """transformers' own functions make them: by a function of the caller's, and of chunks."""
+    config = AutoConfig.for_model("qwen3", sliding_window=5, use_sliding_window=True)
+    config._attn_implementation = NAME
+    AttentionMaskInterface.register(NAME, window_or_padding)
+    embeds = torch.zeros(1, 8, 4)
+    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+    given["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    assert create_causal_mask(**given) is None
+    assert create_sliding_window_causal_mask(**given) == 5
+    config.attention_chunk_size = 4
+    for refused in (
+        lambda: create_chunked_causal_mask(**given),
+        lambda: create_causal_mask(**given, or_mask_function=lambda row, head, query, key: query < 2),
+        lambda: create_bidirectional_mask(config, embeds, None),
+    ):
+        with pytest.raises(ConfigError, match="expected a causal mask with or without a sliding window, got another"):
+            refused()
 
 
 def test_mixed_precision_computes_in_the_values_dtype():

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import distributed_c10d as c10d
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from ..errors import ConfigError, OptionError
+from ..vocab.shard import group_named
+from .instances import PROJECTIONS, attention_layers
 from .packed import packed_attention
 from .positions import changes_with_length
 
 NAME = "logitless_context_parallel"
 PART = "context_part"  # an attention layer's place for its rank's part
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-UNLIKE = ("attn_logit_softcapping", "sinks", "attention_chunk_size")
+UNKNOWN = ("s_aux", "softcap", "position_bias", "indices")  # what transformers' layers may hand to attention
 IGNORED = -100
 
 
@@ -40,8 +40,7 @@ class Part:
 
     @property
     def process_group(self) -> Any:
-        find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-        return find(self.group)
+        return group_named(self.group)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(B, kv_heads, T, D) twice -> the keys and values from the sequence's first to this part's last.
@@ -56,15 +55,21 @@ class Part:
         """A batch of whole sequences, (B, S) each -> this rank's part of it, (B, S / ranks).
 
         Labels are shifted before: the last token of a part is followed by the first one of the next. They come as
-        `shift_labels` too, which is what keeps a model from shifting them again. Raises OptionError.
+        `shift_labels` too, which is what keeps a model from shifting them again. A mask of ones is left out. Raises
+        OptionError, on every rank, for padding and for a length that ranks cannot share.
         """
+        whole = dict(batch)
+        mask = whole.pop("attention_mask", None)
+        if mask is not None and not mask.all():
+            padding = int((mask == 0).sum())
+            raise OptionError(f"--context-parallel: expected packed rows, got padding: {padding} tokens")
         length = batch["input_ids"].shape[1]
         if length % self.ranks:
             raise OptionError(f"expected sequences that {self.ranks} ranks can share evenly, got {length} tokens")
         at = slice(self.rank * length // self.ranks, (self.rank + 1) * length // self.ranks)
         shifted = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         places = torch.arange(length, device=shifted.device).expand_as(shifted)
-        whole = {"position_ids": places, **batch, "labels": shifted, "shift_labels": shifted}
+        whole = {"position_ids": places, **whole, "labels": shifted, "shift_labels": shifted}
         return {name: tensor[:, at].contiguous() for name, tensor in whole.items()}
 
 
@@ -100,25 +105,23 @@ def attach(model: Any, group: Any) -> Any:
     The ranks' losses add up to that of the whole batch, and their gradients too: an engine that averages over D ranks
     wants each loss times D. Position ids restart at every document, and tell documents apart. Everything else in a
     layer is done token by token. group: a process group. Raises ConfigError for a model that mixes tokens in another
-    way, drops attention or whose rotary embeddings depend on the longest position, and leaves it as it was.
+    way, drops attention or whose rotary embeddings depend on the longest position, and leaves it as it was; calls
+    raise it for masks that are more than causal, windowed and of documents.
 
     Memory: besides a part's own, a layer's keys and values of the whole sequence, (B, kv_heads, S, D) twice, kept for
     backward where the layer is not checkpointed.
     """
     config = model.config.get_text_config()
-    layers = [m for m in model.modules() if all(hasattr(m, name) for name in PROJECTIONS)]
-    unlike = next((name for name in UNLIKE for m in layers if getattr(m, name, None) is not None), None)
-    name = type(model).__name__
-    if unlike or len(layers) != config.num_hidden_layers:
-        what = f"{unlike} in its attention" if unlike else "layers without q_proj, k_proj, v_proj and o_proj"
-        raise ConfigError(f"--context-parallel needs a model of Qwen3's or Llama's shape; {name} has {what}")
+    layers = attention_layers(model, "--context-parallel")
+    if len(layers) != config.num_hidden_layers:
+        raise ConfigError(f"--context-parallel: {type(model).__name__} has layers without {', '.join(PROJECTIONS)}")
     check_config(config)
     part = Part.of(group)
     for layer in layers:
         setattr(layer, PART, part)
     if not any(hasattr(layer, "nsa") for layer in layers):
         AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, flash_attention_mask)
+        AttentionMaskInterface.register(NAME, window_or_padding)
         model.set_attn_implementation(NAME)
     return model
 
@@ -152,24 +155,38 @@ def gathered(
     return part.gathered(key, value)
 
 
+def window_or_padding(local_size: int | None = None, use_vmap: bool = False, **given: Any) -> Tensor | int | None:
+    """transformers' mask interface: a layer's window in place of its mask, whether the layer itself knows it or not.
+
+    Padding is given as flash attention has it. Raises ConfigError.
+    """
+    windows = (None, getattr(given["config"], "sliding_window", None))
+    if use_vmap or local_size not in windows or "allow_is_bidirectional_skip" in given:
+        raise ConfigError("--context-parallel: expected a causal mask with or without a sliding window, got another")
+    padding = flash_attention_mask(**given)
+    return local_size if padding is None else padding
+
+
 def attend(
     module: Any,
     query: Tensor,  # (B, heads, T, D)
     key: Tensor,  # (B, kv_heads, T, D)
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,  # of `window_or_padding`
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: this part's queries and the keys so far. Raises ConfigError."""
+    if unknown := [name for name in UNKNOWN if more.get(name) is not None]:
+        raise ConfigError(f"--context-parallel knows no {unknown[0]} in attention; train without it")
     if dropout:
         raise ConfigError(f"--context-parallel knows no attention dropout, got {dropout}")
     if key.shape[2] != query.shape[2]:
         raise ConfigError(f"--context-parallel: expected no cache, got {key.shape[2] - query.shape[2]} keys of one")
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a norm widens them
     positions: Any = more.get("position_ids")
-    keys, values = gathered(module, key, value, attention_mask, positions)
-    result = packed_attention(query, keys, values, positions, scaling, sliding_window)
+    window, mask = (attention_mask, None) if isinstance(attention_mask, int) else (None, attention_mask)
+    keys, values = gathered(module, key, value, mask, positions)
+    result = packed_attention(query, keys, values, positions, scaling, window)
     return result.transpose(1, 2), None

@@ -1,4 +1,4 @@
-"""transformers models from a name or a configuration, their checkpointing and adapters."""
+"""transformers models from a name or a configuration, their attention layers, checkpointing and adapters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from .catalog import fields_of, from_config
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+UNLIKE = ("attn_logit_softcapping", "sinks", "attention_chunk_size")
 
 
 def configuration(name: str) -> Any:
@@ -33,6 +36,20 @@ def config_of(values: Any, name: str) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # configuration classes validate in their own ways
         raise ConfigError(f"--model {name}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+
+
+def attention_layers(model: Any, wish: str, *unlike: str) -> list[Any]:
+    """The layers of a model whose attention is causal softmax attention, as Qwen3's or Llama's is.
+
+    wish: what asks for them; unlike: what else no layer may have. Raises ConfigError where there are none, or others.
+    """
+    layers = [m for m in model.modules() if all(hasattr(m, name) for name in PROJECTIONS)]
+    found = [name for name in (*UNLIKE, *unlike) for m in layers if getattr(m, name, None) is not None]
+    found += ["attention that is not causal" for m in layers if getattr(m, "is_causal", True) is False]
+    if found or not layers or not hasattr(model.config.get_text_config(), "num_key_value_heads"):
+        what = f"{found[0]} in its attention" if found else f"no attention layers of {', '.join(PROJECTIONS)}"
+        raise ConfigError(f"{wish} needs a model of Qwen3's or Llama's shape; {type(model).__name__} has {what}")
+    return layers
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -45,11 +45,16 @@ class VocabShard:
     @classmethod
     def parse(cls, key: str) -> VocabShard:
         """The shard whose `key` this is."""
-        from torch.distributed import distributed_c10d as c10d
-
         name, offset, total = key.rsplit("@", 2)
-        find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-        return cls(find(name), int(offset), int(total))
+        return cls(group_named(name), int(offset), int(total))
+
+
+def group_named(name: str) -> Any:
+    """The process group that has this name, which goes where a group cannot."""
+    from torch.distributed import distributed_c10d as c10d
+
+    find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return find(name)
 
 
 def process_group(what: str, group: Any, dim: str | None) -> Any:

@@ -12,12 +12,11 @@ from transformers.masking_utils import flash_attention_mask
 
 from ...errors import ConfigError
 from ..context_parallel import gathered
+from ..instances import attention_layers
 from .attention import nsa
 from .options import NSAOptions
 
 NAME = "logitless_nsa"
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-UNLIKE = ("sliding_window", "attn_logit_softcapping", "sinks", "attention_chunk_size")
 
 
 class NSAParameters(nn.Module):
@@ -129,11 +128,7 @@ def attach(model: Any, options: NSAOptions | None = None) -> Any:
     """
     config = model.config.get_text_config()
     options = (options or NSAOptions(**getattr(config, "nsa", None) or {})).check()
-    layers = [m for m in model.modules() if all(isinstance(getattr(m, name, None), nn.Linear) for name in PROJECTIONS)]
-    unlike = next((name for name in UNLIKE for m in layers if getattr(m, name, None)), None)
-    if not layers or unlike is not None or not hasattr(config, "num_key_value_heads"):
-        what = f"{unlike} in its attention" if unlike else "no attention layers of q_proj, k_proj, v_proj and o_proj"
-        raise ConfigError(f"nsa needs a model of Qwen3's shape; {type(model).__name__} has {what}")
+    layers = attention_layers(model, "nsa", "sliding_window")
     if any(hasattr(layer, "nsa") for layer in layers):
         raise ConfigError("this model has nsa already")
     AttentionInterface.register(NAME, attend)
