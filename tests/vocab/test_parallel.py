@@ -1,10 +1,14 @@
 """Heads whose vocabulary is split over two and four ranks: one launch, a test for each case."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from logitless.algebra.costs import traffic_of
+from logitless.vocab.gradient import _scatter
+from logitless.vocab.head import place
 from tests.vocab.parallel_ranks import CASES
 from tests.vocab.sharding import launch
 
@@ -29,6 +33,22 @@ def test_a_rank_that_is_killed(found):
 def test_kernels_on_a_part_of_the_vocabulary(tmp_path):
     found = launch("tests.vocab.parallel_triton", tmp_path, TRITON_INTERPRET="1")
     assert {found[rank]["kernels 2"] for rank in "01"} == {"ok"}
+
+
+def test_entries_of_other_ranks_burden_no_single_row():
+    """They add nothing, and go to all rows in turn: a kernel adds up serially what goes to the same row."""
+    held, seen = 8, []
+    head = SimpleNamespace(held=held)
+    factor = SimpleNamespace(scatter=lambda ids, c, tokens, entries: seen.append((ids, c)))
+    policy = SimpleNamespace(head=head, place=lambda ids: place(ids, 100, held), factors=[factor])
+    labels = torch.tensor([[3], [104], [500], [107], *[[i] for i in range(28)], *[[1000]] * 32])
+    grads = SimpleNamespace(pairs=[(None, None)], bias=torch.zeros(held))
+    _scatter(SimpleNamespace(policy=policy), labels, torch.ones(64, 1), grads)
+    ((ids, c),) = seen
+    assert ids[[1, 3]].flatten().tolist() == [4, 7]
+    assert c.flatten().nonzero().flatten().tolist() == [1, 3]
+    assert grads.bias.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
+    assert ids.flatten().bincount(minlength=held).max() <= 64 // held + 2
 
 
 def test_what_leaves_a_rank():

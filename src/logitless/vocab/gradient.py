@@ -68,10 +68,12 @@ def unfold(
 
 def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Grads) -> None:
     """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
-    if chunk.policy.head.held == 0:
+    held = chunk.policy.head.held
+    if held == 0:
         return
     ids, mine = chunk.policy.place(ids)
-    if mine is not None:
+    if mine is not None:  # entries of other ranks add 0, to all rows in turn: what goes to one row is added serially
+        ids = torch.where(mine, ids, torch.arange(ids.numel(), device=ids.device).view_as(ids) % held)
         coefficients = torch.where(mine, coefficients, 0.0)
     for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
         factor.scatter(ids, coefficients, tokens, entries)
