@@ -166,7 +166,7 @@ def check(device: str, seconds: float, out: Path | None) -> int:
             )
             for i, report in enumerate(reports)
         ]
-        codes = [process.wait() for process in running]
+        codes = _ended(running, begin + seconds + 0.8 * GRACE)  # before this process is ended itself
         found = [json.loads(report.read_text()) for report in reports if report.exists()]
     record: Record = {"kind": "gpu-check", "device": device, "seconds": round(time.monotonic() - begin, 1)}
     record |= {name: [case for part in found for case in part[name]] for name in ("passed", "failed", "left")}
@@ -175,6 +175,19 @@ def check(device: str, seconds: float, out: Path | None) -> int:
     if out is not None:
         write_line(out, record)
     return int(any(codes))
+
+
+def _ended(running: list["subprocess.Popen[bytes]"], deadline: float) -> list[int]:
+    """Exit statuses; whatever still runs at the deadline, or when waiting is interrupted, is killed: it has the GPU."""
+    try:
+        for process in running:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print("check: killed what had not ended in time", flush=True)
+    finally:
+        for process in running:
+            process.kill()  # nothing, where it has ended
+    return [process.wait() for process in running]
 
 
 def table(options: argparse.Namespace, device: str) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
     assert len(check["left"]) > 50
     assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
     assert "| failed: no time left |" in done.stdout
+
+
+def test_a_check_that_hangs_is_killed():
+    """Not only this process ends: those that it has started would keep the GPU."""
+    quick, *hanging = [
+        subprocess.Popen([sys.executable, "-c", code]) for code in ("", *["import time; time.sleep(60)"] * 2)
+    ]
+    quick.wait()
+    assert gpu._ended([hanging[0], quick, hanging[1]], time.monotonic() + 0.1) == [-9, 0, -9]
 
 
 @pytest.mark.slow
