@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_maths import MASK, ordered
+from .triton_maths import MASK, ordered, unordered
 
 LOWEST_KEY = -(2**63) + 1
 LOWEST = tl.constexpr(-(2**31))  # below every logit's number
@@ -33,8 +33,8 @@ def best_places(x, k):
 
 @triton.jit
 def logit_of(number):
-    """The logit that `ordered` made this number of; -inf for what is masked."""
-    z = (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    """`unordered`, -inf for what is masked."""
+    z = unordered(number)
     return tl.where(z <= MASK, -float("inf"), z)
 
 
@@ -74,7 +74,5 @@ def decode(keys, logits, ids, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=0)
-    number = (key >> 32).to(tl.int32)
-    z = (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(logits + at, z, mask=inside)
+    tl.store(logits + at, unordered((key >> 32).to(tl.int32)), mask=inside)
     tl.store(ids + at, 0xFFFFFFFF - (key & 0xFFFFFFFF), mask=inside)

@@ -98,6 +98,12 @@ def ordered(z):
 
 
 @triton.jit
+def unordered(number):
+    """The logit that `ordered` made this number of."""
+    return (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def keys_of(z, ids):
     """Whole numbers in the order of the logits, the lower id first among equal ones."""
     return (ordered(z).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))[None, :]

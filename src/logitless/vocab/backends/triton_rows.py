@@ -52,7 +52,7 @@ def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast
 def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
     """`rows.scatter`: ids are sorted, so that one program adds up what goes to a row, in the order of tokens."""
     if not _fits(into, None, x) or ids.numel() == 0:
-        plain.scatter(weights, x.to(weights.dtype), ids, into)
+        plain.scatter(weights, x, ids, into)
         return
     found = ids.flatten().sort(stable=True)
     width, block = into.shape[1], _block(into)
