@@ -606,13 +606,18 @@ def drawn_in_a_graph() -> None:
         found = _captured(lambda rules=rules: _drawn(ops, {"noise": noise, **rules}, "triton"))
         for name in names():
             torch.testing.assert_close(getattr(found, name), getattr(plain, name))
-    refused = None
-    try:  # a nucleus may reach past the best entries
-        _captured(lambda: _drawn(ops, {"noise": noise, "top_p": 0.9}, "triton"))
-    except OptionError as reason:
-        refused = str(reason)
-    assert refused is not None
-    assert "in a CUDA graph" in refused
+    mixed = replace(ops, weight=ops.weight.detach().bfloat16())
+    for some, options, reason in (
+        (ops, {"top_p": 0.9}, "in a CUDA graph"),  # a nucleus may reach past the best entries
+        (mixed, {"memory_budget": 20_000}, "of one dtype"),  # the head is converted, a slice at a time
+    ):
+        refused = None
+        try:
+            _captured(lambda some=some, options=options: _drawn(some, {"noise": noise, **options}, "triton"))
+        except OptionError as found:
+            refused = str(found)
+        assert refused is not None
+        assert reason in refused
 
 
 def _captured(step: Callable[[], Result]) -> Result:

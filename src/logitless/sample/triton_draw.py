@@ -41,9 +41,16 @@ def recorded(
 ) -> SampleRecord | None:
     """`draw.recorded`; None where a row's draw reaches past its best entries.
 
-    Raises NotFiniteError, and in a CUDA graph, where nobody could look, OptionError for rules that may reach further.
+    Raises NotFiniteError, and in a CUDA graph, where nobody could look, OptionError for rules that may reach further
+    and for rows that the kernels do not read.
     """
     if not suits(chunk) or folded.top_logits is None or folded.top_ids is None:
+        if capturing(folded.totals.m):
+            got = f"{chunk.inputs.hidden.dtype} and {chunk.policy.head.weight.dtype}"
+            raise OptionError(
+                "sample_tokens: a CUDA graph wants hidden states and head of one dtype, not float64, whole on this "
+                f"device, got {got}; cast one, or sample outside of the graph"
+            )
         return None
     totals, best, ids = folded.totals, folded.top_logits, folded.top_ids
     width, held = chunk.kept[0].z.shape[1], best.shape[1]
