@@ -27,6 +27,7 @@ def test_split_over_ranks(found, case, size):
         ("qwen3", {}, 3, "must divide the model's num_attention_heads, which is 8; use one of 1, 2, 4"),
         ("qwen3", {}, 8, "must divide the model's num_key_value_heads, which is 4; use one of 1, 2, 4"),
         ("qwen3", {"intermediate_size": 26}, 4, "must divide the model's intermediate_size, which is 26; use one of"),
+        ("gemma3n_text", {"intermediate_size": [24, 26]}, 4, "intermediate_size, which is 26; use one of 1, 2$"),
         ("qwen3", {"vocab_size": 15}, 4, "needs a vocabulary of 16 or more, got 15"),
         ("phi3", {}, 2, "phi3 splits by colwise_gather_output; use --sharding fsdp2"),
         ("gpt2", {}, 2, "gpt2 has none; use --sharding fsdp2"),

@@ -37,10 +37,11 @@ def check_split(config: Any, ranks: int, sparse: bool = False) -> None:
         )
     if sparse:
         raise OptionError(f"--tensor-parallel {ranks} cannot split --attention nsa; use --sharding fsdp2")
-    counts = {name: n for name in COUNTS if (n := getattr(text, name, None))}
-    for name, count in counts.items():
+    sizes = {name: n for name in COUNTS if (n := getattr(text, name, None))}
+    counts = [(name, n) for name, each in sizes.items() for n in (each if isinstance(each, list) else [each])]
+    for name, count in counts:
         if count % ranks:
-            common = math.gcd(*counts.values())
+            common = math.gcd(*(n for _, n in counts))
             fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise OptionError(
                 f"--tensor-parallel {ranks} must divide the model's {name}, which is {count}; use one of {fitting}"
