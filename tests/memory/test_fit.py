@@ -112,7 +112,11 @@ def test_command_lines():
     assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
     assert logitless_train(replace(shared, response_length=2047)) is None
     assert logitless_train(replace(two, gpus=4, tensor_parallel=2)) is None  # two ranks with the same matrices
-    assert logitless_train(replace(two, gpus=4, tensor_parallel=2, context_parallel=2, sharding="fsdp2")) is None
+    both = replace(shared, gpus=4, tensor_parallel=2)
+    assert " --sharding fsdp2 --tensor-parallel 2 --context-parallel 2 " in logitless_train(both)
+    assert logitless_train(replace(both, sharding="ddp")) is None  # two ranks with the same matrices again
+    assert logitless_train(replace(both, response_length=2047)) is None
+    assert logitless_train(replace(both, attention="eager")) is None
     assert set(flags(replace(INTUITOR, attention="nsa"))) == {"accelerate"}
     assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
     for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):

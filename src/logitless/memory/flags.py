@@ -51,14 +51,13 @@ def logitless_train(setting: Setting) -> str | None:
 
 
 def _splits(setting: Setting) -> bool:
-    """Whether `logitless train` splits matrices and sequences so: not both, and split matrices are divided by FSDP2."""
-    tensor, context = setting.tensor_parallel, setting.context_parallel
-    if tensor > 1:
-        shape = setting.model
-        counts = (shape.kv_heads, shape.mlp) if not shape.moe_layers else (1,)
-        fits = all(count % tensor == 0 for count in counts)
-        return fits and context == 1 and (setting.gpus == tensor or setting.sharding == "fsdp2")
-    return setting.length % context == 0 and (context == 1 or setting.attention != "eager")
+    """Whether `logitless train` splits matrices and sequences so; parts of matrices on several ranks are FSDP2's."""
+    tensor, context, shape = setting.tensor_parallel, setting.context_parallel, setting.model
+    if setting.length % context or (context > 1 and setting.attention == "eager"):
+        return False
+    counts = (shape.kv_heads, shape.mlp) if not shape.moe_layers else (1,)
+    fits = all(count % tensor == 0 for count in counts)
+    return tensor == 1 or (fits and (setting.gpus == tensor or setting.sharding == "fsdp2"))
 
 
 def logitless_align(setting: Setting) -> str | None:
