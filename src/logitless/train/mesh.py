@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import OptionError
@@ -94,4 +95,6 @@ def device_mesh(layout: Layout, device: str, seconds: float) -> Any:
     of_weights = tuple(name for name in sizes if name != TENSOR)
     if of_weights:
         mesh[of_weights]._flatten(WEIGHTS)
+        wait: Any = c10d._set_pg_timeout  # pyright: ignore[reportPrivateImportUsage]
+        wait(timedelta(seconds=seconds), mesh[WEIGHTS].get_group())
     return mesh
