@@ -13,11 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, DataError, OptionError
+from logitless.models.positions import scale
 from logitless.scoring import parts
 from logitless.scoring.run import run
 from logitless.train.tokenizer import pretrained
 from tests.scoring.conftest import config, corpus
 from tests.scoring.killing import killed
+from tests.train.micro import micro_directory, micro_model
 
 CONTEXT, STRIDE = 48, 20
 
@@ -201,3 +203,14 @@ def test_options_without_a_meaning(micro, tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         run(replace(base, **given))
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_by_default_the_context_is_as_long_as_stretched_positions_reach(tmp_path):
+    """64 positions, scaled to 128 as `logitless train --rope-scaling linear:2` writes them."""
+    (tmp_path / "model").mkdir()
+    micro_directory(tmp_path / "model")
+    model = micro_model()
+    scale(model.config, "linear:2")
+    model.save_pretrained(tmp_path / "model")
+    run(config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 8), tmp_path / "a.parquet"))
+    assert max(row["context"] for rows in rows_of(tmp_path / "a.parquet").values() for row in rows) == 128

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ..errors import ConfigError, DeviceError, OptionError
 from ..memory.resident import peak_bytes, reset_peak
+from ..models.positions import reach
 from ..train.config import TrainConfig
 from ..train.default_model import default_model
 from ..train.model import ModelSource, build, load_tokenizer, resolve
@@ -97,7 +98,7 @@ def _together(number: int) -> int:
 
 def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, rank: int) -> Scorer:
     """The model and what it is to do, checked."""
-    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None) or MOST_CONTEXT
+    longest = reach(source.config) or MOST_CONTEXT
     context = config.context_length or min(longest, MOST_CONTEXT)
     stride = config.stride or max(1, context // 2)
     if stride > context:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from ..memory.resident import peak_bytes
+from ..models.positions import reach
 from ..relax import anneal
 from .callbacks import GentleStop
 from .checkpoints import last_checkpoint
@@ -74,10 +75,10 @@ class Run:
 
     def batch(self, prompts: list[list[int]], *key: object) -> Batch:
         """Prompts with noise that `key` and the run's seed give."""
-        config, text = self.config, self.task.model.config.get_text_config()
+        config = self.config
         draw = Random(f"{config.seed} {key}")
         seeds = torch.tensor([draw.getrandbits(62) for _ in prompts])
-        room = getattr(text, "max_position_embeddings", None) or config.context_length
+        room = reach(self.task.model.config) or config.context_length
         longest = room - config.completion_length
         return batch_of(prompts, seeds, self.tokenizer.eos_id, longest, self.task.model.device)
 
