@@ -170,7 +170,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
-            held_out.conclude(given, found[1], trainer.model)
+            held_out.conclude(given, found[1], model.to(given.device))
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     if stop.asked and trainer.state.global_step < config.max_steps:
@@ -254,7 +254,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "parameters": parameters,
         "trainable_parameters": trainable,
         "vocab_size": vocab,
-        "device": str(model.device),
+        "device": str(PartialState().device),
         "ranks": PartialState().num_processes,
         "sharding": config.sharding,
         "tensor_parallel": config.tensor_parallel,

@@ -63,7 +63,8 @@ class ShardedTrainer(Trainer):
         return self.layout.tensor
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Prepared already: DDP would refuse parameters that are DTensors.
+        # Prepared already: DDP would refuse parameters that are DTensors. Said no sooner, since Trainer refuses to keep
+        # checkpoints of models that were split when it was made.
         self.is_distributed_loading_by_transformers = self.layout.tensor > 1 and not self.is_fsdp_enabled
         return super()._prepare_for_training(*args, **kwargs)
 
