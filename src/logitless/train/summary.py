@@ -52,9 +52,6 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
     perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
-    loss = summary["loss"]
-    asked = f"{loss['asked']} → " if loss["asked"] == "auto" else ""
-    fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
     return [
         ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
         ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} ({perplexity})"),
@@ -62,14 +59,19 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "speed",
             f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
         ),
-        (
-            "loss method",
-            f"{asked}{loss['method']}: logits of {format_bytes(loss['logits_bytes'])} {fits} "
-            f"the budget of {format_bytes(loss['memory_budget_bytes'])}",
-        ),
+        ("loss method", _loss_method(summary["loss"], summary["tensor_parallel"])),
         ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
         *_step_rows(summary["step_memory"]),
     ]
+
+
+def _loss_method(loss: dict[str, Any], ranks: int) -> str:
+    asked = f"{loss['asked']} → " if loss["asked"] == "auto" else ""
+    if ranks > 1:
+        return f"{asked}{loss['method']}: the head is split over {ranks} ranks"
+    fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
+    sizes = f"logits of {format_bytes(loss['logits_bytes'])} {fits} the budget of"
+    return f"{asked}{loss['method']}: {sizes} {format_bytes(loss['memory_budget_bytes'])}"
 
 
 def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
