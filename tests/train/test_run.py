@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,22 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     summary = json.loads((place / "summary.json").read_text())
     assert summary["held_out_loss_before"] == pytest.approx(finished[1]["held_out_loss_before"], rel=1e-5)
     assert summary["held_out_loss_after"] == pytest.approx(finished[1]["held_out_loss_after"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
+    """All steps done, the last checkpoint written, and nothing after it: the trained model's loss, not another's."""
+    whole = run(replace(micro.config, sharding=sharding, max_steps=4, output_dir=tmp_path), QUIET)
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "model")
+    written = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(line for line in written if '"final"' not in line))
+    found = resume(tmp_path)
+    assert found["held_out_loss_after"] == pytest.approx(whole["held_out_loss_after"], rel=1e-6)
+    assert found["held_out_loss_after"] < found["held_out_loss_before"] - 0.1
+    assert found["device"] == "cpu"
+    assert dense_held_out_loss(tmp_path) == pytest.approx(found["held_out_loss_after"], rel=1e-5)
 
 
 RANK = """
