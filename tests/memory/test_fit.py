@@ -108,7 +108,7 @@ def test_command_lines():
     assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
     two = replace(single, gpus=2, gradient_checkpointing=False)
     assert " --loss chunked --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
-    shared = replace(two, context_parallel=2, sharding="fsdp2")
+    shared = replace(two, model=INTUITOR.model, context_parallel=2, sharding="fsdp2")
     assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
     assert logitless_train(replace(shared, response_length=2047)) is None
     assert logitless_train(replace(two, gpus=4, tensor_parallel=2)) is None  # two ranks with the same matrices
@@ -117,6 +117,7 @@ def test_command_lines():
     assert logitless_train(replace(both, sharding="ddp")) is None  # two ranks with the same matrices again
     assert logitless_train(replace(both, response_length=2047)) is None
     assert logitless_train(replace(both, attention="eager")) is None
+    assert logitless_train(replace(both, model=SMALL_GPU.model)) is None  # a softcap in its attention
     assert set(flags(replace(INTUITOR, attention="nsa"))) == {"accelerate"}
     assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
     for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):

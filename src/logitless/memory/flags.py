@@ -53,7 +53,7 @@ def logitless_train(setting: Setting) -> str | None:
 def _splits(setting: Setting) -> bool:
     """Whether `logitless train` splits matrices and sequences so; parts of matrices on several ranks are FSDP2's."""
     tensor, context, shape = setting.tensor_parallel, setting.context_parallel, setting.model
-    if setting.length % context or (context > 1 and setting.attention == "eager"):
+    if setting.length % context or (context > 1 and (setting.attention == "eager" or shape.attention_softcap)):
         return False
     counts = (shape.kv_heads, shape.mlp) if not shape.moe_layers else (1,)
     fits = all(count % tensor == 0 for count in counts)
