@@ -23,7 +23,11 @@ hypothesis.settings.load_profile("logitless")
 @pytest.fixture(autouse=True)
 def nan_poisoned_empty(request, monkeypatch):
     if request.node.get_closest_marker("compiled"):
-        return  # torch.compile recognises torch.empty by identity, so it cannot trace the poisoned one
+        # torch.compile recognises torch.empty by identity, so it cannot trace the poisoned one, nor the real one where
+        # it learnt the poisoned one: a process group makes it learn anew.
+        if torch.empty not in trace_rules.get_torch_obj_rule_map():
+            trace_rules.clear_lru_cache()
+        return
     poison(monkeypatch.setattr)
 
 

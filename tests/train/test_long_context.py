@@ -124,5 +124,5 @@ def test_options_without_a_meaning(micro, tmp_path, changes, error, message):
 def test_sparse_attention_needs_a_model_of_its_shape(micro, tmp_path):
     other = tmp_path / "config.json"
     other.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 131_072}))
-    with pytest.raises(ConfigError, match="nsa needs a model of Qwen3's shape"):
+    with pytest.raises(ConfigError, match="nsa needs a model of Qwen3's or Llama's shape"):
         build(replace(micro.config, model=str(other), attention="nsa"), resolve(str(other)))

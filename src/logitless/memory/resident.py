@@ -59,9 +59,10 @@ class Watch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.look()
         self._stop.set()
         self._thread.join()
+        self.look()
+        self.curve.sort()  # whoever else looked did so beside the thread
         self.peak = max(used for _, used in self.curve)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
