@@ -12,8 +12,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from .. import errors
-from ..errors import LogitlessError, OptionError, RankError
+from ..errors import LogitlessError, OptionError, RankError, told
 from ..vocab.ranks import reason_of
 
 Value = TypeVar("Value")
@@ -38,16 +37,16 @@ def first(work: Callable[[], Value]) -> Value:
     """What the first rank's `work` returns, on every rank; its LogitlessError is raised on all of them."""
     if not PartialState().use_distributed:
         return work()
-    told: list[Any] = [None, None, ""]
+    said: list[Any] = [None, None, ""]
     if PartialState().is_main_process:
         try:
-            told[0] = work()
+            said[0] = work()
         except LogitlessError as error:
-            told[1:] = [type(error).__name__, str(error)]
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise getattr(errors, told[1], LogitlessError)(told[2])
-    return told[0]
+            said[1:] = [type(error).__name__, str(error)]
+    broadcast_object_list(said)
+    if said[1] is not None:
+        raise told(said[1], said[2])
+    return said[0]
 
 
 def together(work: Callable[[], Value]) -> Value:
@@ -55,18 +54,18 @@ def together(work: Callable[[], Value]) -> Value:
     if not PartialState().use_distributed:
         return work()
     value: Any = None
-    told = ("", "")
+    said = ("", "")
     try:
         value = work()
     except LogitlessError as error:
-        told = (type(error).__name__, str(error))
-    each = gather_object([told])
+        said = (type(error).__name__, str(error))
+    each = gather_object([said])
     failed = [rank for rank, (name, _) in enumerate(each) if name]
     if not failed:
         return value
     name, text = each[failed[0]]
     where = "" if len(set(each)) == 1 else f" (rank {failed[0]} of {len(each)})"
-    raise getattr(errors, name, LogitlessError)(text + where)
+    raise told(name, text + where)
 
 
 def accumulation(per_step: int, batch_size: int, ranks: int) -> int:

@@ -12,8 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from .. import errors
-from ..errors import LogitlessError, RankError
+from ..errors import LogitlessError, RankError, told
 from .ranks import Ranks
 from .shard import VocabShard
 
@@ -117,7 +116,7 @@ def _refuse(ranks: Ranks, device: torch.device, own: LogitlessError | None) -> N
     rank = next(r for r, x in enumerate(said) if x)
     kind, _, text = said[rank].partition("|")
     where = "" if len(set(said)) == 1 else f" (rank {rank} of the {ranks.size} that share the head)"
-    raise getattr(errors, kind, LogitlessError)(text + where) from own
+    raise told(kind, text + where) from own
 
 
 def meet(call: Call) -> None:
