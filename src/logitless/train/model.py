@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, OptionError
 from ..models.instances import config_of, with_adapters
+from ..models.nsa.options import saved_with_nsa
 from ..models.positions import check_reach, scale
 from ..models.presets import PRESETS, preset
 from .config import RunOptions, fields_of
@@ -132,7 +133,7 @@ def _sparse(config: RunOptions, source: ModelSource, model: Any) -> Any:
     from ..models.nsa.layers import attach
     from ..models.nsa.saved import load_parameters
 
-    has = bool(getattr(source.config.get_text_config(), "nsa", None))
+    has = saved_with_nsa(source.config)
     if not has and config.attention != "nsa":
         return model
     if config.attention not in ("auto", "nsa"):

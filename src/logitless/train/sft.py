@@ -23,6 +23,7 @@ from ..algebra.costs import logits_bytes
 from ..errors import DeviceError, OptionError
 from ..integrations.transformers import choose, install
 from ..models.context_parallel import Part, attach, check_config
+from ..models.nsa.options import saved_with_nsa
 from ..models.tensor_parallel import check_split
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
@@ -109,8 +110,7 @@ def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
     wanted = reaching(config, source)
     layout = Layout.of(config, ranks)
     if layout.tensor > 1:
-        sparse = config.attention == "nsa" or bool(getattr(wanted.get_text_config(), "nsa", None))
-        check_split(wanted, layout.tensor, sparse)
+        check_split(wanted, layout.tensor, config.attention == "nsa" or saved_with_nsa(wanted))
     if layout.context > 1:
         check_config(wanted)
     return layout

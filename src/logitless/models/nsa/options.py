@@ -42,3 +42,8 @@ class NSAOptions:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def saved_with_nsa(config: Any) -> bool:
+    """Whether a transformers configuration names native sparse attention."""
+    return bool(getattr(config.get_text_config(), "nsa", None))
