@@ -51,12 +51,17 @@ def trained_parameters(setting: Setting) -> int:
     return local(shape.lora(setting.lora_rank) if setting.lora_rank else shape.parameters, shape, setting)
 
 
+def largest_layer(setting: Setting) -> int:
+    """Parameters of the largest layer, on each GPU before sharding."""
+    vectors = setting.model.layer_vectors
+    return vectors + ceil_div(setting.model.largest_layer - vectors, setting.tensor_parallel)
+
+
 def trained_layer(setting: Setting) -> int:
-    """Those of the largest layer."""
-    shape = setting.model
+    """Those of the largest layer that have a gradient."""
     if setting.lora_rank:
-        return ceil_div(trained_parameters(setting), shape.layers)
-    return shape.layer_vectors + ceil_div(shape.largest_layer - shape.layer_vectors, setting.tensor_parallel)
+        return ceil_div(trained_parameters(setting), setting.model.layers)
+    return largest_layer(setting)
 
 
 def last_layers(setting: Setting) -> int:
@@ -157,7 +162,7 @@ def _fsdp2(setting: Setting, item: int) -> Iterator[Row]:
     when tied stays from its first use to the end. The input of a reduce-scatter stays until the next one.
     """
     shape = setting.model
-    layer = (shape.layer_vectors + ceil_div(shape.largest_layer - shape.layer_vectors, setting.tensor_parallel)) * BF16
+    layer = largest_layer(setting) * BF16
     layer += FP32 * trained_layer(setting) if setting.lora_rank else 0
     embedding = ceil_div(shape.embedding, setting.tensor_parallel) * BF16
     text = f"({shape.vocab}, {shape.hidden}) bf16"
@@ -171,9 +176,8 @@ def _fsdp2(setting: Setting, item: int) -> Iterator[Row]:
     else:
         yield "gathered head", text, embedding, (ROLLOUT, SCORING, LOSS, LOSS_BACKWARD), embedding
         yield "gathered head, its buffer", text, embedding, (SCORING, LOSS), embedding
-        if (
-            setting.gradient_checkpointing or not setting.lora_rank
-        ):  # checkpointed layers want a gradient of their input
+        # checkpointed layers want a gradient of their input
+        if setting.gradient_checkpointing or not setting.lora_rank:
             yield "gathered embedding", text, embedding, (BACKWARD_END, EMBEDDING), embedding
     reduced = trained_layer(setting) * item
     yield "a layer's reduce-scatter", "its input", reduced, (BACKWARD_END,), reduced
