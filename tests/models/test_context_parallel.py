@@ -13,7 +13,7 @@ from transformers.masking_utils import (
 from logitless.errors import ConfigError, OptionError
 from logitless.models.context_parallel import NAME, UNKNOWN, Part, attach, attend, gathered, window_or_padding
 from tests.models.context_ranks import CASES, batch, model
-from tests.vocab.sharding import launch
+from tests.vocab.sharding import assert_ok, launch
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_shared_by_ranks(found, case, size):
-    for rank in range(size):
-        assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
+    assert_ok(found, case, size)
 
 
 def test_parts_of_a_batch():

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from logitless.errors import LogitlessError
 from logitless.models.tensor_parallel import check_split
 from tests.models.tensor_ranks import CASES, SIZES
-from tests.vocab.sharding import launch
+from tests.vocab.sharding import assert_ok, launch
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_split_over_ranks(found, case, size):
-    for rank in range(size):
-        assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
+    assert_ok(found, case, size)
 
 
 @pytest.mark.parametrize(

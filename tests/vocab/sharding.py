@@ -32,6 +32,13 @@ def launch(module: str, folder: Path, timeout: int = 300, **more: str) -> dict[s
     return {rank: json.loads(place.read_text()) for rank, place in ranks.items()}
 
 
+def assert_ok(found: dict[str, dict[str, str]], case: str, size: int) -> None:
+    """A case ended well on each of the first `size` ranks."""
+    for rank in range(size):
+        ended = found[str(rank)].get(f"{case} {size}", "never started")
+        assert ended == "ok", f"rank {rank}: {ended}"
+
+
 def run(cases: dict[str, Case], last: Case | None = None) -> None:
     """Every case on all ranks and then on the first two alone, and `last` once, with the world's group."""
     folder, *some = sys.argv[1:]

@@ -10,7 +10,7 @@ from logitless.algebra.costs import traffic_of
 from logitless.vocab.gradient import _scatter
 from logitless.vocab.head import place
 from tests.vocab.parallel_ranks import CASES
-from tests.vocab.sharding import launch
+from tests.vocab.sharding import assert_ok, launch
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_split_over_ranks(found, case, size):
-    for rank in range(size):
-        assert found[str(rank)].get(f"{case} {size}", "never started") == "ok", f"rank {rank}"
+    assert_ok(found, case, size)
 
 
 def test_a_rank_that_is_killed(found):
