@@ -38,6 +38,37 @@ def test_help_of_a_command_imports_no_torch(command):
     assert f"logitless {command}" in done.stdout
 
 
+IN_A_GROUP = """
+from pathlib import Path
+import torch.distributed.nn.functional  # its functions' defaults hold a group that is there before it
+from torch.distributed import HashStore, init_process_group, is_initialized
+from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from logitless.cli import doctor, main
+
+def threads():
+    return [x.read_text().strip() for x in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop")
+
+def command(arguments):
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    wrapped.itself = [wrapped]
+    assert threads()
+    return 0
+
+doctor.main = command
+assert main.main(["doctor"]) == 0
+assert not is_initialized() and not threads()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_a_rank_leaves_the_others_before_python_ends():
+    """gloo's threads abort a Python that shuts down under them."""
+    done = subprocess.run([sys.executable, "-c", IN_A_GROUP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [

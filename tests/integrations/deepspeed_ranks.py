@@ -18,6 +18,7 @@ from torch import Tensor
 
 import logitless
 from logitless.integrations.rewards import SelfCertaintyReward
+from tests.integrations.launching import leave
 from tests.integrations.ranks import ROWS, half
 from tests.integrations.tiny import TINY, batch_for
 from tests.integrations.trl.ranks import KINDS, fused, loss_of
@@ -104,7 +105,7 @@ def main(place: str) -> None:
     results["reward"] = reward()
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import logitless
+from tests.integrations.launching import leave
 from tests.integrations.ranks import build, errors, expected, half, shard, step
 from tests.integrations.tiny import batch_for
 
@@ -76,7 +77,7 @@ def main(place: str, models: str) -> None:
         results[f"collectives, {how}"] = collectives(batch, how)
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 
 import logitless
 from logitless.integrations.lm_head import causal_lm, forward_with, through_head
+from tests.integrations.launching import leave
 from tests.integrations.tiny import TINY, batch_for, dense_loss
 
 ROWS = 4
@@ -189,7 +190,7 @@ def main(place: str) -> None:
     results["mixed precision"] = mixed_precision(batch, items)
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from logitless.integrations.rewards import SelfCertaintyReward
+from tests.integrations.launching import leave
 from tests.train.micro import micro_model
 
 KINDS = ("ddp", "root", "grouped", "own")
@@ -41,7 +42,7 @@ def main():
         policy = wrapped(model, kind)
         for _ in range(2):
             torch.testing.assert_close(scores(policy), wanted, rtol=1e-5, atol=1e-6, msg=lambda m, k=kind: f"{k}: {m}")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

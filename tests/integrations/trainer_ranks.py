@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import logitless
+from tests.integrations.launching import leave
 from tests.integrations.test_trainer import losses, trainer
 from tests.integrations.tiny import TINY
 
@@ -37,7 +38,7 @@ def main(place: str) -> None:
         results[smoothing] = losses(made), made.model.state_dict()
     if dist.get_rank() == 0:
         torch.save(results, place)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

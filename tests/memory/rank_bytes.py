@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import logitless
+from tests.integrations.launching import leave
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 4003, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -65,7 +66,7 @@ def main(place: str) -> None:
     dist.all_gather_object(results, {sharding: measured(sharding) for sharding in ("ddp", "fsdp2")})
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from logitless.memory.stages import Recording
 from logitless.memory.tracing import trace
 from logitless.train import sft
 from logitless.train.config import TrainConfig
+from tests.integrations.launching import leave
 
 TENSORS = 40
 UNMEASURED = {method: {"not_measured": "test"} for method in ("chunked", "dense")}
@@ -66,7 +67,7 @@ def main(cases: str, results: str) -> None:
     dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
         Path(results).write_text(json.dumps(every))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _fail(f"unknown command {command!r}; commands are {', '.join(COMMANDS)}")
     try:
-        return import_module(f"{__package__}.{command.replace('-', '_')}").main(given[1:])
+        status = import_module(f"{__package__}.{command.replace('-', '_')}").main(given[1:])
+        _leave_the_other_ranks()
+        return status
     except LogitlessError as error:
         return _fail(str(error))
     except KeyboardInterrupt as stop:
@@ -55,6 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         return _fail(f"{error.filename}: {error.strerror}")
+
+
+def _leave_the_other_ranks() -> None:
+    """Ends the threads of this rank's groups: one that frees a tensor while Python ends aborts it (pytorch#179291)."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
+        gc.collect()  # wrapped models are cycles that hold their groups
 
 
 def _fail(message: str) -> int:

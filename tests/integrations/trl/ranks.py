@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from logitless.integrations.trl_contract import settings_of
 from logitless.integrations.trl_forward import Fused
 from logitless.integrations.trl_scores import Wanted
+from tests.integrations.launching import leave
 from tests.integrations.ranks import ROWS, build, errors, half, shard
 from tests.integrations.tiny import batch_for
 
@@ -73,7 +74,7 @@ def main(place: str) -> None:
     }
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.integrations.launching import leave
 from tests.integrations.trl import runs
 
 MAKE = {"sft": partial(runs.sft, per_device_train_batch_size=3), "dpo": runs.dpo, "grpo": runs.grpo, "rloo": runs.rloo}
@@ -24,7 +25,7 @@ def main(place: Path) -> None:
         runs.assert_same(ours, runs.run(make, ours=False))
         if dist.get_rank() == 0:
             torch.save((ours.logs, ours.parameters), place / f"{name}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
