@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from logitless.versions import version_of
 
 SCHEMA = 1
 THREADS = 2
@@ -30,13 +31,6 @@ class WorkerError(RuntimeError):
 
 def _read(path: str) -> str | None:
     return Path(path).read_text().strip() if Path(path).exists() else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def said(*command: str) -> str:
@@ -63,7 +57,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
         "commit": commit or None,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
     }
 
 

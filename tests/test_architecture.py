@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Imports run one way: a layer may use the layers before it and itself, not its neighbours in the same layer.
 LAYERS = (
-    {"errors", "pages"},
+    {"errors", "pages", "versions"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
     {"relax", "sample", "models"},

@@ -4,8 +4,9 @@ Names are imported on first use (PEP 562), so that `import logitless` costs no t
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+
+from logitless.versions import version_of
 
 if TYPE_CHECKING:
     from logitless import losses as losses
@@ -54,10 +55,7 @@ _MODULE_OF = {
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
-try:
-    __version__ = version("logitless")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.0.0"
+__version__ = version_of("logitless")
 
 
 def __getattr__(name: str):

@@ -37,7 +37,7 @@ if __name__ == "__main__":
             other = []
         elif not other[0].startswith("--"):
             (name, version), other = other, []
-            installed = ranks.version
-            ranks.version = lambda library: version if library == name else installed(library)
+            installed = ranks.version_of
+            ranks.version_of = lambda library: version if library == name else installed(library)
         arguments += other
     raise SystemExit(main(arguments))

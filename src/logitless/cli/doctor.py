@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DeviceError, OptionError
 from ..memory.units import format_bytes, parse_bytes
+from ..versions import versions
 from . import options
 from .output import deliver
 
@@ -22,7 +22,7 @@ DESCRIPTION = """What this machine has, which backends can run on it, and what t
 
 Computes nothing: prices and slices are those that the calls themselves would get."""
 PACKAGES = (
-    "logitless", "torch", "triton", "transformers", "trl", "peft", "accelerate", "jax", "liger-kernel",
+    "torch", "triton", "transformers", "trl", "peft", "accelerate", "jax", "liger-kernel",
     "cut-cross-entropy", "quack-kernels",
 )  # fmt: skip
 # name: statistics, what is trained, whether the loss is known in the forward pass, whether there is a reference
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     found = {
         "schema": 1,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(*PACKAGES),
         "torch_built_for": torch.version.cuda and f"CUDA {torch.version.cuda}",
         "devices": list(_devices()),
         "backends": list(_backends()),
@@ -84,13 +84,6 @@ def main(arguments: Sequence[str]) -> int:
     }
     deliver(found, config.json, lambda console: show(found, config, where, console))
     return 0
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> Iterator[dict[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..models.catalog import CONFIGS, shape_of
 from ..pages import document, fill, script_value
+from ..versions import version_of
 from .plan import Plan, at_length, both
 from .plots import CATEGORIES, category
 from .report import headline, lives, notes
@@ -35,7 +35,7 @@ def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units:
         "profile": script_value(profile),
         "units": script_value(units),
         "script": "\n".join(_asset(name) for name in SCRIPTS),
-        "footer": f"Made by logitless {version('logitless')}. All sizes are those of one GPU.",
+        "footer": f"Made by logitless {version_of('logitless')}. All sizes are those of one GPU.",
     }
     return document(title, _asset("page.css"), fill(ASSETS / "page.html", parts))
 

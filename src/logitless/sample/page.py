@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..pages import document, fill, script_value
+from ..versions import version_of
 from .described import class_names, class_of, percent
 
 ASSETS = Path(__file__).with_name("assets")
@@ -24,7 +24,7 @@ def page(summary: dict[str, Any]) -> str:
         "legend": "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names())),
         "sequences": "\n".join(_sequence(i, s) for i, s in enumerate(summary["sequences"])),
         "data": script_value([_shown(sequence) for sequence in summary["sequences"]]),
-        "footer": f"Made by logitless {version('logitless')}. Probabilities are the model's own, before temperature.",
+        "footer": f"Made by logitless {version_of('logitless')}. Probabilities are before temperature, the model's own.",
     }
     style = (ASSETS / "sample.css").read_text(encoding="utf-8")
     return document(title, style, fill(ASSETS / "sample.html", parts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from ..errors import DataError
 from ..memory.units import format_bytes
 from ..train.files import write_whole
+from ..versions import versions
 from .block import Scorer
 from .config import ScoreConfig
 from .parts import SUMS, Parts
@@ -75,7 +75,7 @@ def conclude(
         "device": str(scorer.device),
         "dtype": str(scorer.model.dtype).removeprefix("torch."),
         "out_bytes": config.place.stat().st_size,
-        "versions": {name: version(name) for name in ("logitless", "torch", "transformers")},
+        "versions": versions("torch", "transformers"),
     }
 
 

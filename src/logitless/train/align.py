@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import PrinterCallback
 from ..errors import ConfigError, DeviceError
 from ..integrations.trl import install
 from ..memory.resident import reset_peak
+from ..versions import versions
 from .align_callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .align_config import AlignConfig
 from .align_data import ROWS_FILE, Row, load, rows_of, save
@@ -154,7 +154,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "temperature": config.temperature,
         "rewards": dict(zip(names, trainer.reward_weights.tolist(), strict=True)) if names else {},
         **numbers(config.method, records),
-        "versions": {name: version(name) for name in ("logitless", "torch", "transformers", "trl")},
+        "versions": versions("torch", "transformers", "trl"),
         "output_dir": str(place),
         "checkpoint": str(place / "model"),
     }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..errors import OptionError
+from ..versions import versions
 from .files import read_lines, write_json, write_lines
 from .grade_compare import draw, show, table
 from .grade_config import LEGACY, METHODS_COMPARED, GradeConfig
@@ -95,7 +95,7 @@ def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], consol
         "seeds": config.seeds,
         **table([_summary(run) for run in runs.values()], records),
         "left_out": left_out,
-        "versions": {name: version(name) for name in ("logitless", "torch", "transformers", "peft")},
+        "versions": versions("torch", "transformers", "peft"),
         "output_dir": str(place),
     }
     draw(place / PLOT_FILE, records)

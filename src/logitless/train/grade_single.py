@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 from ..memory.units import format_bytes
+from ..versions import versions
 from .files import read_lines, write_json
 from .grade_config import GradeConfig
 from .grade_run import Run, evaluation, steps
@@ -63,7 +63,7 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
         "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
         "coverage": fmean(x["coverage"] for x in steps_taken),
         "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
-        "versions": {name: version(name) for name in ("logitless", "torch", "transformers", "peft")},
+        "versions": versions("torch", "transformers", "peft"),
         "output_dir": str(place),
         "checkpoint": str(place / "model"),
     }

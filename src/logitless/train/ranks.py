@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ..errors import LogitlessError, OptionError, RankError, told
+from ..versions import version_of
 from ..vocab.ranks import reason_of
 
 Value = TypeVar("Value")
@@ -22,7 +22,7 @@ LOST = ("connection closed by peer", "connection reset", "timed out", "timeout",
 
 def agree(**facts: Any) -> None:
     """RankError, the same on all ranks, where ranks differ in a fact or in the versions of what they run on."""
-    mine = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}, **facts}
+    mine = {"python": platform.python_version(), **{name: version_of(name) for name in LIBRARIES}, **facts}
     each = gather_object([mine])
     for name, value in each[0].items():
         other = next((rank for rank, theirs in enumerate(each) if theirs.get(name) != value), None)

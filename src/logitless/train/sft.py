@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..integrations.transformers import choose, install
 from ..models.context_parallel import Part, attach, check_config
 from ..models.nsa.options import saved_with_nsa
 from ..models.tensor_parallel import check_split
+from ..versions import versions
 from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
 from .config import RunOptions, TrainConfig
@@ -268,7 +268,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
             "memory_budget_bytes": budget,
         },
         "step_memory": {name: {k: v for k, v in r.items() if k != "curve"} for name, r in step_memory.items()},
-        "versions": {name: version(name) for name in ("logitless", "torch", "transformers")},
+        "versions": versions("torch", "transformers"),
         "output_dir": str(place),
         "checkpoint": str(place / "model"),
     }

@@ -234,7 +234,7 @@ def _check_reference(
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     kind = hidden.device.type
-    available = torch.amp.is_autocast_available(kind)
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)  # torch 2.11 cannot trace it
     if hidden.dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
