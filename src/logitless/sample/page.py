@@ -17,6 +17,7 @@ ASSETS = Path(__file__).with_name("assets")
 def page(summary: dict[str, Any]) -> str:
     """The HTML. The text is there without its script, which adds what is shown of a token; nothing is fetched."""
     title = f"{summary['model']}, sampled"
+    own = version_of("logitless")
     parts = {
         "title": html.escape(title),
         "script": (ASSETS / "sample.js").read_text(encoding="utf-8"),
@@ -24,7 +25,7 @@ def page(summary: dict[str, Any]) -> str:
         "legend": "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names())),
         "sequences": "\n".join(_sequence(i, s) for i, s in enumerate(summary["sequences"])),
         "data": script_value([_shown(sequence) for sequence in summary["sequences"]]),
-        "footer": f"Made by logitless {version_of('logitless')}. Probabilities are before temperature, the model's own.",
+        "footer": f"Made by logitless {own}. Probabilities are the model's own, before temperature.",
     }
     style = (ASSETS / "sample.css").read_text(encoding="utf-8")
     return document(title, style, fill(ASSETS / "sample.html", parts))
