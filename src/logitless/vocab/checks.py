@@ -16,7 +16,7 @@ from ..errors import ConfigError, DeviceError, DtypeError, GradientError, NotFin
 from .dispatch import choose
 from .head import LMHead
 from .lowrank import up_of
-from .problem import Inputs, Spec, capturing
+from .problem import Inputs, Spec, capturing, has_autocast
 
 
 class Options(TypedDict, total=False):
@@ -234,7 +234,6 @@ def _check_reference(
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     kind = hidden.device.type
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)  # torch 2.11 cannot trace it
-    if hidden.dtype == torch.float64 or not available or not torch.is_autocast_enabled(kind):
+    if hidden.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

@@ -230,9 +230,12 @@ def hidden_where_ignored(out: dict[str, Tensor], counted: Tensor | None) -> dict
 
 def full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
+
+
+def has_autocast(device_type: str) -> bool:
+    """Whether autocast knows this kind of device. A caller's graph is of one that it knows: torch 2.11 can't ask there."""
+    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
