@@ -234,7 +234,7 @@ def full_precision(device_type: str) -> AbstractContextManager[Any]:
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast knows this kind of device. A caller's graph is of one that it knows: torch 2.11 can't ask there."""
+    """Whether autocast knows this kind of device; it does where a caller is compiled: torch 2.11 cannot ask there."""
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
 
 
