@@ -149,6 +149,42 @@ def test_a_file_that_is_there_is_not_written_over(micro, tmp_path):
     assert out.read_text() == "mine"
 
 
+def test_a_clean_up_that_was_stopped_leaves_nothing_to_go_on_with(micro, tmp_path, monkeypatch):
+    out = tmp_path / "a.parquet"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(parts.shutil, "rmtree", lambda folder: (folder / parts.MANIFEST).unlink(missing_ok=True))
+        run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
+    assert parts.Parts(out).part(0).exists()
+    out.unlink()
+    (tmp_path / "b.txt").write_text("another")
+    assert run(config(micro, tmp_path / "b.txt", out))["tokens"] == len(rows_of(out)[0]) == len("another")
+
+
+def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
+    """All of it below the folder that is scored, relative to somewhere else; another file there is one."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("texts")
+    folder.mkdir()
+    data = corpus(folder / "a.jsonl", 5)
+    given = config(micro, folder, tmp_path / "texts" / "s.parquet", documents=folder / "d.jsonl", json=folder / "j")
+    for written in (given.documents, given.json):
+        written.write_text('{"text": "of a run before"}')
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr("logitless.scoring.run.conclude", _interrupt)
+        run(given)
+    (folder / "b.txt").write_text("text")
+    with pytest.raises(OptionError, match="unfinished run with the file texts/b.txt absent, now of 4 bytes: give"):
+        run(given)
+    (folder / "b.txt").unlink()
+    alone = run(config(micro, data, tmp_path / "alone.parquet"))
+    again = run(given)
+    assert (again["documents"], again["tokens"]) == (alone["documents"], alone["tokens"])
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_nothing_to_score(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:1: empty"):
@@ -192,6 +228,9 @@ def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(m
         ({"batch_tokens": 0}, OptionError, "--batch-tokens must be at least 1"),
         ({"data": None}, OptionError, "--data is missing"),
         ({"data": "nowhere"}, DataError, "--data nowhere: no such file"),
+        ({"documents": Path()}, OptionError, "--documents must be a file, got the folder ."),
+        ({"json": Path()}, OptionError, "--json must be a file, got the folder ."),
+        ({"out": Path()}, OptionError, "--out must be a file, got the folder ."),
         ({"model": "tiny"}, ConfigError, "no weights to score with"),
         ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),
     ],

@@ -56,6 +56,9 @@ class ScoreConfig:
         require(self.keep >= 0, "keep", "0 or more", self.keep)
         require(self.batch_tokens >= 1, "batch_tokens", "at least 1", self.batch_tokens)
         require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
+        for name in ("out", "documents", "json"):
+            path = getattr(self, name)
+            require(path is None or not path.is_dir(), name, "a file", f"the folder {path}")
         length, stride = self.context_length, self.stride
         require(length is None or length >= 2, "context_length", "at least 2 (a token and its successor)", length)
         require(stride is None or stride >= 1, "stride", "at least 1", stride)

@@ -34,22 +34,24 @@ class Documents:
     """The documents below a path, in one order on every machine, as pieces of at most `PIECE` characters.
 
     A longer document is cut behind a line's end where there is one, and each piece but the first has the `context`
-    tokens' worth of text before it as its lead. Raises DataError where the path does not exist.
+    tokens' worth of text before it as its lead. What is `written` below the path, or below such a folder, is no
+    document. Raises DataError where the path does not exist.
     """
 
     path: Path
     context: int
+    written: tuple[Path, ...] = ()
     files: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.path.exists():
             raise DataError(f"--data {self.path}: no such file or directory")
         self.arrow = any((self.path / name).exists() for name in ("dataset_dict.json", "state.json"))
-        self.files = [self.path] if self.path.is_file() or self.arrow else _visible(self.path)
+        self.files = [self.path] if self.path.is_file() or self.arrow else _visible(self.path, self.written)
 
-    def fingerprint(self) -> list[list[Any]]:
-        """Names and sizes: where they change, an unfinished run does not go on."""
-        return [[str(f.relative_to(self.path)), f.stat().st_size] for f in self.files if f.is_file()]
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file: where they change, an unfinished run does not go on."""
+        return {str(f): f.stat().st_size for f in self.files if f.is_file()}
 
     def __iter__(self) -> Iterator[Piece]:
         sizes = [f.stat().st_size for f in self.files]
@@ -116,9 +118,16 @@ def _problem(document: Any) -> str:
     return "" if isinstance(document, Iterator) else f"{type(document).__name__} in the place of text"
 
 
-def _visible(root: Path) -> list[Path]:
-    files = sorted(p for p in root.rglob("*") if p.is_file())
-    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+def _visible(root: Path, written: tuple[Path, ...]) -> list[Path]:
+    """The files below a folder, but for hidden ones and those that are written."""
+    here, out = root.resolve(), {path.resolve() for path in written}
+
+    def is_document(name: Path) -> bool:
+        place = here / name
+        hidden = any(part.startswith(".") for part in name.parts)
+        return not hidden and out.isdisjoint((place, *place.parents)) and place.is_file()
+
+    return sorted(path for path in root.rglob("*") if is_document(path.relative_to(root)))
 
 
 def _text(path: Path) -> Iterator[str] | Problem:

@@ -43,13 +43,15 @@ class Parts:
         if self.place.exists():
             raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob("*.parquet"):  # by a clean-up that was stopped: of some other run
+            left.unlink()
         write_json(path, manifest)
         return False
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         for name in {**before, **now}:
-            if before.get(name) != now.get(name):
-                was, is_now = (x.get(name) if name != "files" else "others" for x in (before, now))
+            was, is_now = (x.get(name, "absent") for x in (before, now))
+            if was != is_now:
                 raise OptionError(
                     f"{self.folder} holds an unfinished run with {name} {was}, now {is_now}: give the same, "
                     "remove it, or choose another --out"
@@ -112,6 +114,7 @@ class Parts:
 
     def remove(self) -> None:
         """Takes away the parts, and what was left of a file that a killed run had begun to merge."""
+        (self.folder / MANIFEST).unlink()  # first: without it nobody goes on with what a stopped clean-up leaves
         shutil.rmtree(self.folder)
         for path in self.place.parent.glob(f".{glob.escape(self.place.name)}.*.tmp{self.place.suffix}"):
             path.unlink()

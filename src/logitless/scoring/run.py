@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,16 +47,18 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     quiet()
     if config.check().device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    for path in (config.documents, config.json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
     rank, ranks = _ranks()
     default_model(config.model, config.device, console)
     source = resolve(config.model)
     if source.weights is None:
         raise ConfigError(f"--model {config.model} has no weights to score with: train it first, with logitless train")
-    for path in (config.documents, config.json):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
     scorer = _scorer(config, source, load_tokenizer(source), rank)
-    documents, parts = Documents(Path(config.data or ""), scorer.context), Parts(config.place)
+    parts = Parts(config.place)
+    written = [path for path in (parts.place, parts.folder, config.documents, config.json) if path is not None]
+    documents = Documents(Path(config.data or ""), scorer.context, tuple(written))
     if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
         say(console, f"going on with the unfinished run in {parts.folder}")
     _together(0)
@@ -132,11 +132,11 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
 
 def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
-    weights = sorted(Path(source.weights or "").glob("*.safetensors"))
-    files = [documents.fingerprint(), [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in weights]]
+    files = {f"the file {name}": f"of {size} bytes" for name, size in documents.sizes().items()}
+    for path in sorted(Path(source.weights or "").glob("*.safetensors")):
+        files[f"the weights {path.name}"] = f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
     decided = {"context_length": scorer.context, "stride": scorer.stride}
-    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-    return {"schema": 1, **config.deciding(), **decided, "files": digest}
+    return {"schema": 2, **config.deciding(), **decided, **files}
 
 
 def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress) -> int:
