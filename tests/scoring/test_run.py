@@ -169,11 +169,12 @@ def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
     given = config(micro, folder, tmp_path / "texts" / "s.parquet", documents=folder / "d.jsonl", json=folder / "j")
     for written in (given.documents, given.json):
         written.write_text('{"text": "of a run before"}')
-    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as stopped:
         stopped.setattr("logitless.scoring.run.conclude", _interrupt)
-        run(given)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
     (folder / "b.txt").write_text("text")
-    with pytest.raises(OptionError, match="unfinished run with the file texts/b.txt absent, now of 4 bytes: give"):
+    with pytest.raises(OptionError, match=r"unfinished run with the file texts/b.txt absent, now of 4 bytes: give"):
         run(given)
     (folder / "b.txt").unlink()
     alone = run(config(micro, data, tmp_path / "alone.parquet"))
