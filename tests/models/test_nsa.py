@@ -149,6 +149,36 @@ def test_generation_with_a_cache_and_padding_equals_whole_forwards():
         assert whole[19 - begin : -1].argmax(-1).tolist() == text[row, 20:].tolist()
 
 
+def test_a_cache_of_static_length_gives_the_same_tokens():
+    model, ids = model_and_ids(20)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    for more in ({}, {"attention_mask": mask}):
+        wanted = model.generate(ids, **options, **more)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options, **more), wanted)
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([[1] * 10 + [0] * 4 + [1] * 16, [1] * 30]), torch.ones(2, 1, 30, 30)])
+def test_masks_that_would_be_misread_are_refused(mask):
+    """One with padding between a row's tokens, and one of pairs of tokens."""
+    model, ids = model_and_ids(30)
+    with pytest.raises(ConfigError, match="nsa: expected an attention_mask"):
+        model(input_ids=ids, attention_mask=mask)
+
+
+def test_training_under_autocast_is_near_to_training_in_fp32():
+    """Its norms and their weights are fp32, what its matrices give is not."""
+    model, ids = model_and_ids()
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model.float()(input_ids=ids, labels=ids, use_cache=False).loss
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]))
+    exact, rounded = gradients
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
 def test_checkpointed_layers_give_the_same_gradients():
     found = []
     for checkpointed in (False, True):

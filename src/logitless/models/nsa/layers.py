@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
 
 from ...errors import ConfigError
 from ..context_parallel import gathered
@@ -58,20 +58,26 @@ def attend(
     query: Tensor,  # (B, heads, T, D)
     key: Tensor,  # (B, kv_heads, S, D)
     value: Tensor,
-    attention_mask: Tensor | None,  # (B, S), padding
+    attention_mask: Tensor | None,  # of `padding`
     scaling: float,
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: every document of every row by itself. Raises ConfigError for dropout."""
+    """transformers' attention interface: every document of every row by itself. Raises ConfigError."""
     if not hasattr(module, "nsa"):
         raise ConfigError(
             "nsa: this model was loaded without its parameters; logitless.models.nsa.saved.load reads them"
         )
     if dropout:
         raise ConfigError(f"nsa knows no attention dropout, got {dropout}: set attention_dropout to 0 in the config")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        got = tuple(attention_mask.shape)
+        raise ConfigError(f"nsa: expected an attention_mask of padding, (B, S), got shape {got}; use position_ids")
     parameters, gates = module.nsa, more["nsa_gates"]
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a norm widens them
     key, value = gathered(module, key, value, attention_mask, more.get("position_ids"))
+    if attention_mask is not None:  # what is filled of a cache of static length
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     length, offset = query.shape[2], key.shape[2] - query.shape[2]
     rows: list[list[Tensor]] = [[] for _ in query]
     for row, begin, end in documents(attention_mask, more.get("position_ids"), key, length):
@@ -94,15 +100,35 @@ def _nothing(query: Tensor, length: int) -> Tensor:
     return query.new_zeros(query.shape[1], length, query.shape[3])
 
 
+def padding(
+    q_length: int, kv_length: int, q_offset: int | Tensor = 0, attention_mask: Tensor | None = None, **given: Any
+) -> Tensor | None:
+    """transformers' mask interface: which of the tokens so far count, (B, S); None where all do and S is kv_length."""
+    length = int(q_offset) + q_length  # less than kv_length where the cache is of static length
+    if attention_mask is not None:
+        mask = pad(attention_mask, (0, length - attention_mask.shape[1]))
+        return None if length == kv_length and mask.all() else mask
+    if length == kv_length:
+        return None
+    return torch.ones(given["batch_size"], length, dtype=torch.bool, device=given["device"])
+
+
 def documents(mask: Tensor | None, positions: Tensor | None, key: Tensor, length: int) -> list[tuple[int, int, int]]:
     """(row, first key, end) of each document: between padding, or where the positions of packed rows start anew.
 
-    The first of the last `length` tokens, which are all that asks, may be in the middle of its document.
+    The first of the last `length` tokens, which are all that asks, may be in the middle of its document. Raises
+    ConfigError for a mask with padding inside of a row.
     """
     rows, keys = key.shape[0], key.shape[2]
-    if mask is not None:
-        inside = [row.nonzero().flatten() for row in mask[:, :keys]]
-        return [(i, int(at[0]), int(at[-1]) + 1) for i, at in enumerate(inside) if len(at)]
+    if mask is not None and not mask.all():
+        inside = [row.nonzero().flatten() for row in mask]
+        found = [(i, int(at[0]), int(at[-1]) + 1) for i, at in enumerate(inside) if len(at)]
+        if holes := [row for row, begin, end in found if end - begin > len(inside[row])]:
+            raise ConfigError(
+                f"nsa: expected an attention_mask with padding before or after a row's tokens, got row {holes[0]} with "
+                "some between them; tell packed documents apart by position_ids"
+            )
+        return found
     if positions is None:
         return [(row, 0, keys) for row in range(rows)]
     found, offset = [], keys - length
@@ -132,7 +158,7 @@ def attach(model: Any, options: NSAOptions | None = None) -> Any:
     if any(hasattr(layer, "nsa") for layer in layers):
         raise ConfigError("this model has nsa already")
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, padding)
     model.set_attn_implementation(NAME)
     for layer in layers:
         weight = layer.q_proj.weight
