@@ -5,7 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.errors import OptionError
+from logitless.models.catalog import from_config
 from logitless.models.positions import check_reach, parse_scaling, reach, scale
+from logitless.models.presets import PRESETS
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -81,3 +83,18 @@ def test_models_that_cannot_be_scaled():
         scale(AutoConfig.for_model("gpt2"), "yarn:2")
     with pytest.raises(OptionError, match=r"has a scaling already \(llama3\)"):
         scale(config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), "yarn:2")
+
+
+def test_a_shape_says_how_far_its_positions_reach():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = {**PRESETS["tiny"], "max_position_embeddings": 64}
+    for changes, expected in (
+        ({}, (64, True)),
+        ({"rope_parameters": yarn}, (256, False)),
+        ({"rope_parameters": None, "rope_scaling": yarn}, (256, False)),
+        ({"rope_parameters": None}, (64, False)),
+        ({"rope_parameters": {**yarn, "factor": "four"}}, (0, False)),
+        ({"max_position_embeddings": None}, (0, False)),
+    ):
+        shape = from_config({**fields, **changes}, "m")
+        assert (shape.positions, shape.stretches) == expected, changes

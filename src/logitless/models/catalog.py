@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .positions import plain, reached
 from .presets import PRESETS
 from .shapes import ModelShape
 
@@ -47,23 +48,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Published shapes beside those that `logitless train` offers, one row each:
-# family, vocabulary, hidden, layers, heads, kv heads, head width, MLP width, tied, window
-_ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, int]] = {
-    "qwen2.5-0.5b": ("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, True, 0),
-    "qwen2.5-1.5b": ("qwen2", 151_936, 1536, 28, 12, 2, 128, 8960, True, 0),
-    "qwen2.5-3b": ("qwen2", 151_936, 2048, 36, 16, 2, 128, 11_008, True, 0),
-    "qwen2.5-7b": ("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, False, 0),
-    "llama-3.1-8b": ("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, False, 0),
-    "gemma-2-2b": ("gemma2", 256_000, 2304, 26, 8, 4, 256, 9216, True, 4096),
-    "gemma-2-9b": ("gemma2", 256_000, 3584, 42, 16, 8, 256, 14_336, True, 4096),
-    "gemma-3-270m": ("gemma3_text", 262_144, 640, 18, 4, 1, 256, 2048, True, 512),
-    "gemma-3-1b": ("gemma3_text", 262_144, 1152, 26, 4, 1, 256, 6912, True, 512),
-    "gemma-3-4b": ("gemma3_text", 262_208, 2560, 34, 8, 4, 256, 10_240, True, 1024),
-    "mistral-7b": ("mistral", 32_768, 4096, 32, 32, 8, 128, 14_336, False, 0),
+# family, vocabulary, hidden, layers, heads, kv heads, head width, MLP width, tied, window, positions
+_ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, int, int]] = {
+    "qwen2.5-0.5b": ("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, True, 0, 32_768),
+    "qwen2.5-1.5b": ("qwen2", 151_936, 1536, 28, 12, 2, 128, 8960, True, 0, 32_768),
+    "qwen2.5-3b": ("qwen2", 151_936, 2048, 36, 16, 2, 128, 11_008, True, 0, 32_768),
+    "qwen2.5-7b": ("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, False, 0, 32_768),
+    "llama-3.1-8b": ("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, False, 0, 131_072),
+    "gemma-2-2b": ("gemma2", 256_000, 2304, 26, 8, 4, 256, 9216, True, 4096, 8192),
+    "gemma-2-9b": ("gemma2", 256_000, 3584, 42, 16, 8, 256, 14_336, True, 4096, 8192),
+    "gemma-3-270m": ("gemma3_text", 262_144, 640, 18, 4, 1, 256, 2048, True, 512, 32_768),
+    "gemma-3-1b": ("gemma3_text", 262_144, 1152, 26, 4, 1, 256, 6912, True, 512, 32_768),
+    "gemma-3-4b": ("gemma3_text", 262_208, 2560, 34, 8, 4, 256, 10_240, True, 1024, 131_072),
+    "mistral-7b": ("mistral", 32_768, 4096, 32, 32, 8, 128, 14_336, False, 0, 32_768),
 }
 _ROW_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "tie_word_embeddings", "sliding_window",
+    "max_position_embeddings",
 )  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -166,6 +168,7 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
         attention_softcap=bool(c.get("attn_logit_softcapping")),
         window=window,
         windowed_layers=windowed,
+        **_positions(c),
         **_experts(c, name, layers),
     )
 
@@ -188,6 +191,18 @@ def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
     if isinstance(every, int) and every > 0:
         return window, layers - layers // every
     return (window, layers) if c.get("model_type") in ("mistral", "mixtral") else (0, 0)
+
+
+def _positions(c: dict[str, Any]) -> dict[str, Any]:
+    """How far positions reach; only a configuration that states its rotary embeddings says that they stretch."""
+    longest, rotary = c.get("max_position_embeddings"), c.get("rope_parameters")
+    stated = rotary if isinstance(rotary, dict) else c.get("rope_scaling")  # the older name
+    if isinstance(longest, bool) or not isinstance(longest, int) or not isinstance(stated, dict | None):
+        return {}
+    try:
+        return {"positions": reached(longest, stated), "stretches": stated is rotary and plain(rotary)}
+    except (TypeError, ValueError, OverflowError):  # a factor that is no number: whoever builds the model refuses it
+        return {}
 
 
 def _experts(c: dict[str, Any], name: str, layers: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..errors import ConfigError
+from .positions import plain, reach
 from .shapes import ModelShape
 
 
@@ -55,4 +56,6 @@ def _llama_like(config: Any, name: str, tied: bool) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
         mlp=getattr(config, "intermediate_size", None) or 4 * hidden,
         tied=tied,
+        positions=reach(config) or 0,
+        stretches=plain(getattr(config, "rope_parameters", None)),
     )

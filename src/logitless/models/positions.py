@@ -17,11 +17,19 @@ def reach(config: Any) -> int | None:
     linear and dynamic scaling stretch max_position_embeddings by their factor, yarn the positions before scaling;
     llama3 and longrope are stretched already. Every kind of layer counts, but those with a sliding window.
     """
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is None:
-        return None
-    return min((_reach(parameters, longest) for parameters in _rotary(text)), default=longest)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if longest is None else reached(longest, _parameters(config))
+
+
+def reached(longest: int, parameters: dict[str, Any] | None) -> int:
+    """`reach` of max_position_embeddings and rope_parameters."""
+    return min((_reach(one, longest) for one in _rotary(parameters)), default=longest)
+
+
+def plain(parameters: dict[str, Any] | None) -> bool:
+    """Whether rope_parameters are of rotary embeddings that `scale` can stretch: none of them is scaled yet."""
+    places = _rotary(parameters)
+    return bool(places) and all(one.get("rope_type", "default") == "default" for one in places)
 
 
 def _reach(parameters: dict[str, Any], longest: int) -> int:
@@ -32,17 +40,21 @@ def _reach(parameters: dict[str, Any], longest: int) -> int:
     return max(longest, math.floor((before if kind == "yarn" else longest) * factor))
 
 
-def _rotary(text: Any) -> list[dict[str, Any]]:
+def _rotary(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The rotary parameters of a configuration, by kind of layer where they differ; none: positions are a table."""
-    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = parameters or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     far = [value for key, value in parameters.items() if isinstance(value, dict) and not key.startswith("sliding")]
     return (far or nested) if nested else [parameters] if parameters else []
 
 
+def _parameters(config: Any) -> dict[str, Any] | None:
+    return getattr(config.get_text_config(), "rope_parameters", None)
+
+
 def changes_with_length(config: Any) -> str | None:
     """The kind of a configuration's rotary embeddings whose frequencies follow the longest position of a call."""
-    kinds = [parameters.get("rope_type", "default") for parameters in _rotary(config.get_text_config())]
+    kinds = [parameters.get("rope_type", "default") for parameters in _rotary(_parameters(config))]
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
@@ -66,10 +78,10 @@ def scale(config: Any, scaling: str) -> None:
     """
     kind, factor = parse_scaling(scaling)
     text = config.get_text_config()
-    places = _rotary(text)
+    places = _rotary(_parameters(config))
     if not places:
         raise OptionError(f"--rope-scaling {scaling}: {text.model_type} has no rotary embeddings to scale")
-    if any(parameters.get("rope_type", "default") != "default" for parameters in places):
+    if not plain(_parameters(config)):
         found = ", ".join(sorted({parameters["rope_type"] for parameters in places}))
         raise OptionError(f"--rope-scaling {scaling}: the model's config has a scaling already ({found})")
     longest = text.max_position_embeddings
@@ -89,14 +101,12 @@ def check_reach(config: Any, context_length: int, name: str, by_option: bool = T
     longest = reach(config)
     if longest is None or context_length <= longest:
         return
-    rotary = _rotary(config.get_text_config())
-    plain = rotary and all(parameters.get("rope_type", "default") == "default" for parameters in rotary)
-    factor = math.ceil(context_length / longest)
-    if plain and not by_option:
+    parameters, factor = _parameters(config), math.ceil(context_length / longest)
+    if plain(parameters) and not by_option:
         remedy = f'"rope_type": "yarn", "factor": {factor} in the rope_parameters of its config.json stretches them'
-    elif plain:
+    elif plain(parameters):
         remedy = f"--rope-scaling yarn:{factor} stretches them (other kinds: linear, dynamic)"
-    elif rotary:
+    elif _rotary(parameters):
         remedy = f"raise the factor of its config's rope_parameters {factor} times"
     else:
         remedy = "they are a table of weights, which cannot be stretched"

@@ -40,6 +40,8 @@ class ModelShape:
     adapted_experts: bool = False  # PEFT adapts the experts and their router, and then no dense MLP beside them
     sparse: bool = False  # native sparse attention, with blocks of the usual sizes
     uncounted: int = 0  # parameters beyond this arithmetic, of a family that only transformers knows
+    positions: int = 0  # the longest context that they reach; 0: not stated
+    stretches: bool = False  # whether --rope-scaling takes the positions further
 
     @property
     def query(self) -> int:
