@@ -59,7 +59,7 @@ def group_named(name: str) -> Any:
 
 def process_group(what: str, group: Any, dim: str | None) -> Any:
     """The process group that `group` is, or that a mesh has along `dim`. Raises ConfigError."""
-    if dim is None and hasattr(group, "group_name"):
+    if dim is None and getattr(group, "group_name", None) is not None:  # what torch 2.11 can ask in a compiled caller
         return group
     if dim is None and not hasattr(group, "mesh_dim_names"):
         got = type(group).__name__
