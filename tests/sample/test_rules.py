@@ -46,3 +46,13 @@ def test_in_fp32_shares_are_right_to_its_rounding():
     assert abs(int(kept.count) - int(exact.count)) <= 2
     assert abs(float(kept.log_mass) - float(exact.log_mass)) < 2e-6
     assert float(exact.log_mass) == pytest.approx(math.log(0.95), abs=1e-5)
+
+
+def test_many_small_shares_add_up_in_fp32_too():
+    """A nucleus that ends in the tail of a vocabulary of two values: its share is a sum of 135,000 equal ones."""
+    x = torch.zeros(150_000).index_fill_(0, torch.arange(135_000, 150_000), -1.0)
+    total = x.double().logsumexp(0)
+    kept = Rules(top_p=0.97).kept(x, total.float())
+    p = (x.double() - total).exp()
+    assert int(kept.count) == int((p.cumsum(0) - p < 0.97).sum()) == 138_541
+    assert float(kept.log_mass) == pytest.approx(math.log(0.97), abs=1e-5)

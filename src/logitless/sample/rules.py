@@ -50,7 +50,7 @@ class Rules(rules.Rules):
 def _nucleus(x: Tensor, p: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The entries, best first, before which there is less than `share` of p; and how much of it they have."""
     bins = x.abs().bfloat16().view(torch.int16)  # bits are in the order of their numbers
-    total = torch.bincount(bins, weights=p).double().cumsum_(0)
+    total = torch.bincount(bins, weights=p.double()).cumsum_(0)
     last = int(torch.searchsorted(total, share).clamp(max=total.numel() - 1))
     mask = torch.empty_like(bins)  # of numbers: comparisons that give booleans take six times as long
     inside = _where(torch.eq(bins, last, out=mask))
