@@ -114,3 +114,18 @@ def test_text_stands_out(browser, path, scheme):
     found = browser.evaluate(CONTRAST)
     assert len(found) > 100
     assert [(text, round(ratio, 2)) for text, ratio in found if ratio < 4.5] == []
+
+
+def test_an_underscore_lies_on_its_tokens_own_ground(browser, path):
+    """White on red, it would be white on white below the red."""
+    browser.open(path)
+    room = """(() => {
+      const token = document.querySelector(".t.p4"), mark = document.createElement("i");
+      mark.style.display = "inline-block";  // empty: it stands on the baseline
+      token.append(mark);
+      const pen = document.createElement("canvas").getContext("2d"), box = token.getClientRects();
+      pen.font = getComputedStyle(token).font;
+      return box[box.length - 1].bottom - mark.getBoundingClientRect().bottom
+        - pen.measureText("_").actualBoundingBoxDescent;
+    })()"""
+    assert browser.evaluate(room) > 0
