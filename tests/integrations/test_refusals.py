@@ -38,6 +38,12 @@ def with_other_loss():
     return model
 
 
+def with_a_hook():
+    model = tiny()
+    model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    return model
+
+
 class OwnLoss(transformers.Qwen3ForCausalLM):
     def forward(self, input_ids, labels=None):
         return self.lm_head(self.model(input_ids).last_hidden_state).logsumexp(-1).mean()
@@ -58,6 +64,7 @@ REFUSED = {
     "masked": (bert, "BertForMaskedLM"),
     "encoder-decoder": (t5, "T5ForConditionalGeneration is an encoder-decoder"),
     "another loss": (with_other_loss, "loss is cross_entropy, expected transformers' ForCausalLMLoss"),
+    "a hook that doubles the logits": (with_a_hook, "the output head has a forward hook of tests"),
     "a loss of its own": (with_own_loss, "OwnLoss computes its loss by itself"),
 }
 
@@ -98,3 +105,13 @@ def test_a_transform_that_nobody_told_us_of():
     logitless.install(model)
     with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
         model(batch["input_ids"], labels=batch["labels"])
+
+
+def test_a_hook_that_comes_after_install():
+    model, batch = tiny(), batch_for("")
+    logitless.install(model)
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with pytest.raises(ConfigError, match="the output head has a forward pre-hook of tests"):
+        model(**batch)
+    handle.remove()
+    assert model(**batch).logits is None

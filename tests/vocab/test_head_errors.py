@@ -1,5 +1,7 @@
 """What a head refuses, and weights that are not all there."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,3 +66,12 @@ def test_a_weight_that_zero3_keeps_elsewhere():
     weight = torch.empty(0)
     weight.ds_numel = V * H
     refused(ConfigError, lambda: ll.LMHead(weight), "LMHead: weight is sharded", "ZeRO-3", "logitless.install")
+
+
+def test_hooks_that_may_change_the_logits():
+    for register, kind in (("register_forward_hook", "hook"), ("register_forward_pre_hook", "pre-hook")):
+        linear = nn.Linear(H, V)
+        handle = getattr(linear, register)(partial(lambda *_: None))
+        refused(ConfigError, lambda x=linear: ll.LMHead.of(x), f"a forward {kind} of {__name__}, which may change")
+        handle.remove()
+        ll.LMHead.of(linear)

@@ -144,7 +144,7 @@ class LMHead:
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
-        it does not know (DoRA, other adapters, quantised, sharded), which it never ignores.
+        it does not know (DoRA, other adapters, quantised, sharded, with forward hooks), which it never ignores.
         """
         from .lookup import head_of  # lookup builds an LMHead
 

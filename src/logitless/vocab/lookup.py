@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,10 @@ REFUSED = {
     "gemma4_assistant": "has logits for some of its vocabulary only",
     "gemma4_unified_assistant": "has logits for some of its vocabulary only",
 }
+# Whose forward hooks on a head gather its weight, move it or watch, and leave the logits as they are.
+HARMLESS_HOOKS = (
+    "torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "transformers", "trl", "logitless",
+)  # fmt: skip
 
 
 def head_of(module: nn.Module) -> LMHead:
@@ -43,11 +48,13 @@ def head_of(module: nn.Module) -> LMHead:
                 f"LMHead.of: {type(module).__name__} is no nn.Linear and has no get_output_embeddings(); "
                 "pass LMHead(weight, bias)"
             )
+        _refuse_hooks(module)
         weight, bias, adapters = parts_of(module)
         return LMHead(weight, bias, adapters=adapters)
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
+    _refuse_hooks(layer)
     weight, bias, adapters = parts_of(unwrapped(layer))
     scale, softcap, rows = _transforms(module)
     rows = None if rows is None or rows >= weight.shape[0] else rows
@@ -57,6 +64,26 @@ def head_of(module: nn.Module) -> LMHead:
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is a linear layer or wraps one, and not a whole model."""
     return isinstance(module, nn.Linear) or hasattr(module, "base_layer") or hasattr(module, "original_module")
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    """ConfigError where a forward hook may change what the head is called with or returns."""
+    for part in layer.modules():
+        for kind, hooks in (("pre-hook", part._forward_pre_hooks), ("hook", part._forward_hooks)):
+            for hook in hooks.values():
+                whose = _origin(hook)
+                if not any(whose == known or whose.startswith(f"{known}.") for known in HARMLESS_HOOKS):
+                    raise ConfigError(
+                        f"LMHead.of: the output head has a forward {kind} of {whose}, which may change its logits; "
+                        "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
+                    )
+
+
+def _origin(hook: Any) -> str:
+    """The module that a hook was written in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__module__", "") or ""
 
 
 def _transforms(model: Any) -> tuple[float, float | None, int | None]:
