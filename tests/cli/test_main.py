@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from logitless.cli.main import COMMANDS, main
 from logitless.train.rundir import Interrupted, OutOfSpace
+from logitless.versions import installing
 
 
 def test_help_names_every_command(capsys):
@@ -88,6 +90,14 @@ def test_errors_are_one_line(monkeypatch, capsys, error, status, line):
     err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1
+
+
+def test_extras_of_a_source_tree_are_installed_from_it(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("logitless.versions.version", missing)
+    assert installing("train,rl") == "pip install '.[train,rl]' in the clone"
 
 
 def test_a_defect_is_not_hidden(monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..errors import LogitlessError
+from ..versions import installing
 
 # A command is a module beside this one with `main(arguments) -> exit status`; help for it imports nothing more.
 COMMANDS = {
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (error.name or "").startswith("logitless"):
             raise
         extras = "train,rl" if command == "align" else "train"
-        return _fail(f"{command} needs {error.name}: pip install 'logitless[{extras}]'")
+        return _fail(f"{command} needs {error.name}: {installing(extras)}")
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from ..algebra.costs import dense_loss_bytes
 from ..errors import OptionError
+from ..versions import installing
 from .align_config import AlignConfig
 from .align_data import Row
 from .align_rewards import rewards_of
@@ -95,7 +96,7 @@ def _dataset(parts: Alignment, rows: list[Row]) -> Any:
 def check_available(config: AlignConfig) -> None:
     """OptionError where TRL, the library that --report-to names, or one of --rewards is not there."""
     if find_spec("trl") is None:
-        raise OptionError("logitless align needs trl: pip install 'logitless[train,rl]'")
+        raise OptionError(f"logitless align needs trl: {installing('train,rl')}")
     if config.report_to != "none" and config.report_to not in sys.modules and find_spec(config.report_to) is None:
         raise OptionError(f"--report-to {config.report_to} needs it installed: pip install {config.report_to}")
     if config.kind.rollouts:
