@@ -43,7 +43,7 @@ def test_a_split_model_sends_hidden_states():
     split = replace(BASE, tensor_parallel=2)
     tokens, wide = 4 * 32, SHAPE.hidden  # four rows on each pair of GPUs
     found = sent(split)
-    assert found["hidden states of the layers"] == 2 * 2 * SHAPE.layers * 2 * (2 * tokens * wide // 2)
+    assert found["hidden states of the layers"] == (1 + 4 * SHAPE.layers) * 2 * (2 * tokens * wide // 2)
     assert found["the split head"] >= tokens * wide * 4  # its gradient, fp32, once
     assert sent(replace(split, micro_batch=1))["hidden states of the layers"] == found["hidden states of the layers"]
 

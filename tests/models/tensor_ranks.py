@@ -1,16 +1,20 @@
 """What `test_tensor_parallel.py` runs on every rank: models whose matrices are split, beside transformers' own."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.integrations.transformers import install
+from logitless.memory.exchange import exchange
+from logitless.memory.setting import Setting
+from logitless.models.catalog import from_config
 from logitless.models.instances import with_adapters
 from logitless.models.long_context import lightened
 from logitless.models.tensor_parallel import split_matrices
@@ -103,20 +107,31 @@ def beside_other_options(group: Any) -> None:
     compare(group, *found)
 
 
+class Summed(TorchDispatchMode):
+    """The numbers that DTensors add up over ranks; the head's own traffic is not theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d_functional.all_reduce" in str(func):
+            self.numbers += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
 def sums_over_ranks(group: Any) -> None:
-    """Hidden states travel twice a layer and pass, once for the embedding; the head's own traffic is not DTensor's."""
-    parts = split(group, model())
-    forward, backward = CommDebugMode(), CommDebugMode()
-    with forward:
-        loss = parts(**batch(), use_cache=False).loss
-    with backward:
-        loss.backward()
-    functional = [_functional(mode) for mode in (forward, backward)]
-    assert functional == [2 * SIZES["num_hidden_layers"] + 1, 2 * SIZES["num_hidden_layers"]], functional
-
-
-def _functional(mode: CommDebugMode) -> int:
-    return sum(n for op, n in mode.get_comm_counts().items() if "c10d_functional" in str(op))
+    """The planner counts the hidden states that travel, with checkpointed layers and tiles too."""
+    shape, tokens = from_config(SIZES | {"model_type": "qwen3"}, "small"), batch()["input_ids"].numel()
+    counted = Setting(shape, batch_size=1, response_length=tokens, gpus=2, tensor_parallel=2)
+    for checkpointing, tiles in ((False, 1), (True, 1), (False, 3), (True, 3)):
+        one = lightened(model(), checkpointing=checkpointing, offload=False, tiles=tiles)
+        parts = split(group, one)
+        with Summed() as summed:
+            parts(**batch(), use_cache=False).loss.backward()
+        setting = replace(counted, gradient_checkpointing=checkpointing, mlp_tiles=tiles).check()
+        sent = {row.name: row.nbytes for row in exchange(setting)}["hidden states of the layers, all-reduce"]
+        assert 2 * summed.numbers == sent, (checkpointing, tiles)  # an all-reduce of two sends its bytes, bf16, once
 
 
 def memory(group: Any) -> None:

@@ -51,14 +51,17 @@ def _sharding(setting: Setting) -> Iterator[tuple[str, int]]:
 
 
 def _tensor(setting: Setting) -> Iterator[tuple[str, int]]:
-    """Two all-reduces a layer and pass; of the head a few numbers per token, and the gradient of hidden states."""
+    """Hidden states of the embedding, and of each layer two each way; of the head a few numbers per token, and theirs.
+
+    A layer that is computed again stops before its last sum, which in tiles is that of the last tile.
+    """
     ranks = setting.tensor_parallel
     if ranks == 1:
         return
-    passes = 3 if setting.gradient_checkpointing else 2
-    hidden = BF16 * setting.tokens * setting.model.hidden
-    layers = setting.accumulation * passes * 2 * setting.model.layers
-    yield "hidden states of the layers, all-reduce", layers * 2 * _ring(hidden, ranks)
+    hidden = 2 * _ring(BF16 * setting.tokens * setting.model.hidden, ranks)
+    again = 2 * hidden - hidden // setting.mlp_tiles if setting.gradient_checkpointing else 0
+    layers = setting.model.layers * (4 * hidden + again)
+    yield "hidden states of the layers, all-reduce", setting.accumulation * (hidden + layers)
     n, vocab = setting.response_tokens, ceil_div(setting.model.vocab, ranks)
     tokens = slices_of(n, vocab, budget=setting.memory_budget, device="gpu", itemsize=FP32, whole=True).tokens
     head = traffic_of(("logprob",), n, chunks=ceil_div(n, tokens), widths=(setting.model.hidden,))
