@@ -57,6 +57,8 @@ def test_an_intuitor_run_writes_everything(finished, start):
     assert summary["held_out_after"]["self_certainty/mean"] > 0
     assert summary["memory"]["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
     assert summary["memory"]["peak_bytes"] > 2**27
+    assert (place / "checkpoint-8").exists()
+    assert not (place / "README.md").exists()
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])
@@ -64,6 +66,7 @@ def test_the_other_methods(start, method, tmp_path):
     summary = run(replace(start, method=method, output_dir=tmp_path / "run"), QUIET)
     assert summary["steps"] == 4
     assert (tmp_path / "run" / "align.png").exists()
+    assert not (tmp_path / "run" / "README.md").exists()
     for record in steps(tmp_path / "run"):
         assert set(TRL_METRICS[method] + MEMORY) <= set(record)
     rows = read_lines(tmp_path / "run" / "rows.jsonl")

@@ -50,7 +50,10 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
         "run_name": parts.place.name,
     }
     data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
-    return _of_pairs(parts, model, shared, data) if config.method == "dpo" else _of_rollouts(parts, model, shared, data)
+    made = _of_pairs if config.method == "dpo" else _of_rollouts
+    trainer = made(parts, model, shared, data)
+    trainer.create_model_card = lambda **_: None  # TRL's, beside each checkpoint: it names a model [None]
+    return trainer
 
 
 def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[str, Any]) -> Any:
