@@ -94,6 +94,7 @@ PROCESSORS = {
         "min_new_tokens": 8,
         "repetition_penalty": 0.8,
     },
+    "guidance": {"guidance_scale": 3.0},
     "one's own": {"logits_processor": [lambda ids, z: z.roll(1, 1)]},
 }
 
@@ -202,6 +203,25 @@ def test_stop_strings(ends):
     assert bool((out.ids[1, 8:] == 0).all()) == ends
 
 
+@pytest.mark.parametrize("where", ["of the call", "of the model"])
+def test_stop_strings_of_a_generation_config(where):
+    model = tiny("llama", eos_token_id=None, pad_token_id=0)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    free = generate(model, PROMPTS, **options).ids
+    stop = ["".join(chr(33 + i) for i in free[1, 6:8].tolist())]
+    if where == "of the call":
+        options = {"generation_config": t.GenerationConfig(**options, stop_strings=stop, pad_token_id=0)}
+    else:
+        model.generation_config.stop_strings = stop
+    with pytest.raises(OptionError, match="stop_strings: expected a tokenizer"):
+        generate(model, PROMPTS, **options)
+    out = generate(model, PROMPTS, **options, tokenizer=letters())
+    assert torch.equal(out.ids, model.generate(**PROMPTS, **options, tokenizer=letters()))
+    assert out.record.token[1].tolist() == [*free[1, 5:8].tolist(), *[-1] * 5]
+    without = generate(model, PROMPTS, **options, stop_strings=None)
+    assert torch.equal(without.ids, free)
+
+
 def test_streaming_and_a_loop_of_transformers():
     class Streamer(t.generation.BaseStreamer):
         def __init__(self):
@@ -258,7 +278,14 @@ def test_memory_holds_no_row_per_step():
 @pytest.mark.parametrize(
     ("options", "error", "fragment"),
     [
-        ({"num_beams": 2}, OptionError, "beam"),
+        ({"num_beams": 2}, OptionError, "got beam_search; use model.generate"),
+        (
+            {"penalty_alpha": 0.6, "top_k": 4},
+            OptionError,
+            "greedy_search or sample of a decoder-only model, got contra",
+        ),
+        ({"dola_layers": "low"}, OptionError, "got dola_generation"),
+        ({"prompt_lookup_num_tokens": 2}, OptionError, "got assisted_generation"),
         ({"stop_strings": ["x"]}, OptionError, "tokenizer"),
         ({"seeds": torch.arange(2)}, ShapeError, "(3,)"),
         ({"keep": V + 1}, OptionError, "0..97"),

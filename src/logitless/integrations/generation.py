@@ -14,10 +14,19 @@ from torch import Tensor, nn
 from ..errors import ConfigError, DtypeError, ShapeError
 from ..sample import Noise, SampleRecord
 from ..sample.tokens import draw_tokens
+from ..vocab.adapters import unwrapped
 from ..vocab.head import LMHead
 from .generation_contract import require
-from .generation_options import check_prompts, check_room, check_rules, padding, plan_of, with_stop_strings
-from .lm_head import causal_lm, handed_on, replaced, through_head
+from .generation_options import (
+    Processors,
+    check_prompts,
+    check_room,
+    check_rules,
+    padding,
+    plan_of,
+    with_stop_strings,
+)
+from .lm_head import causal_lm, handed_on, output_head, replaced, through_head
 
 OnStep = Callable[[SampleRecord], None]
 
@@ -55,11 +64,11 @@ def generate(
     num_return_sequences one for each of them; on_step: called with the record (B,) of each step as it comes, -1 where a
     sequence had ended. options: `model.generate`'s own: max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
     eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config, and whatever else needs
-    a logits processor (repetition_penalty, bad_words_ids, logits_processor, ...): these get rows (B, V), of one step
+    a logits processor (repetition_penalty, guidance_scale, logits_processor, ...): these get rows (B, V), of one step
     at a time, and the record's behaviour_logprob is of what they return, its other fields raw.
-    Greedy ids are transformers'. Refused by name: beams, assistants, encoder-decoders, a TextStreamer of several
-    sequences; and, before anything is computed, prompts that could grow past the model's context, which transformers
-    goes past with a warning.
+    Greedy ids are transformers'. Refused by name: all but greedy search and sampling (beams, assistants, prompt lookup,
+    contrastive search, DoLa), encoder-decoders, a TextStreamer of several sequences; and, before anything is computed,
+    prompts that could grow past the model's context, which transformers goes past with a warning.
     Raises ConfigError, OptionError, ShapeError, DtypeError.
     Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
     """
@@ -69,7 +78,7 @@ def generate(
     check_prompts(inner, inputs, options)
     check_rules(options)
     loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step)
-    ids = whole.generate(**inputs, **with_stop_strings(options), custom_generate=loop)
+    ids = whole.generate(**inputs, **with_stop_strings(options, whole.generation_config), custom_generate=loop)
     if loop.record is None:
         raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
     return Generated(ids, loop.record)
@@ -117,7 +126,7 @@ class Recorder:
                 forward.options = {
                     "rules": rules, "temperature": temperature, "keep": self.keep,
                     "noise": Noise(seeds, torch.full_like(seeds, step)), "memory_budget": self.memory_budget,
-                    "change": None if change is None else functools.partial(change, input_ids),
+                    "change": None if change is None else functools.partial(forward.changed, change, input_ids),
                 }  # fmt: skip
                 if outputs is None:
                     outputs = model._prefill(input_ids, generation_config, given)
@@ -157,6 +166,8 @@ class Recorded:
 
     def __init__(self, model: Any) -> None:
         self.model, self.dense = model, model.forward
+        self.head = unwrapped(output_head(model))
+        self.dense_head = self.head.forward
         self.options: dict[str, Any] = {}
         self.drawn: SampleRecord
 
@@ -168,6 +179,11 @@ class Recorded:
 
     def _draw(self, head: LMHead, hidden: Tensor) -> SampleRecord:
         return draw_tokens(hidden, head, **self.options)
+
+    def changed(self, change: Processors, ids: Tensor, z: Tensor) -> Tensor:
+        """`change(ids, z)` with the model as it is elsewhere: guidance calls it for logits of its own."""
+        with replaced(self.model, "forward", self.dense), replaced(self.head, "forward", self.dense_head):
+            return change(ids, z)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ WARPERS = {
     transformers.TopPLogitsWarper: "top_p",
     transformers.MinPLogitsWarper: "min_p",
 }
+MODES = ("greedy_search", "sample")
 Processors = Callable[[Tensor, Tensor], Tensor]  # (ids (B, P), logits (B, V)) -> logits
 
 
@@ -28,8 +29,12 @@ def plan_of(model: Any, logits_processor: Any, config: Any) -> tuple[Rules, floa
 
     The rules are the list's end, as far as it is one of each of WARPERS in their order. Raises OptionError.
     """
-    if config.num_beams != 1 or model.config.is_encoder_decoder:
-        raise OptionError("generate: expected one beam of a decoder-only model, got beams or an encoder-decoder")
+    mode = config.get_generation_mode().value
+    if mode not in MODES or model.config.is_encoder_decoder:
+        got = mode if mode not in MODES else "an encoder-decoder"
+        raise OptionError(
+            f"generate: expected {' or '.join(MODES)} of a decoder-only model, got {got}; use model.generate for it"
+        )
     names = [_warper(p) for p in logits_processor]
     start = next(i for i in range(len(names) + 1) if names[i:] == [n for n in WARPERS.values() if n in names[i:]])
     own = {n: getattr(p, n) for p, n in zip(logits_processor[start:], names[start:], strict=True) if n}
@@ -107,10 +112,15 @@ def check_rules(options: Mapping[str, Any]) -> None:
         raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
 
 
-def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with stop strings as a criterion: transformers hands no tokenizer on to a loop of one's own."""
-    options = dict(options)
-    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
+    """The options with stop strings as a criterion: where there is a loop of one's own, transformers uses no tokenizer.
+
+    They are those of the call, else of its generation_config, else of the model's, the `default`.
+    """
+    configs = (options.get("generation_config"), default)
+    found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
+    options = {"stop_strings": next(iter(found), None), **options}
+    strings, tokenizer = options["stop_strings"], options.pop("tokenizer", None)
     for name in ("assistant_model", "synced_gpus", "custom_generate"):
         if options.get(name):
             raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
@@ -119,4 +129,4 @@ def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
     if tokenizer is None:
         raise OptionError("stop_strings: expected a tokenizer with them, got none; pass tokenizer=...")
     criteria = [*(options.get("stopping_criteria") or []), transformers.StopStringCriteria(tokenizer, strings)]
-    return {**options, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
+    return {**options, "stop_strings": None, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
