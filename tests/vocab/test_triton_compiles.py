@@ -41,7 +41,7 @@ def compiled(kernel, size, flags, **more):
 
 def compiled_function(function, size, flags, **more):
     kernel, names = function.__name__, function.arg_names
-    upper = {name: False for name in names if name.isupper()} | flags
+    upper = {name: 0.3 if name == "BETA" else False for name in names if name.isupper()} | flags
     constants = {(names.index(name),): value for name, value in upper.items()}
     def type_of(name):
         if name in upper:
@@ -49,10 +49,8 @@ def compiled_function(function, size, flags, **more):
         if name in NUMBERS or name.endswith("stride"):
             return "i32"
         half = name in NARROW or (name == "out" and kernel == "unfold_slice")
-        if name == "beta":
-            return "fp32"
         return "*" + ("bf16" if half else "i64" if name in LONG else "i32" if name in SHORT else "fp32")
-    ragged = {"start", "beta", "n_parts", "k", "n_groups", "n_best", "held"}
+    ragged = {"start", "n_parts", "k", "n_groups", "n_best", "held"}
     aligned = {(names.index(x),): [["tt.divisibility", 16]] for x in names if x not in upper and x not in ragged}
     source = ASTSource(fn=function, signature={x: type_of(x) for x in names}, constexprs=constants, attrs=aligned)
     options = {"num_warps": size["warps"], "num_stages": size["stages"], **more}

@@ -46,9 +46,10 @@ class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
         inputs = Inputs(*tensors)
-        out, saved = values(Problem.checked(spec, inputs), price, save=True)
+        problem = Problem.checked(spec, inputs)
+        out, saved = values(problem, price, save=True)
         names.extend(out)
-        ctx.spec, ctx.price, ctx.needs, ctx.names = spec, price, needs, names
+        ctx.spec, ctx.index, ctx.price, ctx.needs, ctx.names = spec, problem.index, price, needs, names
         ctx.saved_names, flat = saved.flat()
         ctx.save_for_backward(*inputs, *flat)
         ctx.set_materialize_grads(False)
@@ -63,7 +64,7 @@ class _Stats(torch.autograd.Function):
         inputs = Inputs(*tensors[: len(Inputs._fields)])
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
         given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        result = gradients(Problem.of(ctx.spec, inputs), ctx.price, saved, given, ctx.needs)
+        result = gradients(Problem(ctx.spec, inputs, ctx.index), ctx.price, saved, given, ctx.needs)
         return None, None, None, None, *result, *([None] * (len(Inputs._fields) - DIFFERENTIATED))
 
 

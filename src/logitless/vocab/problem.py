@@ -118,10 +118,25 @@ class Problem:
 
     @classmethod
     def checked(cls, spec: Spec, inputs: Inputs) -> Problem:
-        """The problem, once its ids are known to lie in the vocabulary; ranks that share the head have met."""
-        problem = cls.of(spec, inputs)
-        problem.check_ids()
-        return problem
+        """The problem, once its ids are known to lie in the vocabulary; ranks that share the head have met.
+
+        The host waits for the device once, and again where tokens are ignored. Raises LabelError.
+        """
+        problem = cls(spec, inputs)
+        if capturing(inputs.hidden):
+            return problem
+        valid = None if inputs.labels is None else inputs.labels != spec.ignore_index
+        ids = {
+            name: x if valid is None else torch.where(valid if x.dim() == 1 else valid[:, None], x, 0)
+            for name, x in (("labels", inputs.labels), ("candidates", inputs.candidates))
+            if x is not None and x.numel()
+        }
+        asked = [bound for x in ids.values() for bound in torch.aminmax(x)]
+        asked += [] if valid is None else [valid.all()]
+        found = torch.stack(asked).tolist() if asked else []
+        for name, low, high in zip(ids, found[::2], found[1::2], strict=False):
+            problem.check_ids(name, low, high)
+        return problem if valid is None or found[-1] else replace(problem, index=valid.nonzero().squeeze(1))
 
     @classmethod
     def met(cls, spec: Spec, inputs: Inputs) -> Problem:
@@ -140,20 +155,13 @@ class Problem:
         counted = every if i.labels is None else (i.labels != self.spec.ignore_index).sum()
         meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, counted, i.labels))
 
-    def check_ids(self) -> None:
-        """Raise LabelError for a counted label or candidate outside the vocabulary."""
-        if capturing(self.inputs.hidden):
-            return
-        rows, every = self.head.rows, slice(None)
-        for name, ids in (("labels", self.inputs.labels), ("candidates", self.inputs.candidates)):
-            ids = self.take(ids, every)
-            if ids is None or ids.numel() == 0:
-                continue
-            low, high = (int(x) for x in torch.aminmax(ids))
-            if low < 0 or high >= rows:
-                wrong = low if low < 0 else high
-                hint = f" or ignore_index={self.spec.ignore_index}" if name == "labels" else ""
-                raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; fix the ids or vocab_size")
+    def check_ids(self, name: str, low: int, high: int) -> None:
+        """Raise LabelError where the lowest or the highest of some ids is not in the vocabulary."""
+        rows = self.head.rows
+        if low < 0 or high >= rows:
+            wrong = low if low < 0 else high
+            hint = f" or ignore_index={self.spec.ignore_index}" if name == "labels" else ""
+            raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; fix the ids or vocab_size")
 
     @property
     def n_tokens(self) -> int:

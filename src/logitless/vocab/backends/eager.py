@@ -18,7 +18,7 @@ from .best import Best
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .skip import Share
 from .skip import unfold as unfold_some
-from .tiles import Operands, add_product
+from .tiles import Operands, add_product, slope_dtype
 
 LOG2E = math.log2(math.e)
 
@@ -224,11 +224,11 @@ def _unfold_slice(chunk: Chunk, v: slice, tile: Tile | None, totals: Totals, slo
     if grads.bias is not None:
         grads.bias[v] += dz.sum(0)
     for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
-        narrow = dz.to(part.dtype)
+        narrow = dz.to(slope_dtype(part.dtype, dz.dtype))
         if tokens is not None:
-            add_product(narrow, part, tokens)
+            add_product(narrow, part.to(narrow.dtype), tokens)
         if entries is not None:
-            add_product(narrow.t(), factor.tokens, entries[v])
+            add_product(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
 
 
 def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Slope) -> Tensor:

@@ -33,6 +33,11 @@ def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> 
     return hidden.dtype if low and has_out_dtype(hidden.device.type) else compute
 
 
+def slope_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """What dL/dz is rounded to for its products: as the operands, but fp16 has no room for what a mean makes of p."""
+    return compute if operand == torch.float16 else operand
+
+
 Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
 
 
@@ -88,7 +93,7 @@ class Projection:
     ) -> None:
         self.head = head
         self.compute = compute
-        self.bias = None if head.bias is None else head.bias.detach()[: head.held].to(compute)
+        self.bias = None if head.bias is None else head.bias.detach()[: head.held].to(compute).contiguous()
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
         # factors are numbers, or (C, 1) where the temperature is per token
         self.inner = head.scale / (head.softcap if head.softcap else column)

@@ -19,7 +19,7 @@ from ...algebra.stats import DENSE, Slope
 from . import triton_fold_kernels, triton_unfold_kernels
 from .chunk import Chunk, Folded, Grads, Part, Tile, put_mixture
 from .eager import normalised
-from .tiles import Operands, add_product, product
+from .tiles import Operands, add_product, product, slope_dtype
 from .triton_best import Best
 from .triton_device import on
 from .triton_slices import Heads, ahead, buffer, narrow, of_slice, slice_of
@@ -157,7 +157,8 @@ def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> boo
     sizes = table_for(chunk.inputs.hidden.device)["gemm"]
     simple = not (bases or keep or adapters or chunk.top_k or chunk.reference is not None)
     same = first.dtype == first.entries.dtype and first.compute == torch.float32
-    return simple and same and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
+    dense = first.entries.stride(1) == 1
+    return simple and same and dense and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
 
 
 def overlaps(chunk: Chunk, bases: int, keep: str | None) -> bool:
@@ -224,7 +225,7 @@ def mixture_sums(chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
     for tile in chunk.kept:
         unfolding.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
             **of_slice(tile), labels=heads.tensors["labels"], n=chunk.n_tokens, totals=numbers, out=out,
-            beta=chunk.jsd_beta, LABEL=heads.flags["LABEL"], ROWS=sizes["rows"], BLOCK=sizes["block"], **launch(sizes),
+            BETA=chunk.jsd_beta, LABEL=heads.flags["LABEL"], ROWS=sizes["rows"], BLOCK=sizes["block"], **launch(sizes),
         )  # fmt: skip
     return out[0], out[1]
 
@@ -246,10 +247,10 @@ def unfold(chunk: Chunk, totals: Totals, slope: Slope, grads: Grads) -> None:
     for v in chunk.vocabulary():
         w = chunk.policy.operand(v)
         tile = next(kept) if chunk.kept else slice_of(chunk, v, w, "")
-        dz = narrow(tile.z, w[0].dtype)
+        dz = narrow(tile.z, slope_dtype(w[0].dtype, tile.z.dtype))
         unfolding.unfold_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
             **of_slice(tile), **heads.tensors, **heads.flags, **flags, **launch(sizes), out=dz,
-            out_stride=dz.stride(0), totals=numbers, slopes=slopes, beta=chunk.jsd_beta, RAW=tile.raw,
+            out_stride=dz.stride(0), totals=numbers, slopes=slopes, BETA=chunk.jsd_beta, RAW=tile.raw,
             ROWS=sizes["rows"], BLOCK=sizes["block"],
         )  # fmt: skip
         if grads.bias is not None:

@@ -19,8 +19,8 @@ SLOPES = ("p", "plogp", "pD", "pM", "p2", "q", "one")
 
 @triton.jit
 def look_again(
-    raw, ref_raw, raw_stride, ref_stride, out, labels, totals, n, width, start, beta,
-    LABEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    raw, ref_raw, raw_stride, ref_stride, out, labels, totals, n, width, start,
+    BETA: tl.constexpr, LABEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add a slice's shares of jsd and of KL(p‖M) to `out`, (2, n); the slice holds final logits."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -41,10 +41,10 @@ def look_again(
         p = tl.exp((x - load_rows(totals, 0, n, rows, live)[:, None]) - load_rows(totals, 1, n, rows, live)[:, None])
         q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
         gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
-        log_p, log_q = mixture_logs(load_rows(totals, 3, n, rows, live)[:, None] - gap, beta)
+        log_p, log_q = mixture_logs(load_rows(totals, 3, n, rows, live)[:, None] - gap, BETA)
         share = tl.where(p > 0, p * log_p, 0.0)
         first += tl.sum(share, 1)
-        jsd += tl.sum((1.0 - beta) * share + tl.where(q > 0, beta * q * log_q, 0.0), 1)
+        jsd += tl.sum((1.0 - BETA) * share + tl.where(q > 0, BETA * q * log_q, 0.0), 1)
     tl.store(out + rows, jsd, mask=live)
     tl.store(out + n + rows, first, mask=live)
 
@@ -52,7 +52,7 @@ def look_again(
 @triton.jit
 def unfold_slice(
     raw, ref_raw, raw_stride, ref_stride, out, out_stride, totals, slopes, labels, heat, ref_heat, bias, ref_bias,
-    n, width, start, beta,
+    n, width, start, BETA: tl.constexpr,
     RAW: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
     REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr, PM: tl.constexpr,
     P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,7 +92,7 @@ def unfold_slice(
             if PD:
                 total += load_rows(slopes, 2, n, rows, live)[:, None] * d
             if PM:
-                log_share, _ = mixture_logs(d, beta)
+                log_share, _ = mixture_logs(d, BETA)
                 total += load_rows(slopes, 3, n, rows, live)[:, None] * log_share
         if PLOGP:
             total += load_rows(slopes, 1, n, rows, live)[:, None] * log_p
