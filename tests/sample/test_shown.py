@@ -19,9 +19,9 @@ def summary(tmp_path_factory):
     return hard_summary(byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def printed(summary, alternatives=False, **options) -> str:
+def printed(summary, alternatives=False, width=100, **options) -> str:
     file = io.StringIO()
-    show(summary, Console(file=file, width=100, **options), alternatives)
+    show(summary, Console(file=file, width=width, **options), alternatives)
     return file.getvalue()
 
 
@@ -113,6 +113,15 @@ def test_alternatives(summary):
         others = [other for other in token["top_logprobs"] if other["id"] != token["id"]]
         assert percent(math.exp(others[0]["logprob"])) in row
         assert row.rstrip().count("%") == 1 + len(others)
+
+
+def test_lines_of_alternatives_end_between_two_of_them(summary):
+    first = {**summary, "sequences": summary["sequences"][:1]}
+    text = printed(first, alternatives=True, width=60)
+    for token in summary["sequences"][0]["tokens"]:
+        for other in token["top_logprobs"]:
+            if other["id"] != token["id"]:
+                assert f"{other['name']} {percent(math.exp(other['logprob']))}" in text
 
 
 def test_classes():

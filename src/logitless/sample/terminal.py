@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from .text import Speller, shown
 # Ink and paper of each class of probability, both given: legible on dark and on light terminals.
 STYLES = ("", "#000000 on #fff3b0", "#000000 on #fdc877", "#000000 on #f4813f", "#ffffff on #b10026")
 SPECIAL, FAINT = "reverse dim", "dim"
+GAP = "   "
 
 
 class Painter:
@@ -105,14 +107,30 @@ def alternatives(sequence: dict[str, Any]) -> Table:
     return table
 
 
-def _instead(token: dict[str, Any]) -> Text:
+def _instead(token: dict[str, Any]) -> Whole:
     """The best entries other than the token, each with its probability."""
-    out = Text()
-    for other in token["top_logprobs"]:
-        if other["id"] != token["id"]:
-            out.append(other["name"])
-            out.append(f" {percent(math.exp(other['logprob']))}   ", FAINT)
-    return out
+    others = [other for other in token["top_logprobs"] if other["id"] != token["id"]]
+    return Whole([Text.assemble(x["name"], (f" {percent(math.exp(x['logprob']))}", FAINT)) for x in others])
+
+
+class Whole:
+    """Pieces of text on lines that end between two of them only: Text ends lines at any space, no-break ones too."""
+
+    def __init__(self, pieces: list[Text]) -> None:
+        self.pieces = pieces
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = Text()
+        for piece in self.pieces:
+            if line and line.cell_len + len(GAP) + piece.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line.append(GAP if line else "").append_text(piece)
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widths = [piece.cell_len for piece in self.pieces] or [0]
+        return Measurement(max(widths), sum(widths) + len(GAP) * (len(widths) - 1)).with_maximum(options.max_width)
 
 
 def show(summary: dict[str, Any], console: Console, with_alternatives: bool, written: bool = False) -> None:
