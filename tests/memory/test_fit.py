@@ -1,17 +1,21 @@
 """The search: what it finds fits, nothing better would, and its reasons and command lines are true."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
 from logitless.memory.fit import LADDER, fit
-from logitless.memory.flags import ALIGN, flags, logitless_align, logitless_train, trl
+from logitless.memory.flags import ALIGN, flags, hint, logitless_align, logitless_train, trl
 from logitless.memory.plan import plan
 from logitless.memory.setting import GIB, Setting
 from logitless.models.catalog import shape_of
+from logitless.models.presets import PRESETS
 
 INTUITOR = Setting(
     shape_of("qwen2.5-1.5b"),
@@ -97,16 +101,20 @@ def test_what_is_asked_for_stays():
     assert (s.lora_rank, s.gradient_checkpointing, s.sharding) == (4, True, "zero3")
 
 
+OWN = {"optimizer": "adamw-bf16", "master_weights": False}  # what logitless's own commands step with
+TRAIN, ALIGNED = replace(SMALL_GPU, **OWN), replace(INTUITOR, **OWN)
+
+
 def test_command_lines():
     single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
     assert logitless_train(single) == (
-        "logitless train --model gemma-2-2b --context-length 2048 --loss chunked --batch-size 4 "
+        "logitless train --model DIR --context-length 2048 --loss chunked --batch-size 4 "
         "--gradient-accumulation-steps 16 --gradient-checkpointing --lora-rank 16 --memory-budget 256MiB "
         "--dtype bfloat16"
     )
     assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
     assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
-    two = replace(single, gpus=2, gradient_checkpointing=False)
+    two = replace(TRAIN, gpus=2, micro_batch=4)
     assert " --loss chunked --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
     shared = replace(two, model=INTUITOR.model, context_parallel=2, sharding="fsdp2")
     assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
@@ -118,10 +126,72 @@ def test_command_lines():
     assert logitless_train(replace(both, response_length=2047)) is None
     assert logitless_train(replace(both, attention="eager")) is None
     assert logitless_train(replace(both, model=SMALL_GPU.model)) is None  # a softcap in its attention
-    assert set(flags(replace(INTUITOR, attention="nsa"))) == {"accelerate"}
-    assert set(flags(INTUITOR)) == {"logitless align", "TRL", "accelerate"}
-    for change in ({"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3}):
-        assert "logitless align" not in flags(replace(INTUITOR, **change)), change
+    assert set(flags(replace(ALIGNED, attention="nsa"))) == {"accelerate"}
+    assert set(flags(ALIGNED)) == {"logitless align", "TRL", "accelerate"}
+    changes = (
+        {"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3},
+        {"prompt_length": 0}, {"rollout_batch": 1}, {"attention": "eager"}, {"critic": "yes"},
+        {"algorithm": "dpo", "reference": "no"},
+    )  # fmt: skip
+    for change in changes:
+        assert "logitless align" not in flags(replace(ALIGNED, **change)), change
+    for change in ({"prompt_length": 64}, {"reference": "yes"}, {"response_length": 1}, {"algorithm": "ppo"}):
+        assert logitless_train(TRAIN) is not None
+        assert logitless_train(replace(TRAIN, **change)) is None, change
+
+
+def test_a_model_is_what_the_command_can_start_from(tmp_path):
+    def model(line):
+        return shlex.split(line)[3]
+
+    for name, trained in (("tiny", "tiny"), ("qwen3-4b", "qwen3-4b"), ("smollm2-135m", "DIR"), ("gemma-3-1b", "DIR")):
+        assert model(logitless_train(replace(TRAIN, model=shape_of(name)))) == trained
+        assert model(logitless_align(replace(ALIGNED, model=shape_of(name), gpus=1, response_length=64))) == "DIR"
+    place = tmp_path / "a model"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(PRESETS["tiny"]))
+    for path, weights in ((place / "config.json", False), (place, False), (place, True)):
+        (place / "model.safetensors").touch() if weights else None
+        found = model(logitless_train(replace(TRAIN, model=shape_of(str(path)))))
+        assert found == ("DIR" if path == place and not weights else str(path))
+    assert model(logitless_train(replace(TRAIN, model=replace(TRAIN.model, name="Qwen/Qwen3-4B")))) == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({"optimizer": "adamw-fp32"}, False),  # its state would be in the weights' bf16
+        ({"optimizer": "adamw-8bit"}, False),
+        ({"optimizer": "sgd"}, False),
+        ({"optimizer": "none"}, False),
+        ({"master_weights": True}, False),
+        ({"lora_rank": 8}, False),
+        ({"lora_rank": 8, "optimizer": "adamw-fp32"}, True),  # adapters are fp32
+        ({"lora_rank": 8, "optimizer": "adamw-fp32", "master_weights": True}, True),
+        ({}, True),
+    ],
+)
+def test_the_optimizer_is_what_the_commands_step_with(change, own):
+    for setting, tool in ((TRAIN, "logitless train"), (ALIGNED, "logitless align")):
+        setting = replace(setting, **change)
+        assert (tool in flags(setting)) == own
+        options = "adamw-fp32" if setting.lora_rank else "adamw-bf16"
+        options += " --no-master-weights" * setting.master_weights
+        assert hint(setting) == (None if own else f"{tool} steps otherwise: --optimizer {options} plans it")
+    assert hint(replace(TRAIN, algorithm="ppo")) is None  # no optimizer would make it one of these
+
+
+def test_contexts_beyond_the_positions():
+    long = replace(LONG, gpus=1, batch_size=1, **OWN)
+    assert " --context-length 131072 --rope-scaling yarn:4 --loss" in logitless_train(long)
+    assert "--rope-scaling" not in logitless_train(replace(long, response_length=40_960))
+    assert logitless_train(replace(long, model=shape_of("llama-3.2-1b"), response_length=131_073)) is None
+    aligned = replace(ALIGNED, model=LONG.model, response_length=40_960 - 2048)
+    assert logitless_align(aligned) is not None
+    assert logitless_align(replace(aligned, response_length=40_960)) is None
+
+
+def test_command_lines_of_others():
     assert "trl grpo" in trl(INTUITOR)
     assert "--num_generations 8 --max_completion_length 4096 --beta 0.04" in trl(INTUITOR)
     assert "--dtype float32 --attn_implementation sdpa" in trl(INTUITOR)
@@ -140,15 +210,50 @@ def test_command_lines():
     assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
 
 
+def own_lines():
+    """Every line of logitless's own commands that a range of settings gives."""
+    for wish, model in product((TRAIN, ALIGNED), ("tiny", "qwen2.5-1.5b", "llama-3.2-1b")):
+        for change in (
+            {}, {"algorithm": "dpo"}, {"algorithm": "grpo"}, {"algorithm": "reinforce"}, {"lora_rank": 8},
+            {"optimizer": "adamw-fp32", "lora_rank": 8}, {"memory_budget": 1000}, {"attention": "nsa"},
+            {"prompt_length": 0, "response_length": 100_000}, {"gpus": 4, "sharding": "fsdp2"}, {"micro_batch": 4},
+            {"prompt_length": 0, "response_length": 1}, {"gpus": 2, "context_parallel": 2}, {"responses_per_prompt": 1},
+            {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 4}, {"attention": "eager"},
+        ):  # fmt: skip
+            setting = replace(wish, model=shape_of(model), **change)
+            yield from ((s, line) for s, line in flags(setting).items() if s.startswith("logitless"))
+
+
+def test_own_command_lines_parse_and_pass_the_commands_checks():
+    """Its parser, its checks, and where the model is named its positions and its tokenizer."""
+    from logitless.cli import align, train
+    from logitless.train.model import load_tokenizer, reaching, resolve
+
+    tools, loaded = set(), set()
+    for tool, line in sorted(set(own_lines())):
+        command = tool.split()[1]
+        words = shlex.split(line)
+        config = {"train": train, "align": align}[command].parse(words[words.index(command) + 1 :])
+        assert config.memory_budget_bytes in (256 << 20, 1000)
+        if config.model != "DIR":
+            source = resolve(config.model)
+            reaching(config, source)
+            if config.model not in loaded:
+                load_tokenizer(source)
+            loaded.add(config.model)
+        tools.add((tool, config.model))
+    assert {("logitless train", "tiny"), ("logitless train", "DIR"), ("logitless align", "DIR")} <= tools
+
+
 def test_logitless_train_knows_its_flags():
     from logitless.cli.train import parse
 
     line = logitless_train(replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True))
     config = parse(line.split()[2:])
     assert (config.context_length, config.lora_rank, config.memory_budget_bytes) == (2048, 16, 256 << 20)
-    line = logitless_train(replace(SMALL_GPU, sharding="fsdp2", gpus=4))
+    line = logitless_train(replace(TRAIN, sharding="fsdp2", gpus=4))
     assert parse(line.split()[6:]).sharding == "fsdp2"
-    assert logitless_train(replace(SMALL_GPU, sharding="zero3", gpus=4)) is None
+    assert logitless_train(replace(TRAIN, sharding="zero3", gpus=4)) is None
 
 
 @pytest.mark.parametrize("algorithm", ["intuitor", "dpo", "grpo", "reinforce"])

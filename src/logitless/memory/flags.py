@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from .setting import Setting
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from ..models.presets import PRESETS, TEKKEN_VOCAB
+from ..models.shapes import ModelShape
+from .setting import Setting, ceil_div
 
 TRL = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "intuitor": "grpo", "reinforce": "rloo"}
 ALIGN = {"dpo": "dpo", "grpo": "grpo", "intuitor": "intuitor", "reinforce": "rloo"}
@@ -39,15 +45,23 @@ def launcher(setting: Setting) -> str:
 
 def logitless_train(setting: Setting) -> str | None:
     """`logitless train`'s command line: supervised training, the ranks by DDP or FSDP2, matrices or sequences split."""
-    if setting.algorithm != "sft" or not _splits(setting):
-        return None
+    further = any(setting.keeps(name) for name in ("reference", "critic", "reward_model"))
+    if setting.algorithm != "sft" or setting.prompt_length or setting.length < 2 or further or not _splits(setting):
+        return None  # every token but the first has a label, and there is one model
+    shape, stretched = setting.model, []
+    if 0 < shape.positions < setting.length:
+        if not shape.stretches:
+            return None
+        stretched.append(f"--rope-scaling yarn:{ceil_div(setting.length, shape.positions)}")
     split = {"tensor": setting.tensor_parallel, "context": setting.context_parallel}
     light = ["--offload-activations"] * setting.offload_activations
     light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
     light += [f"--attention {setting.attention}"] * (setting.attention != "flash")
     light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
     light += [f"--{name}-parallel {ranks}" for name, ranks in split.items() if ranks > 1]
-    return _own("train", setting, [f"--context-length {setting.length}", "--loss chunked", *light], "fsdp2")
+    fresh = shape.vocab >= TEKKEN_VOCAB and (shape.name in PRESETS or Path(shape.name).is_file())
+    parts = [f"--context-length {setting.length}", *stretched, "--loss chunked", *light]
+    return _own("train", _named(shape, fresh), setting, parts, "fsdp2")
 
 
 def _splits(setting: Setting) -> bool:
@@ -62,35 +76,59 @@ def _splits(setting: Setting) -> bool:
 
 def logitless_align(setting: Setting) -> str | None:
     """`logitless align`'s command line, where its groups of responses fill whole batches."""
-    method, each = ALIGN.get(setting.algorithm), setting.responses_per_prompt
+    method, each, shape = ALIGN.get(setting.algorithm), setting.responses_per_prompt, setting.model
     split = setting.tensor_parallel * setting.context_parallel > 1
-    if method is None or split or setting.offload_activations or setting.mlp_tiles > 1 or setting.attention == "nsa":
+    further = any(setting.keeps(name) for name in ("critic", "reward_model"))
+    if method is None or split or further or not setting.prompt_length or 0 < shape.positions < setting.length:
+        return None
+    if setting.offload_activations or setting.mlp_tiles > 1 or setting.attention != "flash":
         return None
     parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
     parts.append(f"--completion-length {setting.response_length}")
-    if method != "dpo":
-        if each < 2 or setting.micro_rows * setting.accumulation % each:
+    if method == "dpo":
+        if not setting.keeps("reference"):
+            return None
+    else:
+        if each < 2 or setting.micro_rows * setting.accumulation % each or setting.rollout_sequences < setting.rows:
             return None
         parts += [f"--generations-per-prompt {each}", f"--beta {BETA if setting.keeps('reference') else 0.0}"]
-    return _own("align", setting, parts)
+    return _own("align", _named(shape), setting, parts)
 
 
-def _own(command: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
-    """A command of logitless with the options that they share; None for sharding that it leaves to others."""
-    if setting.sharding not in ("ddp", *shardings):
+def _named(shape: ModelShape, fresh: bool = False) -> str:
+    """--model: what a command can start from; else DIR, for a directory or hub id with weights of this shape."""
+    path = Path(shape.name)
+    saved = any(path.glob("*.safetensors")) or (shape.name.count("/") == 1 and not path.exists())
+    return shlex.quote(shape.name) if fresh or saved else "DIR"
+
+
+def _own(command: str, model: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
+    """A command of logitless with the options that they share; None for what it leaves to others."""
+    if setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
     return " ".join(
         [
-            f"{start} {command} --model {setting.model.name}",
+            f"{start} {command} --model {model}",
             *parts,
             f"--batch-size {setting.micro_rows}",
             f"--gradient-accumulation-steps {setting.accumulation}",
             *["--gradient-checkpointing"] * setting.gradient_checkpointing,
             *[f"--lora-rank {setting.lora_rank}"] * bool(setting.lora_rank),
-            f"--memory-budget {setting.memory_budget >> 20}MiB --dtype bfloat16",
+            f"--memory-budget {_size(setting.memory_budget)} --dtype bfloat16",
         ]
     )
+
+
+def _stepped(setting: Setting) -> Setting:
+    """The setting with the optimizer of logitless's commands: AdamW, its state in the dtype of what it trains."""
+    if setting.lora_rank:  # PEFT keeps adapters in fp32
+        return replace(setting, optimizer="adamw-fp32")
+    return replace(setting, optimizer="adamw-bf16", master_weights=False)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20}MiB" if count % (1 << 20) == 0 else str(count)
 
 
 def trl(setting: Setting) -> str | None:
@@ -154,3 +192,11 @@ def flags(setting: Setting) -> dict[str, str]:
         "accelerate": launcher(setting),
     }
     return {tool: line for tool, line in lines.items() if line is not None}
+
+
+def hint(setting: Setting) -> str | None:
+    """The options by which the plan would be of what a command of logitless runs, where its optimizer alone differs."""
+    own = _stepped(setting)
+    new = [tool for tool in flags(own) if tool not in flags(setting)]
+    options = f"--optimizer {own.optimizer}" + " --no-master-weights" * (own.master_weights < setting.master_weights)
+    return f"{new[0]} steps otherwise: {options} plans it" if new else None

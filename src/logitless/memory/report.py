@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .components import Component
 from .fit import Fit
-from .flags import flags
+from .flags import flags, hint
 from .plan import Plan
 from .setting import Setting
 from .training import trained_parameters
@@ -175,6 +175,8 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
         console.print(table, highlight=False)
         for tool, line in flags(fit.plan.setting).items():
             console.print(f"[dim]{tool}[/dim]  {line}", highlight=False, soft_wrap=True)
+        if (more := hint(fit.plan.setting)) is not None:
+            console.print(f"[dim]{more}[/dim]", highlight=False, soft_wrap=True)
         console.print()
 
 
