@@ -68,6 +68,11 @@ def test_a_context_past_the_positions_is_told_what_would_do():
         check_reach(config(), 200, "m", by_option=False)
     with pytest.raises(OptionError, match=r"positions up to 128; raise the factor .* 2 times"):
         check_reach(config(rope={"rope_type": "linear", "factor": 2.0}), 200, "m")
+    llama3 = config("llama", {**LLAMA3, "original_max_position_embeddings": 8})
+    with pytest.raises(OptionError, match=r"no factor stretches llama3 positions further: .* max_position_embeddings"):
+        check_reach(llama3, 200, "m")
+    llama3.max_position_embeddings = 200
+    check_reach(llama3, 200, "m")
     with pytest.raises(OptionError, match="a table of weights"):
         check_reach(AutoConfig.for_model("gpt2", n_positions=48), 49, "m")
 
