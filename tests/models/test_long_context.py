@@ -100,6 +100,12 @@ def test_models_that_route_are_refused_and_left_alone():
         tile_mlp(torch.nn.Linear(2, 2), 2)
 
 
+def test_tiles_are_set_once():
+    tiled = tile_mlp(model(), 2)
+    with pytest.raises(ConfigError, match="--mlp-tiles 4: Qwen3ForCausalLM has 2 already"):
+        tile_mlp(tiled, 4)
+
+
 def test_less_than_one_tile():
     with pytest.raises(OptionError, match="--mlp-tiles must be at least 1, got 0"):
         tile_mlp(model(), 0)

@@ -21,7 +21,8 @@ def tile_mlp(model: nn.Module, tiles: int) -> nn.Module:
 
     Of the MLP's width only one piece is alive at a time, (tokens / tiles, width), forward and backward. Costs one
     more forward pass of the MLPs, and a matrix's gradient beside the one it is added to. (ALST, arXiv 2506.13996.)
-    Raises OptionError below one tile, ConfigError for a model without dense MLPs, which it leaves as it was.
+    Raises OptionError below one tile, ConfigError for a model without dense MLPs or with tiles, which it leaves as it
+    was.
     """
     if tiles < 1:
         raise OptionError(f"--mlp-tiles must be at least 1, got {tiles}")
@@ -30,6 +31,8 @@ def tile_mlp(model: nn.Module, tiles: int) -> nn.Module:
     if not found or routed:
         what = f"layers that route ({type(routed[0]).__name__})" if routed else "no layer with an mlp"
         raise ConfigError(f"--mlp-tiles needs dense MLPs: {type(model).__name__} has {what}")
+    if before := [m.tiles for m in found if isinstance(m, Tiled)]:
+        raise ConfigError(f"--mlp-tiles {tiles}: {type(model).__name__} has {before[0]} already; make the model anew")
     for mlp in found if tiles > 1 else ():
         mlp.__class__ = type(type(mlp).__name__, (Tiled, type(mlp)), {"tiles": tiles})
     return model
