@@ -106,7 +106,7 @@ def check_reach(config: Any, context_length: int, name: str, by_option: bool = T
         remedy = f'"rope_type": "yarn", "factor": {factor} in the rope_parameters of its config.json stretches them'
     elif plain(parameters):
         remedy = f"--rope-scaling yarn:{factor} stretches them (other kinds: linear, dynamic)"
-    elif kinds := {one.get("rope_type") for one in _rotary(parameters)}.intersection(STATED[1:]):
+    elif kinds := {one.get("rope_type", "default") for one in _rotary(parameters)}.intersection(STATED[1:]):
         remedy = (
             f"no factor stretches {min(kinds)} positions further: use a shorter context, or the "
             "max_position_embeddings in its config.json that they are known to reach"
