@@ -117,6 +117,7 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
+            records.rewrite(arguments)
             arguments.report_to = []  # the trackers' run has ended
             held_out.conclude(arguments, found[1])
         else:

@@ -32,7 +32,11 @@ class Records(TrainerCallback):
         self.latest: dict[str, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero:
+        self.rewrite(args)
+
+    def rewrite(self, args: TrainingArguments) -> None:
+        """Leaves the whole lines up to where the run resumes, for more to come behind them."""
+        if args.process_index == 0:
             write_lines(self.path, self.before)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
 from ..errors import DataError
 from .config import TrainConfig
 from .corpus import documents
-from .files import write_whole
+from .files import damaged, write_whole
 from .packing import PackedRows, Stream, check_ids, hold_out
 from .tokenizer import TextTokenizer
 
@@ -37,8 +38,11 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
     """(training rows, held-out rows) from a file that `prepare` wrote; nothing in it is unpickled. Raises DataError."""
     if not path.exists():
         raise DataError(f"{path} is not on this machine: all ranks need an --output-dir that all of them see")
-    with np.load(path, allow_pickle=False) as arrays:
-        kept, held = (Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"]) for name in ("train", "held"))
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            kept, held = (Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"]) for name in ("train", "held"))
+    except (BadZipFile, EOFError, KeyError, ValueError):
+        raise DataError(damaged(path)) from None
     return PackedRows(kept, length), PackedRows(held, length, max(1, HELD_OUT_TOKENS // length))
 
 

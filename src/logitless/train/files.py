@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ..errors import DataError
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -36,12 +39,28 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda temporary: _write_text(temporary, text))
 
 
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote, of a file that a resumed run can make anew; DataError where it was damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise DataError(damaged(path)) from None
+
+
+def damaged(path: Path) -> str:
+    """What to do about a file that a resumed run can make anew."""
+    return f"{path} is damaged: delete it, and --resume makes it anew"
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line that a killed process left unfinished is not one of them."""
+    """The records of a JSON-lines file; a last line that a killed process left unfinished is not one of them.
+
+    Raises DataError for any other line that is not a record.
+    """
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -53,6 +72,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """One more record, in a single write."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+    raise DataError(f"{where}: expected a record in JSON, got a damaged line; remove it")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ConfigError, LogitlessError, OptionError
-from .checkpoints import discard_unfinished, last_checkpoint
+from .checkpoints import checkpoints, damaged_file, discard_unfinished, last_checkpoint
 from .config import RESUMABLE, Options, RunOptions, from_dict
 from .files import write_json
 
@@ -30,10 +30,15 @@ class OutOfSpace(LogitlessError, OSError):
 def stored(run: Path, default: Options) -> Options:
     """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
     try:
-        values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))
-        return from_dict(values["config"], str(run / RUN_FILE), default)
+        values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
+    try:
+        return from_dict(values, RUN_FILE, default)
+    except OptionError as error:
+        raise ConfigError(
+            f"--resume {run}: expected a run of this command and version; go on with those that started it ({error})"
+        ) from None
 
 
 def claim(config: RunOptions, name: str) -> Path:
@@ -69,6 +74,10 @@ def _continue(config: RunOptions, run: Path) -> Path:
     found = last_checkpoint(run)
     if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
         raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
+    if found and (broken := damaged_file(found[0])):
+        kept = checkpoints(run)[:-1]
+        whence = kept[-1].name if kept else "the start"
+        raise ConfigError(f"--resume {run}: {broken} is damaged; remove {found[0]} to go on from {whence}")
     discard_unfinished(run)
     return run
 

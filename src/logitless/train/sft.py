@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from .callbacks import GentleStop, HeldOut, Records
 from .checkpoints import last_checkpoint
 from .config import RunOptions, TrainConfig
 from .data import load, prepare
-from .files import read_lines, write_json, write_whole
+from .files import read_json, read_lines, write_json, write_whole
 from .launcher import by_options_alone, on_processors
 from .mesh import CONTEXT, Layout, device_mesh
 from .model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
@@ -141,7 +140,7 @@ def _step_memory(parts: Run) -> dict[str, Any]:
         say(parts.console, "measuring one step's memory, streamed and dense ...")
         own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
         write_json(path, measure(own, parts.place / TOKENS_FILE))
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def train_steps(parts: Run, model: Any) -> dict[str, Any]:
@@ -170,6 +169,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
+            records.rewrite(given)
             held_out.conclude(given, found[1], model.to(given.device))
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
