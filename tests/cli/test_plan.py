@@ -66,6 +66,18 @@ def test_json(capsys):
     assert set(found["fit"]["aggressive"]) == {"setting", "allowed_bytes", "plan", "reasons", "flags"}
 
 
+def test_options_that_are_given_again_add(capsys):
+    one, several = (["--what-if", "micro-batch=2", "lora-rank=8"], ["--what-if", "gradient-checkpointing=true"])
+    assert main([*RUN, *one, "--sweep", "512", *several, "--sweep", "1024", "2048", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["change"] for row in found["what_if"]] == [*one[1:], *several[1:]]
+        "micro-batch=2",
+        "lora-rank=8",
+        "gradient-checkpointing=true",
+    ]
+    assert [row["length"] for row in found["sweep"]] == [512, 1024, 2048]
+
+
 def test_files(tmp_path):
     written = [f"--{kind}={tmp_path / 'p'}.{kind}" for kind in ("json", "png", "html")]
     assert main([*RUN, *written]) == 0

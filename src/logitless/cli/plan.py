@@ -6,8 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+import tyro
 
 from ..errors import OptionError
 from ..memory.fit import fit
@@ -94,9 +97,9 @@ class PlanConfig:
     """What slices of the logits may take."""
     dense_logits: Literal["all", "response"] = "all"
     """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
-    sweep: tuple[int, ...] = ()
+    sweep: tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]] = ()
     """Sequence lengths to plan as well."""
-    what_if: tuple[str, ...] = ()
+    what_if: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """KEY=VALUE: plan again with this option changed; several are planned one by one."""
     fit: bool = False
     """Search a conservative and an aggressive setting that fit, and say why."""
@@ -151,8 +154,9 @@ def main(arguments: Sequence[str]) -> int:
     check_writable(json=config.json, png=config.png, html=config.html)
     setting = config.setting()
     dense, logitless = both(setting)
-    lengths = sweep(setting, config.sweep)
-    changes = [(change, *both(changed(config, change).setting())) for change in config.what_if]
+    lengths = sweep(setting, tuple(chain.from_iterable(config.sweep)))
+    given = chain.from_iterable(config.what_if)
+    changes = [(change, *both(changed(config, change).setting())) for change in given]
     found = fit(setting) if config.fit else {}
     from ..memory import report
     from ..train.files import write_whole

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import tyro
 
 from ..memory.units import parse_bytes
 from . import options
@@ -47,7 +50,7 @@ class ProfileConfig:
     """Of weights and activations: bfloat16, float16 or float32."""
     memory_budget: str = "256MiB"
     """What slices of the logits may take."""
-    remedies: tuple[str, ...] = ()
+    remedies: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Trace, each as slowly, these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
-    names, parameters = chosen(config.remedies), shape_of(config.model).parameters
+    names, parameters = chosen(tuple(chain.from_iterable(config.remedies))), shape_of(config.model).parameters
     recordings = both(step)
     base = recordings[step.loss]
     found = remedies(step, base, names, recordings)
