@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from logitless.memory.stages import Recording
+from logitless.memory.stages import FEW, POINTS, Recording
 from logitless.memory.tables import show
 from logitless.memory.tracker import Allocation
 
@@ -34,3 +34,14 @@ def test_names_are_never_broken(width):
     for text in ("1 × 131,072 × 32 × 128 bf16", "layers.35.self_attn.q_norm", "layers.35.mlp.down_proj.lora_B.default"):
         assert text in table
     assert len(table.splitlines()) < 16
+
+
+def test_a_timeline_keeps_the_steps_of_short_stages():
+    forward, loss = [event % 7 for event in range(20_000)], [85, 159, 233, 159, 12]
+    ends = [("parameters", 0), ("after full forward", 20_000), ("loss", 20_005)]
+    timeline = Recording([], [0, *forward, *loss, 5, 4], ends).as_json()["timeline"]
+    assert timeline[-7:] == [[20_001 + i, nbytes] for i, nbytes in enumerate([*loss, 5, 4])]
+    assert len(timeline) <= POINTS + 4 * FEW
+    assert all(nbytes == 6 for _, nbytes in timeline[1:-7])  # the highest of each stretch
+    short = Recording([], forward[:POINTS], [("backward", 500)]).as_json()["timeline"]
+    assert short == [list(point) for point in enumerate(forward[:POINTS])]

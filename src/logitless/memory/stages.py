@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +14,7 @@ from .resident import thin
 from .tracker import Allocation
 
 LARGEST = 10
-POINTS = 1000  # of a timeline in JSON
+POINTS, FEW = 1000, 50  # of a timeline in JSON, about, and of each of its stages at least
 CLOSE = 0.999  # of the peak: what was asked for from here on made it
 CATEGORIES = (
     "parameters", "gradients", "optimizer state", "activations", "activation gradients", "logits", "loss workspace",
@@ -85,6 +86,12 @@ class Recording:
             total[a.category] += a.nbytes
         return {name: total[name] for name in CATEGORIES if total[name]}
 
+    def _timeline(self) -> Iterator[tuple[int, int]]:
+        """(event, bytes): all of a stage of few events; of a longer one the highest of each stretch."""
+        points = list(enumerate(self.curve))
+        for start, end in pairwise([0, *(end + 1 for _, end in self.marks), len(points)]):
+            yield from thin(points[start:end], max(FEW, POINTS * (end - start) // len(points)))
+
     def as_json(self) -> dict[str, Any]:
         """The recording for machines: sizes in bytes, places in events."""
         peak = self.peak
@@ -102,7 +109,7 @@ class Recording:
                 "categories": self.categories(peak.event),
                 "tensors": [tensor_json(a) for a in self.alive(peak.event)[:LARGEST]],
             },
-            "timeline": [list(point) for point in thin(list(enumerate(self.curve)), POINTS)],
+            "timeline": [list(point) for point in self._timeline()],
             "host_peak_bytes": self.host,
             "lint": [finding.as_json() for finding in self.findings],
         }

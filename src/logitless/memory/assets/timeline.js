@@ -8,7 +8,7 @@ const startProfile = (main) => {
   const title = (name) => (runs.length > 1 ? `: ${name}` : "");
   const picture = el("div");
   main.append(card("timeline", "Timeline",
-    el("p", { class: "muted" }, "Bytes alive after each allocation and each release, from the first to the last of the step."),
+    el("p", { class: "muted" }, "Bytes alive after each allocation and each release; in a stage of many, the most of each few."),
     el("figure", {}, picture, el("ul", { class: "legend" },
       ...runs.map(([name, run], i) => el("li", {}, swatch(hue(i)),
         `${name}: peak ${bytes(run.peak.bytes)} in ${run.peak.stage}`))))));
