@@ -16,6 +16,7 @@ from logitless.vocab.backends.tiles import add_product, operand_dtype, product
 MIB = 1 << 20
 Step = peers.Step
 ORACLE_CHUNK = 256  # tokens
+FLOOR = "bare GEMMs"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,11 @@ def bare_gemms(row: Row, t: Tensors) -> Step:
     return _by_entries(row, t, narrow)
 
 
+def _slopes(case: Case, z: Tensor, narrow: torch.dtype) -> Tensor:
+    """What backward's products read for the logits' gradient: z itself, or where they take bf16 such numbers, once."""
+    return torch.rand_like(z, dtype=narrow) if case.wrt and narrow != z.dtype else z
+
+
 def _by_tokens(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
     case, device = row.case, t["hidden"].device
     n, v = t["hidden"].shape[0], t["weight"].shape[0]
@@ -142,6 +148,7 @@ def _by_tokens(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
     most = max(1, row.budget // (4 * v * heads))
     tokens = -(-n // -(-n // most))
     buffers = [torch.empty(tokens, v, device=device) for _ in range(heads)]
+    slopes = _slopes(case, buffers[0], narrow)
     d_weight = torch.empty(t["weight"].shape, device=device) if "weight" in case.wrt else None
     d_hidden = torch.empty(tokens, t["hidden"].shape[1], device=device)
 
@@ -152,7 +159,7 @@ def _by_tokens(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
             if heads == 2:
                 product(t["ref_hidden"][start : start + tokens], t["ref_weight"].t(), buffers[1][: len(h)])
             product(h, t["weight"].t(), z)
-            dz = z.view(narrow)[:, :v]
+            dz = slopes[: len(h)]
             if "hidden" in case.wrt:
                 product(dz, t["weight"], d_hidden[: len(h)])
             if d_weight is not None:
@@ -167,6 +174,7 @@ def _by_entries(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
     tokens = -(-n // -(-n // 4096))
     width = max(1, min(v, row.budget // (4 * tokens)))
     buffer = torch.empty(tokens * width, device=t["hidden"].device)
+    slopes = _slopes(row.case, buffer, narrow)
     d_hidden = torch.empty(tokens, t["hidden"].shape[1], device=buffer.device)
 
     def run() -> Tensors:
@@ -177,7 +185,8 @@ def _by_entries(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
                 z = buffer[: len(h) * len(w)].view(len(h), len(w))
                 product(h, w.t(), z)
                 if "hidden" in row.case.wrt:
-                    (add_product if first else product)(z.view(narrow)[:, : len(w)], w, d_hidden[: len(h)])
+                    dz = slopes[: z.numel()].view_as(z)
+                    (add_product if first else product)(dz, w, d_hidden[: len(h)])
         return {}
 
     return run
@@ -218,9 +227,10 @@ def ours_in_fp32(row: Row, backend: str | None) -> Callable[[Case, Tensors], Ste
 
         def run() -> Tensors:
             weight.grad_dtype = torch.float32
-            out = plain()
-            weight.grad_dtype = weight.dtype
-            return out
+            try:
+                return plain()
+            finally:
+                weight.grad_dtype = weight.dtype
 
         return run
 
@@ -287,14 +297,14 @@ def quack(case: Case, tensors: Tensors) -> Step:
 def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     """Who is measured, the most telling first."""
     name = row.case.name
-    yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
+    yield peers.Method(FLOOR, lambda _, t: bare_gemms(row, t), "floor")
     yield peers.Method("logitless", ours(row, backend), "ours")
     if name == "sample":
         yield peers.Method(IN_A_GRAPH, ours_in_a_graph(row, backend), "ours")
     if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
         yield peers.Method("logitless, fp32 dW", ours_in_fp32(row, backend), "ours")
     if backend is None and name != "sample":
-        yield peers.Method("logitless, eager", ours(row, "eager"))
+        yield peers.Method("logitless, eager", ours(row, "eager"), "ours")
     if row.dense:
         yield peers.Method("torch", peers.dense)
     if name == "loss":

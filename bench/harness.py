@@ -22,7 +22,9 @@ from logitless.versions import version_of
 SCHEMA = 1
 THREADS = 2
 MB = 1e6
-PACKAGES = ("torch", "transformers", "trl", "cut-cross-entropy", "triton", "numpy")
+PACKAGES = (
+    "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy",
+)  # fmt: skip
 
 
 class WorkerError(RuntimeError):
