@@ -212,6 +212,18 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
 
 
 @pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("options", [{"batch_size": 1000}, {"gradient_accumulation_steps": 500}])
+def test_a_corpus_smaller_than_a_step(micro, tmp_path, options):
+    """Each step is the whole corpus, and that is what is counted."""
+    summary = run(replace(micro.config, max_steps=2, output_dir=tmp_path, **options), QUIET)
+    rows = len(load(tmp_path / "tokens.npz", CONTEXT)[0])
+    assert rows < 1000
+    assert summary["tokens"] == 2 * rows * CONTEXT
+    passed = min(options.get("batch_size", 2), rows)
+    assert summary["loss"]["logits_bytes"] == passed * CONTEXT * summary["vocab_size"] * 4
+
+
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
     """All steps done, the last checkpoint written, and nothing after it: the trained model's loss, not another's."""

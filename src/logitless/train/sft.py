@@ -150,8 +150,9 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
-    tokens = config.batch_size * config.gradient_accumulation_steps * layout.data * config.context_length
-    records = Records(place / METRICS_FILE, tokens, found[1] if found else 0)
+    per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
+    rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
+    records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
     batch_of = _batches(layout, mesh, model)
     held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
@@ -241,7 +242,8 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
-    tokens = config.batch_size * config.context_length // config.context_parallel  # of one pass, on each rank
+    rows = min(config.batch_size, len(parts.train))
+    tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
     records = read_lines(place / METRICS_FILE)

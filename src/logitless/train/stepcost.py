@@ -59,7 +59,7 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     gpu = config.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     rows, _ = load(tokens, config.context_length)
-    batch = collate([rows[i % len(rows)] for i in range(config.batch_size)])
+    batch = collate([rows[i] for i in range(min(config.batch_size, len(rows)))])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     model = build(config, resolve(config.model)).to(device)
     inner = model.get_base_model() if config.lora_rank else model
