@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import logitless as ll
-from bench.gpu import Bench
+from bench.gpu_measure import Bench
 from logitless.vocab.backends import triton_tuned
 
 Sizes = dict[str, int]
@@ -110,7 +110,7 @@ def shared_tokens(trial: Trial, gemm: Sizes, limit: int) -> None:
 
 def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
     """All of it that there is time for into `out`; 0."""
-    bench = Bench(device, seconds, 1)
+    bench = Bench(device, time.monotonic() + seconds)
     trial, kept = Trial(bench, tiny), triton_tuned.table_for(torch.device(device))
     before = copy.deepcopy(kept)
     blocks, warps = ((256, 512), (4,)) if tiny else (BLOCKS, WARPS)

@@ -50,14 +50,14 @@ def test_case(name, run_case):
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter tells which options a kernel had")
 def test_every_kernel_and_option_is_run(tmp_path):
-    report = tmp_path / "report.json"
+    report = tmp_path / "report.jsonl"
     arguments = "-W ignore::RuntimeWarning -m tests.vocab.triton_cases --report"
     command = [sys.executable, *arguments.split(), str(report)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    found = json.loads(report.read_text())
+    found = json.loads(report.read_text().splitlines()[-1])
     source = "".join(path.read_text() for path in [*BACKENDS.glob("triton*.py"), SAMPLE])
     launched = set(re.findall(r"(?:kernels|folding|unfolding)\.(\w+)\[\(", source)) | {"finish", "label_slope"}
     assert set(found["kernels"]) == launched

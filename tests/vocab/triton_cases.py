@@ -877,7 +877,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these")
     parser.add_argument("--share", default="0/1", help="every k-th case, as in 1/4")
-    parser.add_argument("--report", type=Path, help="the cases' names by outcome, as JSON")
+    parser.add_argument("--report", type=Path, help="JSON lines: the names, each case as it begins and as it ends")
     options = parser.parse_args(arguments)
     DEVICE = options.device
     poison()
@@ -886,31 +886,39 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({"error": run_case(line.strip())}), flush=True)
         return 0
     first, step = map(int, options.share.split("/"))
-    seen = Options()
+    chosen, seen = [*(options.names or CASES)][first::step], Options()
     with seen.watch() if options.report is not None and DEVICE == "cpu" else nullcontext():
-        found = run_cases([*(options.names or CASES)][first::step], options.seconds)
-    if options.report is not None:
-        kernels = {"kernels": sorted(seen.seen), "one_sided": seen.one_sided()}
-        options.report.write_text(json.dumps(found | kernels))
-    print(f"{len(found['failed'])} failed, {len(found['left'])} not run of {sum(map(len, found.values()))} on {DEVICE}")
-    return int(bool(found["failed"]))
+        ended, failed = run_cases(chosen, options.seconds, options.report)
+    note(options.report, kernels=sorted(seen.seen), one_sided=seen.one_sided())
+    print(f"{failed} failed, {len(chosen) - ended} not run of {len(chosen)} on {DEVICE}")
+    return int(bool(failed))
 
 
-def run_cases(names: list[str], seconds: float) -> dict[str, list[str]]:
-    """The cases' names by outcome; those that did not begin in time are left."""
-    found: dict[str, list[str]] = {"passed": [], "failed": [], "left": []}
+def run_cases(names: list[str], seconds: float, report: Path | None = None) -> tuple[int, int]:
+    """How many began within the seconds, and failed; each is in the report before it begins, for it may not end."""
+    ended = failed = 0
     start = time.perf_counter()
+    note(report, names=names)
     for name in names:
         begin = time.perf_counter()
         if begin - start > seconds:
-            found["left"].append(name)
-            continue
+            break
+        note(report, begun=name)
         error = run_case(name)
-        found["failed" if error else "passed"].append(name)
-        print(f"{'FAILED' if error else 'ok':6} {time.perf_counter() - begin:6.2f} s  {name}", flush=True)
+        took = time.perf_counter() - begin
+        note(report, ended=name, seconds=round(took, 2), error=error[-2000:])
+        ended, failed = ended + 1, failed + bool(error)
+        print(f"{'FAILED' if error else 'ok':6} {took:6.2f} s  {name}", flush=True)
         if error:
             print(error, flush=True)
-    return found
+    return ended, failed
+
+
+def note(report: Path | None, **line: Any) -> None:
+    """One write, as several processes may share the report."""
+    if report is not None:
+        with report.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
