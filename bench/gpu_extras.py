@@ -1,7 +1,7 @@
 """What else a GPU is asked for: memory predicted against measured, training runs, the tables of widely copied reports.
 
-Each is one of the project's own commands in a process of its own, or a table measured here; what cannot run is
-recorded with its reason.
+Each is one of the project's own commands, or a table, in a process of its own; what cannot run is recorded with its
+reason.
 """
 
 import json
@@ -9,17 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu import gpu_environment
+from bench.gpu_measure import Apart, Record
 from bench.harness import MB, read_lines, write_line
 from bench.logits_table import methods
 
-Record = dict[str, Any]
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "llama-3.2-1b", "qwen3-4b")
 LENGTHS = (131_072, 98_304, 65_536, 32_768, 16_384)
 LOGPS = (8, 912, 50_000)  # batch, length, vocabulary of the tutorial's table
@@ -81,19 +81,37 @@ def stages(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
 
 def logps(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
     """The log-prob table of a widely copied tutorial: every method on bf16 logits of its shape, with its gradient."""
-    batch, length, vocab = (2, 5, 301) if tiny else LOGPS
-    logits = torch.randn(batch, length, vocab, device=device, dtype=torch.bfloat16)
-    ids = torch.randint(vocab, (batch, length), device=device)
-    for name, method in methods(batch).items():
-        if clock.left < 0:
-            return
-        record: Record = {"kind": "gpu-extra", "name": f"logps {name}", "shape": [batch, length, vocab], "status": "ok"}
+    shape = (2, 5, 301) if tiny else LOGPS
+    subject = Apart(Logps, shape, device, torch.get_num_threads(), methods)
+    try:
+        for name in methods(shape[0]):
+            about: Record = {"kind": "gpu-extra", "name": f"logps {name}", "shape": list(shape)}
+            if clock.left < LEAST_SECONDS:
+                yield about | {"status": "failed", "reason": "no time left"}
+            else:
+                yield about | subject.call("measure", name, timeout=clock.left)
+    finally:
+        subject.stop()
+
+
+class Logps:
+    """The table's logits, in a process that gives their memory back to those that follow."""
+
+    def __init__(self, shape: tuple[int, int, int], device: str, threads: int, methods: Callable[..., Any]) -> None:
+        torch.set_num_threads(threads)
+        self.device, self.methods = device, methods(shape[0])
+        self.logits = torch.randn(*shape, device=device, dtype=torch.bfloat16)
+        self.ids = torch.randint(shape[2], shape[:2], device=device)
+
+    def measure(self, name: str) -> Record:
+        """Seconds and peak MB of one method, without gradient and with it."""
+        method, record = self.methods[name], {"status": "ok"}
         for kind, grad in (("no_grad", False), ("grad", True)):
-            z = logits.detach().requires_grad_(grad)
+            z = self.logits.detach().requires_grad_(grad)
             with torch.set_grad_enabled(grad):
-                seconds, peak = _timed(lambda method=method, z=z: _step(method(z, ids), z), device)
+                seconds, peak = _timed(lambda z=z: _step(method(z, self.ids), z), self.device)
             record |= {f"{kind}_seconds": seconds, f"{kind}_peak_mb": peak}
-        yield record
+        return record
 
 
 def _step(logps: torch.Tensor, logits: torch.Tensor) -> None:
@@ -128,8 +146,9 @@ def training(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
 
 
 def grade(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
-    """Memory of soft tokens at a 4B model's width, in this machine's own memory."""
+    """Memory of soft tokens at a 4B model's width."""
     sizes = ("--hidden", "64", "--vocab", "301", "--steps", "2") if tiny else ("--hidden", "2560", "--vocab", "151936")
+    sizes += ("--device", device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "grade.jsonl"
         command = [sys.executable, "-m", "bench.grade", "--part", "memory", *sizes, "--out", str(file)]
@@ -145,7 +164,16 @@ def extras(out: Path, tiny: bool, device: str, seconds: float, parts: list[str])
     clock = Clock(seconds)
     write_line(out, gpu_environment(device))
     for name in parts:
-        for record in PARTS[name](clock, tiny, device):
+        for record in _records(name, PARTS[name](clock, tiny, device)):
             write_line(out, record)
             print(f"{record['name']}: {record['status']} {record.get('reason', '')}", flush=True)
     return 0
+
+
+def _records(name: str, found: Iterator[Record]) -> Iterator[Record]:
+    """What a part finds, its error last if it has one: the other parts follow."""
+    try:
+        yield from found
+    except Exception as error:  # reported as this part's result
+        reason = f"{type(error).__name__}: {error}"[:200]
+        yield {"kind": "gpu-extra", "name": name, "status": "failed", "reason": reason}

@@ -31,7 +31,7 @@ def given(o: argparse.Namespace, **names: str) -> dict[str, Any]:
 
 
 def sizes_of(o: argparse.Namespace) -> Sizes:
-    same = {name: name for name in ("vocab", "hidden", "layers", "prompt", "steps", "batch")}
+    same = {name: name for name in ("vocab", "hidden", "layers", "prompt", "steps", "batch", "device")}
     return Sizes(**given(o, **same, top_k="k"))
 
 
@@ -77,6 +77,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     }  # fmt: skip
     for name, (default, what) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of memory (default: cpu)")
     parser.add_argument("--model", default=SMALL_MODEL)
     parser.add_argument("--reward-model")
     parser.add_argument("--data")

@@ -33,11 +33,12 @@ class Sizes:
     steps: int = 64
     batch: int = 1
     k: int = 256
+    device: str = "cpu"
 
     def config(self, method: str, carry: str = "sweeps") -> GradeConfig:
         return GradeConfig(
             method=method, carry=carry, prompt_length=self.prompt, completion_length=self.steps,
-            batch_size=self.batch, top_k=self.k, device="cpu",
+            batch_size=self.batch, top_k=self.k, device=self.device,
         )  # fmt: skip
 
     def shape(self, divisor: int) -> Qwen3Config:
@@ -52,8 +53,8 @@ class Sizes:
 def task_of(sizes: Sizes, method: str, carry: str = "sweeps") -> Task:
     """Everything that a method needs."""
     torch.manual_seed(0)
-    model = adapted(sizes.shape(1))
-    reward = SoftReward.of(Qwen3ForSequenceClassification(sizes.shape(2)), sizes.vocab, 1)
+    model = adapted(sizes.shape(1)).to(sizes.device)
+    reward = SoftReward.of(Qwen3ForSequenceClassification(sizes.shape(2)).to(sizes.device), sizes.vocab, 1)
     return Task(sizes.config(method, carry), model, None, reward, sizes.vocab, end=-1)
 
 
@@ -63,7 +64,20 @@ def method_of(task: Task, method: str, carry: str = "sweeps") -> Method:
 
 def batch_of(sizes: Sizes) -> Batch:
     prompts = torch.randint(sizes.vocab, (sizes.batch, sizes.prompt), generator=torch.Generator().manual_seed(3))
-    return Batch(prompts, torch.ones_like(prompts), torch.arange(sizes.batch))
+    prompts, seeds = prompts.to(sizes.device), torch.arange(sizes.batch, device=sizes.device)
+    return Batch(prompts, torch.ones_like(prompts), seeds)
+
+
+class DevicePeak:
+    """What a GPU's allocator gave to the block above what was there before."""
+
+    def __enter__(self) -> "DevicePeak":
+        torch.cuda.reset_peak_memory_stats()
+        self.baseline = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.above_mb = (torch.cuda.max_memory_allocated() - self.baseline) / MB
 
 
 class Subject:
@@ -79,12 +93,12 @@ class Subject:
         self.task.model.zero_grad(set_to_none=True)
 
     def peak(self) -> Record:
-        """MB above the weights: the resident set's, and what operators allocated."""
+        """MB above the weights: the resident set's (on a GPU its allocator's), and what operators allocated."""
         short = replace(self.task, config=replace(self.task.config, completion_length=2))
         type(self.method)(short).backward(batch_of(self.sizes), 1.0)  # the warm-up
         self.task.model.zero_grad(set_to_none=True)
         release_memory()
-        with ResidentPeak() as peak:
+        with DevicePeak() if self.sizes.device == "cuda" else ResidentPeak() as peak:
             self.step(self.sizes)
         release_memory()
         with AllocationTracker() as tracker:

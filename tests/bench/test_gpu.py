@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu_rows import ROWS, errors_of, make_operands, oracle
-from bench.harness import read_lines
+from bench import gpu, gpu_extras, gpu_rows, grade
+from bench.gpu_measure import Apart, wrong
+from bench.gpu_rows import ROWS, errors_of, make_operands, methods, oracle
+from bench.harness import environment, read_lines
 from logitless.vocab.backends import triton_tuned
+from tests.bench import wrong_methods
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -45,6 +47,7 @@ def test_a_dry_run(rows, tmp_path):
     done = run(*same, "--rows", ",".join(rows), "--out", str(out))
     about, *records = read_lines(out)
     assert about["versions"]["torch"] == torch.__version__
+    assert about["threads"] == torch.get_num_threads()
     ours = {r["case"]: r for r in records if r["method"] == "logitless"}
     assert set(ours) == set(rows)
     for record in ours.values():
@@ -68,6 +71,9 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
     assert len(check["left"]) > 50
     assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
     assert "| failed: no time left |" in done.stdout
+    names, begun, ended, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
+    assert [begun["begun"]] == [ended["ended"]] == names["names"][:1] == check["passed"]
+    assert kernels["kernels"]
 
 
 def test_a_check_that_hangs_is_killed():
@@ -79,13 +85,139 @@ def test_a_check_that_hangs_is_killed():
     assert gpu._ended([hanging[0], quick, hanging[1]], time.monotonic() + 0.1) == [-9, 0, -9]
 
 
+def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
+    report = tmp_path / "cases.jsonl"
+    code = """if True:
+        import os, sys
+        from tests.vocab import triton_cases
+        def wrong(): raise ValueError("off by one")
+        triton_cases.CASES = {"right": lambda: None, "wrong": wrong, "hangs": lambda: os._exit(9), "last": wrong}
+        triton_cases.main(["--device", "cpu", "--report", sys.argv[1]])"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(report)], check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 9
+    lines = read_lines(report)
+    assert gpu.outcomes(lines) == {"passed": ["right"], "failed": ["wrong"], "broken": ["hangs"], "left": ["last"]}
+    assert "off by one" in lines[-2]["error"]
+
+
+def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
+    """Ours comes first and is in the file; a process that died is begun anew, and later rows run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "methods", wrong_methods.gpu_methods)
+    out = tmp_path / "gpu.jsonl"
+    assert gpu.main(["table", "--tiny", "--rows", "values,values-qwen", "--rounds", "2", "--out", str(out)]) == 0
+    records = read_lines(out)[1:]
+    assert [r["method"] for r in records[:4]] == ["bare GEMMs", "logitless"] * 2
+    assert [r["case"] for r in records] == [c for n in (2, 4) for c in ["values"] * n + ["values-qwen"] * n]
+    found = {r["method"]: r for r in records if r["case"] == "values-qwen"}
+    assert found["late"]["reason"] == "OutOfMemoryError: in its turns"
+    assert found["dead"]["reason"] == "the process died (exit code 3)"
+    assert found["in bits"]["errors"]["entropy"] > 1
+    for name in ("bare GEMMs", "logitless", "in bits", "torch"):
+        assert found[name]["status"] == "ok", found[name]
+        assert len(found[name]["seconds"]) == len(found[name]["bare_seconds"]) == 2
+    assert found["bare GEMMs"]["to_bare"] == 1.0
+    capsys.readouterr()
+    out.with_suffix(".png").unlink(missing_ok=True)
+    assert gpu.main(["--from", str(out)]) == 0
+    again = capsys.readouterr().out
+    assert again.count("| **") == 2
+    assert out.with_suffix(".png").exists() or "no plot" in again
+
+
+def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
+    out = tmp_path / "gpu.jsonl"
+    row = gpu.about(ROWS["loss"], tiny=False, device="cuda")
+    times = {"median_s": 0.002, "to_bare": 1.0, "peak_mb": 1.0}
+    gpu.write_line(out, row | {"method": "bare GEMMs", "method_kind": "floor", "status": "ok"} | times)
+    assert gpu.main(["--from", str(out)]) == 0
+    assert "4,096 x 4,096 x 128,256 | | failed: not in the file" in capsys.readouterr().out
+    out.write_text("")
+    assert gpu.main(["--from", str(out)]) == 1
+
+
+def test_a_call_that_hangs_is_ended_and_the_next_has_a_new_process():
+    subject = Apart(wrong_methods.Sleeper)
+    try:
+        assert subject.call("sleep", 0.0, timeout=100)["status"] == "ok"
+        assert subject.call("sleep", 100.0, timeout=0.2) == {"status": "failed", "reason": "no answer within 0.2 s"}
+        assert subject.call("sleep", 0.0, timeout=100)["status"] == "ok"
+    finally:
+        subject.stop()
+
+
+def test_ours_must_be_right_and_peers_alike():
+    truth = {"logprob": torch.tensor([-12.0, -3.0], dtype=torch.double), "grad_hidden": torch.ones(1)}
+    for name, rounding, nonsense in (("logprob", 0.44, 12.0), ("grad_hidden", 0.5, 1.0)):
+        assert wrong("ours", truth, {name: 0.01}) == ""
+        assert wrong("ours", truth, {name: rounding}) == f"{name} is off by {rounding:.1e}"
+        assert wrong("peer", truth, {name: rounding}) == ""
+        assert wrong("peer", truth, {name: nonsense}) == f"{name} is off by {nonsense:.1e}"
+        assert wrong("peer", truth, {name: float("inf")}) == f"{name} is off by inf"  # as errors_of has NaN
+
+
+def test_every_logitless_is_ours():
+    for row in ROWS.values():
+        for backend in (None, "triton"):
+            kinds = {m.name: m.kind for m in methods(row, backend) if m.name.startswith("logitless")}
+            assert set(kinds.values()) == {"ours"}, kinds
+
+
+@pytest.mark.parametrize("name", ["loss", "frozen", "ppo"])
+def test_the_floor_multiplies_plausible_numbers(name, monkeypatch):
+    """In bf16, on a stand-in for a GPU's products with fp32 results."""
+    largest = []
+
+    def product(a, b, out):
+        largest.append(max(float(x.float().abs().nan_to_num(float("inf")).max()) for x in (a, b)))
+        assert a.dtype == b.dtype == torch.bfloat16
+        out.copy_(a.float() @ b.float())
+
+    for one in ("product", "add_product"):
+        monkeypatch.setattr(gpu_rows, one, product)
+    monkeypatch.setattr(gpu_rows, "operand_dtype", lambda hidden, *_: hidden.dtype)
+    row = ROWS[name]
+    gpu_rows.bare_gemms(row, make_operands(row, row.tiny, "cpu", torch.bfloat16))()
+    assert len(largest) == row.case.gemms
+    assert max(largest) < 10
+
+
+def test_peers_versions_are_in_the_file():
+    assert {"liger-kernel", "quack-kernels", "cut-cross-entropy", "trl"} <= set(environment()["versions"])
+
+
+def test_a_part_that_raises_ends_neither_its_others_nor_other_parts(tmp_path, monkeypatch):
+    def raises(*_):
+        yield {"kind": "gpu-extra", "name": "first", "status": "ok"}
+        raise OSError("no disk")
+
+    monkeypatch.setitem(gpu_extras.PARTS, "profiles", raises)
+    monkeypatch.setattr(gpu_extras, "methods", wrong_methods.logps_methods)
+    out = tmp_path / "extras.jsonl"
+    gpu_extras.extras(out, True, "cpu", 300.0, ["profiles", "logps"])
+    found = {r["name"]: r.get("reason", r["status"]) for r in read_lines(out)[1:]}
+    assert found == {
+        "first": "ok", "profiles": "OSError: no disk", "logps broken": "RuntimeError: not on this machine",
+        "logps tutorial batch": "ok",
+    }  # fmt: skip
+
+
+def test_grade_is_measured_on_the_device(monkeypatch):
+    commands = []
+    monkeypatch.setattr(gpu_extras, "run", lambda clock, name, command: commands.append(command) or {})
+    list(gpu_extras.grade(gpu_extras.Clock(1.0), False, "cuda"))
+    sizes = grade.sizes_of(grade.options(commands[0][3:]))
+    assert (sizes.device, sizes.config("ste").device, sizes.hidden) == ("cuda", "cuda", 2560)
+
+
 @pytest.mark.slow
 def test_extras_say_what_they_found_or_why_not(tmp_path):
     out = tmp_path / "extras.jsonl"
     run("extras", "--parts", "logps,profiles", "--out", str(out))
     _, *records = read_lines(out)
     assert {r["status"] for r in records} == {"ok"}
-    assert records[-1]["result"]["measured"]["device"] == "cpu"
+    assert records[-1]["result"]["real"]["device"] == "cpu"
     run("extras", "--parts", "profiles", "--seconds", "1", "--out", str(tmp_path / "late.jsonl"))
     assert read_lines(tmp_path / "late.jsonl")[-1]["reason"] == "no time left"
 
@@ -120,7 +252,8 @@ def test_the_correctness_suite_needs_no_pytest():
     [
         (("--rows", "los"), "unknown row 'los'"),
         (("--out", __file__), "exists already"),
-        (("--out", "nowhere.jsonl", "check"), "torch sees no GPU"),
+        (("--out", __file__, "check"), "exists already"),
+        (("check",), "torch sees no GPU"),
         (("--out", "nowhere.jsonl", "extras", "--tiny", "--parts", "logs"), "unknown part 'logs'"),
     ],
 )

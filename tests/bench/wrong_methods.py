@@ -1,5 +1,11 @@
 """Methods that the gate must refuse, importable by a benchmark's own processes."""
 
+import os
+import time
+
+import torch
+
+from bench import gpu_rows, logits_table, peers
 from bench.cases import Case, Tensors, step
 
 
@@ -18,3 +24,47 @@ def raises(case: Case, tensors: Tensors):
         raise RuntimeError("not on this machine\nand a second line")
 
     return run
+
+
+def raises_late(case: Case, tensors: Tensors):
+    """Right, and out of memory in its turns."""
+    right, calls = peers.dense(case, tensors), []
+
+    def run():
+        calls.append(1)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError("in its turns")
+        return right()
+
+    return run
+
+
+def dies(case: Case, tensors: Tensors):
+    return lambda: os._exit(3)
+
+
+def gpu_methods(row, backend):
+    """The floor, ours, and peers that fail in every way but the last."""
+    yield peers.Method("bare GEMMs", lambda _, t: gpu_rows.bare_gemms(row, t), "floor")
+    yield peers.Method("late", raises_late)
+    yield peers.Method("dead", dies)
+    yield peers.Method("in bits", entropy_in_bits)
+    yield peers.Method("torch", peers.dense)
+    yield peers.Method("logitless", peers.logitless, "ours")
+
+
+def logps_methods(batch: int):
+    """The table's first method after one that raises."""
+
+    def broken(logits, ids):
+        raise RuntimeError("not on this machine")
+
+    return {"broken": broken, "tutorial batch": logits_table.batched}
+
+
+class Sleeper:
+    """A subject that answers after some seconds."""
+
+    def sleep(self, seconds: float):
+        time.sleep(seconds)
+        return {"status": "ok"}
