@@ -139,6 +139,11 @@ def test_sampling_methods(params, sampling):
     options = {"max_new_tokens": 6, "return_state": True, "sampling": sampling, "rng": 5}
     batch, alone = sampler.sample(PROMPTS, **options), sampler.sample(PROMPTS[0], **options)
     np.testing.assert_array_equal(batch.tokens[0], alone.tokens)
+    seeded = sampler.sample(PROMPTS, **options, seeds=[4_000_000_000, 7])
+    turned = sampler.sample(PROMPTS[::-1], **options, seeds=[7, 4_000_000_000])
+    np.testing.assert_array_equal(turned.tokens[::-1], seeded.tokens)
+    np.testing.assert_array_equal(sampler.sample(PROMPTS[1], **options, seeds=7).tokens, seeded.tokens[1])
+    assert not np.array_equal(seeded.tokens[1], batch.tokens[1])
     other = sampler.sample(PROMPTS[0], **options | {"rng": 6})
     assert not np.array_equal(other.tokens, alone.tokens)
     check(params, PROMPTS[1], batch.state, 1, 6)
@@ -205,6 +210,8 @@ def test_errors(params):
         ("Greedy, RandomSampling", lambda: sampler.sample(PROMPTS, sampling=Own())),
         ("1..16", lambda: sampler.sample(PROMPTS, max_new_tokens=17)),
         ("one prompt", lambda: sampler.sample(PROMPTS, stream=True)),
+        ("seeds: expected 2 whole", lambda: sampler.sample(PROMPTS, seeds=[1])),
+        ("seeds: .*4294967295", lambda: sampler.sample(PROMPTS, seeds=[1, 2**32])),
         ("keep: .*0..700", lambda: samplers(params, keep=701)[0].sample(PROMPTS)),
     ):
         with pytest.raises(OptionError, match=words):

@@ -12,6 +12,7 @@ from typing import Any
 import flax  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
+import numpy as np
 from gemma import gm  # pyright: ignore[reportMissingImports]
 from gemma.gm.text import _prefill, _sampler, _sampler_loop  # pyright: ignore[reportMissingImports]
 from jax import Array
@@ -35,10 +36,11 @@ class SamplingState(_sampler_loop.SamplingState):
     predicted_logsumexp: Array  # (B, max_out_length)
     predicted_logit: Array  # (B, max_out_length) of the predicted token
     predicted_entropy: Array  # (B, max_out_length) in nats
+    seeds: Array  # (B,) uint32, which with the key `rng` decides a sequence's noise
 
     @classmethod
-    def of(cls, state: Any, keep: int) -> SamplingState:
-        """gemma's state, or this one of an earlier turn, with an empty record."""
+    def of(cls, state: Any, keep: int, seeds: Any = None) -> SamplingState:
+        """gemma's state, or this one of an earlier turn, with an empty record. Raises OptionError."""
         shape = state.predicted_tokens.shape
         own = {f.name: getattr(state, f.name) for f in dataclasses.fields(_sampler_loop.SamplingState)}
         return cls(
@@ -48,6 +50,7 @@ class SamplingState(_sampler_loop.SamplingState):
             predicted_logsumexp=jnp.zeros(shape),
             predicted_logit=jnp.zeros(shape),
             predicted_entropy=jnp.zeros(shape),
+            seeds=_seeds(seeds, shape[0]),
         )
 
 
@@ -97,9 +100,11 @@ class Sampler(gm.text.Sampler):
     """`gm.text.Sampler` with the k best entries, log-sum-exp, chosen logit and entropy of each step in its state.
 
     keep: k. Everything else, and the options of `sample`, is gemma's own; `sample(..., return_state=True).state` is a
-    `SamplingState`. Greedy tokens are gemma's. Others follow the same distribution, drawn by noise of each
-    sequence's own, so that neither the batch's size nor its order changes one.
-    Raises OptionError for a sampling method that is not one of gemma's four, and for a keep that is out of range.
+    `SamplingState`. Greedy tokens are gemma's. Others follow the same distribution, drawn by noise that depends on
+    `rng`, on a sequence's own seed and on the step alone: with `seeds` neither the batch's size nor its order changes a
+    sequence; without them its seed is its row, so that its place in the batch does.
+    Raises OptionError for a sampling method that is not one of gemma's four, for a keep that is out of range, and for
+    seeds that are not one for each sequence.
     """
 
     keep: int = KEEP
@@ -113,11 +118,15 @@ class Sampler(gm.text.Sampler):
         stream: bool = False,
         sampling: Any = None,
         rng: Any = None,
+        seeds: Any = None,  # (B,), or a number for one prompt
         return_state: bool = False,
         last_state: Any = None,
         sharding: Any = None,
     ) -> Any:
-        """As `gm.text.Sampler.sample`: text, or a SamplerOutput with `return_state`; an iterator with `stream`."""
+        """As `gm.text.Sampler.sample`: text, or a SamplerOutput with `return_state`; an iterator with `stream`.
+
+        seeds: a number in 0..2³²-1 for each prompt, its row unless given.
+        """
         batched = _sampler._get_has_batch_dim(prompt)
         limit = max_new_tokens or self.max_out_length
         if stream and batched:
@@ -135,7 +144,7 @@ class Sampler(gm.text.Sampler):
         )  # fmt: skip
         state = loop.sample(
             params=self.params,
-            init_state=SamplingState.of(state, self.keep),
+            init_state=SamplingState.of(state, self.keep, seeds),
             max_new_tokens=jnp.asarray(limit),
             stream=stream,
         )
@@ -181,10 +190,20 @@ def rules_of(sampling: Any) -> dict[str, Any]:
 
 
 def _noise(state: SamplingState) -> Noise:
-    """A seed of each sequence's own from the state's key, and the step."""
-    rows = jnp.arange(state.done.shape[0])
-    words = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(state.rng, row), (2,), jnp.uint32))(rows)
+    """64 bits of each sequence's own, from the state's key and its seed, and the step."""
+    fold = jax.vmap(lambda seed: jax.random.bits(jax.random.fold_in(state.rng, seed), (2,), jnp.uint32))
+    words = fold(state.seeds)
     return Noise(words[:, 0], state.step, words[:, 1])
+
+
+def _seeds(seeds: Any, batch: int) -> Array:
+    """A seed for each sequence, or an error that says what is wrong."""
+    each = np.arange(batch) if seeds is None else np.atleast_1d(np.asarray(seeds))
+    if each.shape != (batch,) or each.dtype.kind not in "iu" or not ((each >= 0) & (each < 2**32)).all():
+        raise OptionError(
+            f"seeds: expected {batch} whole numbers in 0..{2**32 - 1}, one for each prompt, got {each.tolist()}"
+        )
+    return jnp.asarray(each.astype(np.uint32))
 
 
 def _written(state: SamplingState, drawn: SampleRecord) -> dict[str, Array]:
