@@ -119,8 +119,8 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     """
     configs = (options.get("generation_config"), default)
     found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
-    options = {"stop_strings": next(iter(found), None), **options}
-    strings, tokenizer = options["stop_strings"], options.pop("tokenizer", None)
+    options = dict(options)
+    strings, tokenizer = options.get("stop_strings", next(iter(found), None)), options.pop("tokenizer", None)
     for name in ("assistant_model", "synced_gpus", "custom_generate"):
         if options.get(name):
             raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
