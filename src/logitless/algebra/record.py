@@ -39,10 +39,14 @@ class Derived:
 
     @property
     def behaviour_logprob(self) -> Array:
-        """The token's log-prob in the distribution that was drawn from, (...): an importance ratio's denominator."""
+        """The token's log-prob in the distribution that was drawn from, (...): an importance ratio's denominator.
+
+        At most 0, and right to the rounding of logit / temperature: 2e-7 of it in fp32.
+        """
         xp, greedy = self.xp, self.temperature == 0
         x = self.token_logit / xp.where(greedy, xp.ones_like(self.temperature), self.temperature)
-        return xp.where(greedy, xp.zeros_like(x), x - self.logsumexp_at_temperature - self.log_kept_mass)
+        x = xp.clip(x - self.logsumexp_at_temperature - self.log_kept_mass, None, 0)
+        return xp.where(greedy, xp.zeros_like(x), x)
 
     @property
     def topk_logprob(self) -> Array:
