@@ -38,6 +38,16 @@ def test_what_is_computed_from_it(drawn):
         assert x == pytest.approx(float(logp[0, 1, i]))
 
 
+@pytest.mark.parametrize("heat", [1.0, 0.1, 1e-3])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_behaviour_is_never_above_certain(heat, top_k):
+    record = ll.sample_tokens(torch.randn(99, H), ll.LMHead(torch.randn(V, H)), temperature=heat, top_k=top_k)
+    x = record.topk_logits.double()[:, :top_k] / heat
+    expected = record.token_logit.double() / heat - x.logsumexp(-1)
+    assert (record.behaviour_logprob <= 0).all()
+    assert ((record.behaviour_logprob - expected).abs() <= 2e-7 * x[:, 0].abs() + 1e-6).all()
+
+
 def test_bytes_of_a_token():
     record = SampleRecord.empty((5, 7), keep=20, vocab_size=V)
     tensors = [x for x in vars(record).values() if isinstance(x, torch.Tensor)]
@@ -122,6 +132,8 @@ def test_a_record_without_best_entries(drawn):
         ({"noise": NOISE, "generator": torch.Generator()}, OptionError, "both"),
         ({"noise": Noise(torch.ones(3), torch.ones(3))}, DtypeError, "integer"),
         ({"noise": 3}, OptionError, "Noise"),
+        ({"generator": 3}, OptionError, "torch.Generator or None, got 3"),
+        ({"temperature": "1"}, OptionError, "greedy"),
         ({"memory_budget": 0}, OptionError, "memory_budget"),
     ],
 )

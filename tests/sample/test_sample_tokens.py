@@ -21,6 +21,7 @@ RULES = {
     "top_k": {"top_k": 5, "temperature": 0.7},
     "top_k beyond keep": {"top_k": 90, "keep": 3},
     "top_k of more than there are": {"top_k": V + 9},
+    "top_k of more than integers hold": {"top_k": 10**20, "top_p": 0.9},
     "top_p within": {"top_p": 0.3, "temperature": 0.6},
     "top_p far": {"top_p": 0.95, "temperature": 3.0},
     "top_p tiny": {"top_p": 1e-9},

@@ -51,9 +51,10 @@ class Rules:
         """
         keep = x > -math.inf
         if self.top_k:
-            keep = keep & (xp.cumsum(keep, 1) <= self.top_k)
+            top_k = min(self.top_k, x.shape[1])  # of any size, which integers of arrays are not
+            keep = keep & (xp.cumsum(keep, 1) <= top_k)
             best = x[:, :1]
-            logsumexp = best[:, 0] + xp.log(xp.exp(x[:, : self.top_k] - best).sum(1))
+            logsumexp = best[:, 0] + xp.log(xp.exp(x[:, :top_k] - best).sum(1))
         if self.top_p < 1:
             p = xp.exp(xp.asarray(x - logsumexp[:, None], dtype=wide))
             keep = keep & (xp.cumsum(p, 1) - p < self.top_p)

@@ -19,7 +19,7 @@ def kept(rules: Rules, x: Array, logsumexp: Array) -> Array:
     """
     keep = x > -jnp.inf
     if rules.top_k:
-        keep = keep & _first(x, keep.astype(jnp.int32), rules.top_k)
+        keep = keep & _first(x, keep.astype(jnp.int32), min(rules.top_k, x.shape[0]))
         logsumexp = jax.nn.logsumexp(jnp.where(keep, x, -jnp.inf))
     if rules.top_p < 1:
         keep = keep & _first(x, jnp.where(keep, jnp.exp(x - logsumexp), 0.0), rules.top_p)

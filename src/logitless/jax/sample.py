@@ -118,7 +118,8 @@ def _heat(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Arra
             raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
     elif not isinstance(temperature, Tracer):
         each = np.asarray(temperature)
-        if not ((each >= 0) & np.isfinite(each)).all():
+        numbers = any(jnp.issubdtype(each.dtype, kind) for kind in (jnp.integer, jnp.floating))
+        if not numbers or not ((each >= 0) & np.isfinite(each)).all():
             raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
     heat = jnp.asarray(temperature, dtype)
     try:
@@ -133,9 +134,9 @@ def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...
     """The noise's words for each token; zeros where none is drawn."""
     if rules is None:
         noise = Noise(0, 0)
-    elif noise is None:
+    elif not isinstance(noise, Noise | Array | np.ndarray):
         raise OptionError(
-            "noise: expected Noise(seeds, positions) or a jax.random key, got None; only temperature=0 does without"
+            f"noise: expected Noise(seeds, positions) or a jax.random key, got {noise!r}; only temperature=0 does without"
         )
     elif not isinstance(noise, Noise):
         noise = Noise.draw(noise, lead)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..algebra.stats import STATISTICS
+from ..errors import OptionError
 from .checks import flatten
 from .engine import SPARSE, Stats, gradients, values
 from .head import LMHead
@@ -116,6 +117,8 @@ def linear_topk(
     `token_stats`, ids integer. For `lax.while_loop` as for jit: shapes depend on shapes alone.
     Raises ShapeError, DtypeError, OptionError, GradientError. Memory: as `token_stats`.
     """
+    if isinstance(k, int) and k < 1:
+        raise OptionError(f"k: expected a whole number of 1 or more, got {k!r}; token_stats gives logsumexp alone")
     stats = token_stats(
         hidden, head, want=("logsumexp",), top_k=k, temperature=temperature, memory_budget=memory_budget,
         axis_name=axis_name,
