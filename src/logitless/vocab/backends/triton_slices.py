@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,12 +71,19 @@ def slice_of(chunk: Chunk, v: slice, w: Operands, name: str) -> Tile:
     return tile
 
 
+@cache
+def side_stream(device: torch.device) -> Any:
+    """The stream that makes products ahead: one a device, for the matrix library keeps memory for each that it meets."""
+    return torch.cuda.Stream(device)
+
+
 def ahead(chunk: Chunk) -> Iterator[tuple[Tile, Operands]]:
     """Each slice with its operands, while the next one's products are made on a stream of their own.
 
     A fold waits for memory and a product computes, so they can share a device. Two slices live at once.
     """
-    side = torch.cuda.Stream() if chunk.inputs.hidden.device.type == "cuda" else None
+    device = chunk.inputs.hidden.device
+    side = side_stream(device) if device.type == "cuda" else None
     read: list[Any] = []
     for name in ("za", "zb") if chunk.reference is None else ("za", "zb", "z_refa", "z_refb"):
         buffer(chunk, name, chunk.slices.width)  # of this stream's memory
