@@ -18,7 +18,7 @@ def test_few_names():
 
 def test_exported_names_are_the_documented_ones():
     documented = re.findall(r"^::: logitless\.(\w+)\s*$", API_PAGE.read_text(), flags=re.MULTILINE)
-    assert sorted(documented) == sorted(logitless.__all__)
+    assert sorted(documented) == sorted([*logitless.__all__, "errors"])  # a module that is imported by itself
 
 
 @pytest.mark.parametrize("name", logitless.__all__)

@@ -5,7 +5,8 @@ from docs import hooks
 
 def test_a_name_without_an_entry_is_found():
     names = hooks.public_names()
-    assert {"logitless.LMHead", "logitless.losses.dpo"} <= set(names)
+    assert {"logitless.LMHead", "logitless.losses.dpo", "logitless.sample.Noise"} <= set(names)
+    assert "logitless.errors.DataError" in names
     page = "".join(f'<h3 id="{name}">' for name in names if name != "logitless.losses.dpo")
     assert hooks.undocumented(page) == ["logitless.losses.dpo"]
 

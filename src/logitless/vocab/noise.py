@@ -29,7 +29,15 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Noise(NamedTuple):
-    """Which noise: one seed per sequence and one position per token, whatever shapes broadcast to the tokens'."""
+    """Which Gumbel noise a draw takes: a sequence's own seed and a token's position, of shapes that broadcast to (...).
+
+        noise = Noise(seeds, positions)  # token t of a sequence with seed s: always the same draw
+        ll.sample_tokens(hidden, head, noise=noise)
+
+    For each vocabulary id v the noise is -log(-log(u(seed, position, v))) with u uniform in (0, 1) by Philox-4x32-10:
+    the same number for every slice, batch order, number of ranks and device. seeds, positions: (...) integer tensors
+    of hidden's device. `sample_tokens` raises DtypeError, ShapeError or DeviceError for others.
+    """
 
     seeds: Tensor  # (...) integer
     positions: Tensor  # (...) integer
