@@ -135,9 +135,8 @@ def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...
     if rules is None:
         noise = Noise(0, 0)
     elif not isinstance(noise, Noise | Array | np.ndarray):
-        raise OptionError(
-            f"noise: expected Noise(seeds, positions) or a jax.random key, got {noise!r}; only temperature=0 does without"
-        )
+        expected = "Noise(seeds, positions) or a jax.random key"
+        raise OptionError(f"noise: expected {expected}, got {noise!r}; only temperature=0 does without")
     elif not isinstance(noise, Noise):
         noise = Noise.draw(noise, lead)
     return noise.expand(lead)
