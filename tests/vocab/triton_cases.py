@@ -369,6 +369,25 @@ def _half(frozen: bool) -> None:
             assert worst < BF16_GRADIENT, f"d {name}: off by {worst:.1e} of the largest"
 
 
+@case("fp16 operands: a mean's dz has room")
+def half_of_many() -> None:
+    """p over 4,096 tokens is below what fp16 can hold for nearly every entry of a vocabulary of usual size."""
+    vocab, count, scale = 50_257, 4096.0, 1024.0
+    hidden = torch.randn(8, 16, device=DEVICE).half().requires_grad_()
+    weight = (torch.randn(vocab, 16, device=DEVICE) / 2).half().requires_grad_()
+    labels, others = torch.arange(8, device=DEVICE), slice(8, None)
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    dense = F.cross_entropy(F.linear(*exact), labels, reduction="sum") / count
+    true = torch.autograd.grad(dense * scale, exact)
+    for backend in ("triton", "eager"):
+        with _emulated_products():
+            options = {"denominator": torch.tensor(count, device=DEVICE), "backend": backend}
+            loss = ll.linear_cross_entropy(hidden, ll.LMHead(weight), labels, **options)
+            found = torch.autograd.grad(loss * scale, (hidden, weight))
+        for got, want in ((found[0], true[0]), (found[1][others], true[1][others])):
+            assert float((got.double() - want).norm() / want.norm()) < 2e-3, backend
+
+
 def _emulated_products() -> ExitStack:
     stack = ExitStack()
     if DEVICE != "cpu":
@@ -380,13 +399,14 @@ def _emulated_products() -> ExitStack:
     def addmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.add_(a.float() @ b.float())
 
+    from logitless.vocab.backends import eager, triton_slices
     from logitless.vocab.backends import triton as backend
-    from logitless.vocab.backends import triton_slices
 
     stack.enter_context(patch.object(tiles, "has_out_dtype", lambda _: True))
-    for module in (tiles, triton_slices, backend):
-        stack.enter_context(patch.object(module, "product", mm))
+    for module in (tiles, triton_slices, backend, eager):
         stack.enter_context(patch.object(module, "add_product", addmm))
+        if module is not eager:
+            stack.enter_context(patch.object(module, "product", mm))
     return stack
 
 
@@ -414,6 +434,28 @@ def one_kernel() -> None:
             for name in want:
                 got = getattr(stats, name).double()
                 torch.testing.assert_close(got, exact[name].double(), rtol=2e-5, atol=2e-5, msg=name)
+
+
+@case("operands that lie apart")
+def apart() -> None:
+    """Columns of wider tensors, transposed and repeated ones: with products apart, and in one kernel where they may."""
+    from logitless.vocab.backends import triton as backend
+
+    table = copy.deepcopy(triton_tuned.table_for(torch.device(DEVICE)))
+    table["gemm"] |= {"rows": 16, "entries": 32, "inner": 16, "group": 3, "least_tokens": 1, "most_tokens": 100}
+    x, labels = torch.randn(9, 2, 8, device=DEVICE)[:, 1], torch.randint(101, (9,), device=DEVICE)
+    weight, columns = torch.randn(101, 8, device=DEVICE), torch.randn(101, 3, device=DEVICE)
+    repeated = torch.tensor([0.7], device=DEVICE).expand(101)
+    for together in (False, True):
+        with patch.object(backend, "table_for", lambda _: table) if together else nullcontext(), torch.no_grad():
+            for w, bias in (
+                (weight, columns[:, 1]), (weight, repeated), (weight.t().contiguous().t(), None),
+                (torch.randn(101, 16, device=DEVICE)[:, ::2], None),
+            ):  # fmt: skip
+                stats = ll.token_stats(x, ll.LMHead(w, bias), labels, want=("logprob",), backend="triton")
+                dense = F.linear(x.double(), w.double(), None if bias is None else bias.double()).log_softmax(-1)
+                true = dense.gather(1, labels[:, None])[:, 0]
+                torch.testing.assert_close(stats.logprob.double(), true, rtol=2e-6, atol=2e-6)
 
 
 @case("gradients of a bf16 head in fp32")
@@ -630,6 +672,7 @@ def _captured(step: Callable[[], Result]) -> Result:
                 stack.enter_context(patch.object(module, "capturing", lambda _: True))
             stack.enter_context(NoWaiting())
             return step()
+    step()  # compiles kernels and loads libraries, which no graph may hold
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step()
@@ -829,6 +872,33 @@ def few_launches() -> None:
 
     found = [Launches().of(step) for step in (lambda: _drawn(ops, {"noise": noise}, "triton"), values, loss)]
     assert all(n <= most for n, most in zip(found, (20, 16, 52), strict=True)), found
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators that need a number of the device's, but for the lists that are asked for at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+        return func(*args, **(kwargs or {}))
+
+
+@case("labels are asked about at once")
+def one_wait() -> None:
+    """One list of numbers a call, and where tokens are ignored which: nothing in backward."""
+    ops = moved(operands((9,), 7, 301, dtype=torch.float32, bias=False).training("hidden", "weight"))
+    for ignored in (False, True):
+        labels = torch.where(ops.labels < 0, 5, ops.labels)
+        labels[2] = -100 if ignored else 5
+        waits = Waits()
+        with waits:
+            stats = ll.token_stats(ops.hidden, ops.head, labels, candidates=labels[:, None].clamp(0), backend="triton")
+            stats.logprob.sum().backward()
+            ll.linear_cross_entropy(ops.hidden, ops.head, labels, backend="triton").backward()
+        assert waits.count == 2 * ignored, waits.count
 
 
 class Options:

@@ -73,7 +73,7 @@ def slice_of(chunk: Chunk, v: slice, w: Operands, name: str) -> Tile:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """The stream that makes products ahead: one a device, for the matrix library keeps memory for each that it meets."""
+    """The stream that makes products ahead, one a device: the matrix library keeps memory for each that it meets."""
     return torch.cuda.Stream(device)
 
 
