@@ -78,6 +78,7 @@ def test_a_rank_leaves_the_others_before_python_ends():
         (KeyboardInterrupt(), 130, "interrupted"),
         (OutOfSpace("no space left at x"), 2, "logitless: no space left at x"),
         (PermissionError(13, "Permission denied", "/x.json"), 2, "logitless: /x.json: Permission denied"),
+        (OSError(27, "File too large"), 2, "logitless: train: File too large"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "train needs peft: pip install"),
     ],
 )

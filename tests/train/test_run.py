@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from logitless.train.checkpoints import checkpoints, last_checkpoint
 from logitless.train.config import TrainConfig
 from logitless.train.data import load
 from logitless.train.files import read_lines
-from logitless.train.rundir import Interrupted, OutOfSpace, stored
+from logitless.train.rundir import Interrupted, OutOfSpace, explained, stored
 from logitless.train.sft import run
 from tests.train.micro import CONTEXT
 from tests.train.processes import killed_at
@@ -179,6 +181,32 @@ class TestShortRuns:
             run(replace(micro.config, output_dir=place), QUIET)
         assert checkpoints(place) == [place / "checkpoint-2"]
         assert not (place / "checkpoint-4").exists()
+
+    def test_a_disk_that_fills_while_a_file_is_written(self, micro, tmp_path, monkeypatch):
+        """A write that really ends short: torch says so in words of its own."""
+        place, save = tmp_path / "full", torch.save
+
+        def cut_short(value, path, *rest, **options):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if "checkpoint-4" in str(path) and "optimizer" in str(path):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+            try:
+                return save(value, path, *rest, **options)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        monkeypatch.setattr(torch, "save", cut_short)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(OutOfSpace, match=r"no space left at .*: free some, then .*goes on from step 2"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        assert checkpoints(place) == [place / "checkpoint-2"]
+
+    def test_nothing_to_go_on_from(self, tmp_path):
+        with (
+            pytest.raises(OutOfSpace, match="free some, then start again, nothing was trained yet"),
+            explained(tmp_path, "train"),
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     @pytest.mark.parametrize(
         ("loss", "error", "message"),

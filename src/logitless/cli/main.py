@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE
     except OSError as error:
-        if error.filename is None:
+        if error.strerror is None:
             raise
-        return _fail(f"{error.filename}: {error.strerror}")
+        return _fail(f"{error.filename or command}: {error.strerror}")
 
 
 def _leave_the_other_ranks() -> None:

@@ -17,6 +17,7 @@ from .files import write_json
 
 RUN_FILE, SUMMARY_FILE, TOKENS_FILE = "run.json", "summary.json", "tokens.npz"
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
+CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
 
 class Interrupted(KeyboardInterrupt):
@@ -107,7 +108,7 @@ def explained(place: Path, command: str) -> Iterator[None]:
 def how_to_go_on(place: Path, command: str) -> str:
     """The command that continues the run, and whence."""
     if not (place / RUN_FILE).exists():
-        return "interrupted before the first step; start again"
+        return "start again, nothing was trained yet"
     found = last_checkpoint(place)
     finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
     whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
@@ -129,4 +130,5 @@ def _disk_full(error: Exception, place: Path) -> bool:
         return True
     if "No space left" in str(error):
         return True
-    return "failed writing file" in str(error) and shutil.disk_usage(place).free < NEARLY_NOTHING
+    cut_short = any(sign in str(error) for sign in CUT_SHORT)
+    return cut_short and shutil.disk_usage(place).free < NEARLY_NOTHING
