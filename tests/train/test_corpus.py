@@ -65,6 +65,8 @@ BAD = {
     "c.jsonl": ('{"words": "a"}\n', "c.jsonl:1: expected a field named text or content, got words"),
     "d.jsonl": ('{"text": 3}\n', "d.jsonl:1: field 'text' must be text, got int"),
     "e.jsonl": (b"\xff\xfe\x00", "e.jsonl: not UTF-8"),
+    "half.jsonl": ('{"text": "\\ud83d\\ude00"}\n{"text": "a \\uD83D b"}\n', "half.jsonl:2: .*half of a surrogate pair"),
+    "deep.jsonl": ("[" * 100_000, "deep.jsonl:1: not JSON"),
     "f.parquet": ("text", "f.parquet: not a readable parquet file"),
     "g.txt": (b"\xff\xfe\x00", "g.txt: not UTF-8 text"),
 }

@@ -129,7 +129,20 @@ def _table(data: str | None, columns: tuple[str, ...]) -> tuple[list[Row], list[
         missing = [name for name in columns if not row.get(name)]
         if missing:
             raise DataError(f"--data {path}: row {i} has no {', '.join(missing)}; expected {', '.join(columns)}")
+        for name in columns:
+            if not _is_said(row[name]):
+                raise DataError(
+                    f"--data {path}: row {i}: {name} must be text or a list of messages with role and content, "
+                    f"got {type(row[name]).__name__}"
+                )
     return rows, held
+
+
+def _is_said(value: Any) -> bool:
+    """Whether it is what TRL takes: text, or messages."""
+    if isinstance(value, list):
+        return all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
+    return isinstance(value, str)
 
 
 def _parquet(path: Path) -> list[Row]:

@@ -104,8 +104,16 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _json_record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"--data {where}: not JSON ({error.msg}); expected one object per line") from None
+        if "\\ud" in line.lower():  # an escape of half a character, which is JSON and no text
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"--data {where}: expected text, got half of a surrogate pair (an escape \\ud800 to \\udfff alone); "
+            "remove it or write \\ufffd"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", "nested too deeply")
+        raise DataError(f"--data {where}: not JSON ({why}); expected one object per line") from None
     if not isinstance(record, dict):
         raise DataError(f"--data {where}: expected an object with fields, got {type(record).__name__}")
     return record
