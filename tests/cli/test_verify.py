@@ -5,23 +5,40 @@ import json
 import pytest
 import torch
 
+from logitless.algebra.costs import DEFAULT_BUDGET
 from logitless.cli.main import main
 from logitless.train import verify
+from logitless.train.config import TrainConfig
 
 SMALL = ["--vocab-size", "1000"]
 
 
 def test_the_default_lengths_and_threshold(monkeypatch, capsys):
     monkeypatch.setattr(verify, "checks", lambda *_: [verify.Check("value", 0.0, 1e-6)])
-    assert main(["verify", "--json"]) == 0
+    assert main(["verify", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["schema"] == 1
     assert report["vocab_size"] == 151_936
     assert [(c["length"], round(c["logits_bytes"] / 2**30, 2), c["method"]) for c in report["choices"]] == [
-        (4096, 1.16, "dense"),
+        (512, 0.14, "dense"),
+        (4096, 1.16, "chunked"),
         (40_000, 11.32, "chunked"),
         (131_072, 37.09, "chunked"),
     ]
+
+
+def test_the_default_threshold_is_where_train_starts_to_stream(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "checks", lambda *_: [])
+    assert main(["verify", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["threshold_bytes"] == DEFAULT_BUDGET == TrainConfig().memory_budget_bytes
+
+
+def test_json_into_a_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(verify, "checks", lambda *_: [])
+    lengths = ["--sequence-lengths", "8", "9", "--sequence-lengths", "7"]
+    assert main(["verify", "--json", str(tmp_path / "v.json"), *lengths]) == 0
+    assert [c["length"] for c in json.loads((tmp_path / "v.json").read_text())["choices"]] == [8, 9, 7]
+    assert "agree" in capsys.readouterr().out  # the tables are shown beside the file
 
 
 def test_equal_losses_pass(capsys):
@@ -60,6 +77,7 @@ def test_the_check_fits_for_any_vocabulary():
     [
         (["--threshold", "lots"], "--threshold must be a size"),
         (["--vocab-size", "1"], "--vocab-size must be at least 2"),
+        (["--json", "/nowhere/v.json"], "the folder /nowhere does not exist"),
         (["--sequence-lengths", "0"], "--sequence-lengths must be at least 2"),
     ],
 )

@@ -2,65 +2,69 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeviceError, OptionError
+import tyro
+
+from ..errors import DeviceError
 from ..memory.units import format_bytes, parse_bytes
+from ..train.config import TrainConfig, require
 from . import options
+from .output import check_writable, deliver
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DESCRIPTION = """Check the streamed loss against the dense one, and show where each is used.
 
 Exit status 1 when value or gradient differ by more than rounding."""
+LENGTHS = 512, 4_096, 40_000, 131_072  # without --sequence-lengths
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
     """Options of `logitless verify`."""
 
-    sequence_lengths: tuple[int, ...] = (4_096, 40_000, 131_072)
-    """Tokens per sequence."""
+    sequence_lengths: tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]] = ()
+    """Tokens per sequence. Default: 512 4096 40000 131072."""
     vocab_size: int = 151_936
     """Entries of the vocabulary; the check runs with all of them."""
-    threshold: str = "10GB"
-    """Logits larger than this are streamed."""
+    threshold: str = TrainConfig.memory_budget
+    """Logits larger than this are streamed; the default is that of train's --memory-budget."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the check runs."""
     seed: int = 0
     """Of the check's random numbers."""
-    json: bool = False
-    """Print JSON rather than tables."""
+    json: Path | None = None
+    """Write methods and comparisons as JSON to this file (- for standard output)."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
     config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
+    check_writable(json=config.json)
     threshold = parse_bytes(config.threshold, "--threshold")
-    for name, value in (
-        ("--vocab-size", config.vocab_size),
-        *(("--sequence-lengths", n) for n in config.sequence_lengths),
-    ):
-        if value < 2:
-            raise OptionError(f"{name} must be at least 2, got {value}")
-    if not config.sequence_lengths:
-        raise OptionError("--sequence-lengths needs at least one length")
+    lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
+    for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):
+        require(value >= 2, name, "at least 2", value)
     import torch  # below, so that --help needs no torch
 
     from ..train import verify
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")
-    chosen = verify.choices(config.sequence_lengths, config.vocab_size, threshold, getattr(torch, config.dtype))
+    chosen = verify.choices(lengths, config.vocab_size, threshold, getattr(torch, config.dtype))
     checks = verify.checks(config.vocab_size, torch.device(config.device), config.seed)
     passed = all(check.holds for check in checks)
-    if config.json:
-        print(json.dumps(_as_json(config, chosen, checks, passed), indent=2))
-    else:
-        _show(config, chosen, checks, verify.check_size(config.vocab_size))
+    size = verify.check_size(config.vocab_size)
+    report = _as_json(config, chosen, checks, passed)
+    deliver(report, config.json, lambda console: _show(config, chosen, checks, size, console))
     return 0 if passed else 1
 
 
@@ -75,10 +79,7 @@ def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any],
     }
 
 
-def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int) -> None:
-    from rich.console import Console
-
-    console = Console()
+def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int, console: Console) -> None:
     rows = [
         (f"{c.length:,}", format_bytes(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no")
         for c in chosen
@@ -96,7 +97,7 @@ def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], to
     console.print(verdict, highlight=False)
 
 
-def _table(console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A title and a table; the first character of a column's name aligns it."""
     from rich.table import Table
 

@@ -86,7 +86,7 @@ class Recording:
             total[a.category] += a.nbytes
         return {name: total[name] for name in CATEGORIES if total[name]}
 
-    def _timeline(self) -> Iterator[tuple[int, int]]:
+    def _timeline(self) -> Iterator[tuple[float, int]]:
         """(event, bytes): all of a stage of few events; of a longer one the highest of each stretch."""
         points = list(enumerate(self.curve))
         for start, end in pairwise([0, *(end + 1 for _, end in self.marks), len(points)]):
