@@ -37,7 +37,7 @@ def test_the_time_that_is_left(clock, terminal):
     assert "100%" in said
     if not terminal:
         lines = said.splitlines()
-        assert lines[0] == " 20% · done before"
+        assert lines[0] == " 20% · nothing to score so far"
         assert lines[1] == " 40% · 3,000 tokens · 150 tokens/s · 0:01:00 left"
 
 

@@ -45,7 +45,7 @@ class Progress:
             say(self.console, text)
 
     def passed(self, share: float) -> None:
-        """`share` of the input was done before, or is another rank's: it says nothing about speed."""
+        """`share` of the input is passed: scored now or before, another rank's, or nothing that has a score."""
         if not self.tokens:
             self.begin, self.first = time.perf_counter(), share
         self.share = share
@@ -65,7 +65,7 @@ class Progress:
 
     def _line(self, share: float) -> str:
         if not self.tokens:
-            return "done before"
+            return "nothing to score so far"
         took = time.perf_counter() - self.begin
         left = timedelta(seconds=round(took * (1 - share) / max(share - self.first, 1e-9)))
         return f"{self.tokens:,} tokens · {self.tokens / took:,.0f} tokens/s · {left} left"
