@@ -78,6 +78,9 @@ def unlike_calls(group: Any) -> None:
     refused(group, lambda: ll.token_stats(hidden, mine(group), ignored), "number of tokens that count")
     refused(group, lambda: call(mine(group), z_loss=0.1 * last), "the same options", "the same call on every rank")
     refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options")
+    unlike = "the same values of temperature, candidates and noise"
+    for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
+        refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
     frozen = mine(group)
     frozen.weight.requires_grad_(not last)
     refused(group, lambda: call(frozen), "the same options")
@@ -89,6 +92,25 @@ def unlike_calls(group: Any) -> None:
     ours, torchs = ("0.0.7", "2.13.0") if last else ("0.0.6", "2.12.1+cpu")
     refused(group, lambda: released("logitless", ours), "version of logitless", f"0.0.7 on rank {size - 1}", "install")
     refused(group, lambda: released("torch", torchs), "version of torch", "2.12.1 on rank", "2.13.0 on rank")
+
+
+def unlike_samples(group: Any) -> None:
+    """Ranks that would draw by other rules wait for each other in other collectives, or draw other tokens."""
+    last, hidden = dist.get_rank(group) == dist.get_world_size(group) - 1, torch.ones(N, H)
+    seeds, positions = torch.arange(N), torch.arange(N)
+
+    def draw(*message: str, **options: Any) -> None:
+        refused(group, lambda: ll.sample_tokens(hidden, mine(group), **options), *message)
+
+    for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.1}.items():
+        draw("the same options", **({name: value} if last else {}))
+    draw("the same options", keep=2 + last)
+    draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
+    unlike = "the same values of temperature, candidates and noise"
+    draw(unlike, temperature=1.0 + last)
+    draw(unlike, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
+    draw(unlike, noise=relax.Noise(seeds + last, positions))
+    draw(unlike, noise=relax.Noise(seeds, positions.roll(int(last))))
 
 
 def unlike_shards(group: Any) -> None:
@@ -201,6 +223,7 @@ def killed_rank(group: Any) -> None:
 
 CASES = {
     "unlike calls": unlike_calls,
+    "unlike samples": unlike_samples,
     "unlike shards": unlike_shards,
     "bad shards": bad_shards,
     "one rank alone": one_rank_alone,

@@ -19,6 +19,7 @@ from .shard import VocabShard
 ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
 FACTS, REFUSES = 16, 10  # numbers that a rank says at a meeting, and where it says that it cannot make the call
 WORDS = 1024  # bytes of its reason
+PRIME = 2**31 - 1  # bits of round numbers are multiples of high powers of two, whose sums overflow to 0
 Value = TypeVar("Value")
 
 
@@ -72,6 +73,7 @@ class Call:
     hidden: Tensor  # (N, H)
     counted: Tensor  # () tokens
     labels: Tensor | None
+    given: list[Tensor]  # temperatures, candidates, noise
 
     def facts(self) -> Tensor:  # (FACTS,)
         """Whole numbers; floats as their bits."""
@@ -79,13 +81,18 @@ class Call:
         own = sys.modules[__name__.partition(".")[0]].__version__
         whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
         whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0]]
-        ids = h.new_zeros((), dtype=torch.int64)
-        if self.labels is not None and self.labels.numel():
-            ids = (self.labels * (torch.arange(self.labels.shape[0], device=h.device) % 1009 + 1)).sum()
+        values = [_mark([] if self.labels is None else [self.labels], h.device), _mark(self.given, h.device)]
         real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
         real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
         bits = torch.stack(real).view(torch.int64)
-        return torch.cat([torch.tensor(whole, device=h.device), self.counted[None], ids.new_zeros(2), ids[None], bits])
+        return torch.cat([torch.tensor(whole, device=h.device), self.counted[None], bits.new_zeros(1), *values, bits])
+
+
+def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
+    """A number that other values, or the same in another order, have by rare chance alone; floats by their bits."""
+    whole = [(x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten() for x in tensors]
+    values = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *whole]) % PRIME
+    return (values * (torch.arange(values.shape[0], device=device) % 1009 + 1)).sum()[None]
 
 
 def on_all(head: Any, check: Callable[[], Value]) -> Value:
@@ -136,7 +143,8 @@ def meet(call: Call) -> None:
         ("options (want, temperature, top_k, budget, ...)", columns[7], "make the same call on every rank"),
         ("number of tokens", columns[8], SAME_TOKENS),
         ("number of tokens that count", columns[9], SAME_TOKENS),
-        ("labels", columns[12], SAME_TOKENS),
+        ("labels", columns[11], SAME_TOKENS),
+        ("values of temperature, candidates and noise", columns[12], "make the same call on every rank"),
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:

@@ -144,16 +144,20 @@ class Problem:
         cls(spec, inputs).meet()
         return cls.checked(spec, inputs)
 
-    def meet(self) -> None:
-        """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all."""
+    def meet(self, more: str = "", *alike: Tensor) -> None:
+        """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all.
+
+        more, alike: options and tensors of the call that are not the problem's own.
+        """
         if self.shard is None:
             return
         i = self.inputs
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
-        options = f"{replace(self.spec, shard='').key}|{kinds}"
+        options = f"{replace(self.spec, shard='').key}|{kinds}|{more}"
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
         counted = every if i.labels is None else (i.labels != self.spec.ignore_index).sum()
-        meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, counted, i.labels))
+        given = [x for x in (i.temperature, i.candidates, *alike) if x is not None]
+        meet(Call(self.shard, i.weight.shape[0], self.head.rows, options, i.hidden, counted, i.labels, given))
 
     def check_ids(self, name: str, low: int, high: int) -> None:
         """Raise LabelError where the lowest or the highest of some ids is not in the vocabulary."""
