@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import logitless
+from logitless.errors import ConfigError
 from logitless.integrations.lm_head import causal_lm
 from tests.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
 
@@ -49,3 +50,16 @@ def test_adapters_added_after_install():
     assert logitless.hidden_states(model, batch).shape == (2, 12, 16)
     merged = model.merge_and_unload()
     assert merged(**batch).logits is None
+
+
+@pytest.mark.parametrize("name", ["body", "body and head"])
+def test_a_batch_of_several_adapters(name):
+    """PEFT chooses an adapter for each row within its layers: on the body as it is, on the head refused."""
+    own, ours, batch = adapted(name).eval(), adapted(name).eval(), batch_for("")
+    batch["adapter_names"] = ["default", "__base__"]
+    logitless.install(ours)
+    if name == "body":
+        torch.testing.assert_close(ours(**batch).loss, own(**batch).loss)
+    else:
+        with pytest.raises(ConfigError, match="the output head was called with adapter_names, expected hidden states"):
+            ours(**batch)

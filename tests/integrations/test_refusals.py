@@ -1,6 +1,8 @@
 """What `install` refuses, in one line, leaving the model as it was."""
 
+import accelerate
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -115,3 +117,18 @@ def test_a_hook_that_comes_after_install():
         model(**batch)
     handle.remove()
     assert model(**batch).logits is None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("first", ["install", "offload"])
+def test_an_offloaded_head(first):
+    """accelerate brings its weight for the head's own product only."""
+    model, batch = tiny(), batch_for("")
+    steps = {
+        "install": lambda: logitless.install(model),
+        "offload": lambda: accelerate.cpu_offload(model, execution_device=torch.device("cpu")),
+    }
+    for name in (first, *(steps.keys() - {first})):
+        steps[name]()
+    with pytest.raises(ConfigError, match=r"weight is offloaded \(on meta\), expected it on cpu; leave the head out"):
+        model(**batch)

@@ -61,9 +61,19 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
     head = output_head(inner)
     own = unwrapped(head)
 
-    def forward(hidden: Tensor) -> T:
+    def forward(hidden: Tensor, **given: Any) -> T:
+        if given:
+            raise ConfigError(
+                f"the output head was called with {', '.join(given)}, expected hidden states alone; "
+                "give a batch one adapter (set_adapter), or leave the head out of the adapters"
+            )
         found = LMHead.of(inner)
         device = found.weight.device
+        if device.type == "meta" != hidden.device.type:
+            raise ConfigError(
+                f"the output head's weight is offloaded (on meta), expected it on {hidden.device}; "
+                "leave the head out of cpu_offload, disk_offload or device_map"
+            )
         return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
 
     with replaced(own, "forward", forward):
