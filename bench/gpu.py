@@ -32,7 +32,7 @@ from bench.run import describe
 CHECK_SHARE = 0.3  # of the seconds of `all`
 CHECK_PROCESSES = 4  # on a GPU, where most of the time goes into compiling kernels on one core
 SLOW_SECONDS = 45.0  # that torch.compile may take for one row
-PEER_SECONDS = 90.0  # a peer is ended after these, others after three times as many
+MOST_SECONDS = 100.0  # of one method on one row; it is ended then
 OUT = Path("bench/results/gpu.jsonl")
 ABSENT: Record = {"status": "failed", "reason": "not in the file"}
 
@@ -136,8 +136,7 @@ def measured(subject: Apart, row: Row, method: Method, deadline: float) -> Recor
     if begin > deadline - (SLOW_SECONDS if method.name == "torch.compile" else 0.0):
         record |= {"status": "failed", "reason": "no time left"}
     else:
-        most = PEER_SECONDS * (1 if method.kind == "peer" else 3)
-        timeout = min(most, deadline + GRACE / 2 - begin)
+        timeout = min(MOST_SECONDS, deadline + GRACE / 2 - begin)
         record |= subject.call("measure", row.name, method.name, timeout=timeout)
     print(f"  {method.name}: {describe(record)} [{time.monotonic() - begin:.1f} s]", flush=True)
     return record
