@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..algebra.costs import DEFAULT_BUDGET
 from ..algebra.options import check_numbers, check_want
@@ -52,6 +53,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     _refuse_functorch()
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
+    _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
     want = check_want(o["want"], labels is not None, o["reference"] is not None)
     check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
@@ -101,6 +103,7 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, 
             raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
         if x.device != hidden.device:
             raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
+    _refuse_duals(*inputs)
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
 
 
@@ -119,6 +122,16 @@ def _refuse_functorch() -> None:
         raise GradientError(
             "logitless: expected plain tensors, got a call under torch.func (grad, vjp, jvp, vmap); "
             "use torch.autograd.grad and a batch dimension, or the dense oracle (logitless.vocab.reference)"
+        )
+
+
+def _refuse_duals(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise GradientError(
+            "logitless: expected plain tensors, got a dual one of forward-mode differentiation, whose tangent would be "
+            "lost; use torch.autograd.grad, or the dense oracle (logitless.vocab.reference)"
         )
 
 
