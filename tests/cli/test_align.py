@@ -41,6 +41,7 @@ def test_bad_options_are_one_line(capsys):
     assert main(["align", "--batch-size", "3"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
+    assert "--method must be one of intuitor, grpo, rloo, dpo, ste, gumbel, reinforce, ppo, ste_legacy," in lines[0]
     assert "expected a multiple of --generations-per-prompt 4" in lines[1]
     with pytest.raises(OptionError, match="batch-siz"):
         parse(["--batch-siz", "3"])

@@ -152,6 +152,8 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
         ("--tensor-parallel 3", "--gpus must be a multiple of tensor × context parallelism (3), got 1"),
         ("--context-length 5 --prompt-length 3", "give one or the other"),
+        ("--context-length 0", "--context-length must be 1 to 2^63-1, got 0"),
+        ("--what-if context-length=-1", "--context-length must be 1 to 2^63-1, got -1"),
         ("--what-if batchsize=3", "must be KEY=VALUE with a KEY such as batch-size"),
         ("--what-if batch-size", "must be KEY=VALUE"),
         ("--what-if batch-size=many", "expected a whole number"),

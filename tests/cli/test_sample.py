@@ -228,6 +228,11 @@ def test_alternatives_on_demand(model, capsys):
         (["--prompt", "a", "--memory-budget", "much"], "--memory-budget"),
         (["--prompt-file", "nothing.txt"], "nothing.txt"),
         (["--prompt", "a", "--model", "qwen3-0.6b"], "without weights"),
+        (
+            ["--prompt", "a", "--model", "nope"],
+            "--model nope: expected a directory with weights to sample from",
+        ),
+        (["--prompt", "a", "--model", "./nope"], "got nothing of this name; logitless train writes such a directory"),
         (["--prompt", "a", "--tmperature", "1"], "--temperature"),
     ],
 )
@@ -244,6 +249,13 @@ def test_no_prompt_and_no_text(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert sample(model) == 2
     assert "no prompt: expected --prompt TEXT, --prompt-file FILE, or" in capsys.readouterr().err
+    for nothing in (b"", b"\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(nothing)))
+        assert sample(model) == 2
+        assert "no prompt: expected --prompt TEXT, --prompt-file FILE, or" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert sample(model) == 2
+    assert "logitless: standard input: not UTF-8 text (byte 0)" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
     assert sample(model, "--prompt-file", tmp_path / "binary") == 2
     assert "not UTF-8 text (byte 3)" in capsys.readouterr().err

@@ -63,6 +63,10 @@ def test_a_summary_for_people_and_for_machines(micro_scored, corpus, tmp_path, c
         (["--data", ".", "--keep", "300"], "--keep must be at most the vocabulary, here 259"),
         (["--data", ".", "--bos", "maybe"], "--bos"),
         (["--data", ".", "--model", "none/where"], "--model none/where"),
+        (
+            ["--data", ".", "--model", "nope"],
+            "--model nope: expected a directory with weights to score with",
+        ),
     ],
 )
 def test_bad_input_is_one_line(micro_scored, tmp_path, given, message, capsys, monkeypatch):

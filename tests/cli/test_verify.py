@@ -76,6 +76,7 @@ def test_the_check_fits_for_any_vocabulary():
     ("given", "message"),
     [
         (["--threshold", "lots"], "--threshold must be a size"),
+        (["--json"], "Expected 1 value (see logitless verify --help)"),
         (["--vocab-size", "1"], "--vocab-size must be at least 2"),
         (["--json", "/nowhere/v.json"], "the folder /nowhere does not exist"),
         (["--sequence-lengths", "0"], "--sequence-lengths must be at least 2"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..train.align_config import AlignConfig
+from ..train.align_config import METHODS, AlignConfig
+from ..train.config import require
 from ..train.grade_config import GRADE_METHODS
 from . import grade, options
 from .output import deliver
@@ -18,8 +19,11 @@ Without options: the model of `logitless train` (trained first if need be), on p
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), aligns, shows the summary."""
-    if options.method_of(arguments) in GRADE_METHODS:
+    method = options.method_of(arguments)
+    if method in GRADE_METHODS:
         return grade.main(arguments)
+    every = (*METHODS, *GRADE_METHODS)
+    require(method is None or method in every, "method", f"one of {', '.join(every)}", method)
     config = parse(arguments)
     from rich.console import Console  # below, so that --help needs no torch
 

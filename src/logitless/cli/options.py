@@ -85,6 +85,7 @@ def one_line(report: str) -> str:
     _, *rows = [row for row in (line.strip(EDGES) for line in report.splitlines()) if row]
     parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
     text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
+    text = text.replace("Expected 1 values", "Expected 1 value")
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]

@@ -16,8 +16,9 @@ from ..errors import OptionError
 from ..memory.fit import fit
 from ..memory.plan import both, sweep
 from ..memory.setting import Setting
-from ..memory.units import parse_bytes
+from ..memory.units import LARGEST, parse_bytes
 from ..models.catalog import shape_of
+from ..train.config import require
 from . import options
 from .output import check_writable, deliver
 
@@ -135,6 +136,7 @@ class PlanConfig:
                 raise OptionError(
                     "--context-length replaces --prompt-length and --response-length: give one or the other"
                 )
+            require(1 <= self.context_length <= LARGEST, "context_length", "1 to 2^63-1", self.context_length)
             return 0, self.context_length
         given = self.prompt_length, self.response_length
         return given[0] if given[0] is not None else prompt, given[1] if given[1] is not None else response

@@ -12,11 +12,13 @@ from ..errors import DataError, OptionError
 def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The prompts in order; standard input where none are given. OptionError, DataError for an empty one or no text."""
     if not given and not files:
-        if sys.stdin is None or sys.stdin.isatty():
+        piped = sys.stdin is not None and not sys.stdin.isatty()
+        text = _read(Path("-"), "standard input") if piped else ""
+        if not text:
             raise OptionError("no prompt: expected --prompt TEXT, --prompt-file FILE, or text on standard input")
-        files = [Path("-")]
+        return [text]
     named = [(f"--prompt {i}", text) for i, text in enumerate(given, 1)]
-    named += [(f"--prompt-file {path}", _read(path)) for path in files]
+    named += [(f"--prompt-file {path}", _read(path, f"--prompt-file {path}")) for path in files]
     for name, text in named:
         if not text:
             raise OptionError(f"{name}: expected some text to go on from, got none")
@@ -27,12 +29,12 @@ def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     return [text for _, text in named]
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, name: str) -> str:
     """A file's text without the line break at its end."""
     stdin = str(path) == "-"
     data = sys.stdin.buffer.read() if stdin else path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompt-file {path}: not UTF-8 text (byte {error.start})") from None
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start})") from None
     return text.removesuffix("\n").removesuffix("\r")

@@ -25,7 +25,7 @@ from ..sample.terminal import streamed
 from ..sample.text import shown
 from ..train.config import TrainConfig
 from ..train.default_model import default_model
-from ..train.model import ModelSource, build, load_tokenizer, resolve
+from ..train.model import ModelSource, build, load_tokenizer, resolve_trained
 
 if TYPE_CHECKING:
     from .sample import SampleConfig
@@ -71,9 +71,7 @@ def run(
 
 
 def _source(config: SampleConfig) -> ModelSource:
-    source = resolve(config.model)
-    if source.weights is None:
-        raise ConfigError(f"--model {config.model}: a configuration without weights; name a checkpoint to sample from")
+    source = resolve_trained(config.model, "sample from")
     if config.keep > source.vocab_size:
         raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size:,}, got {config.keep:,}")
     return source

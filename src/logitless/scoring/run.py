@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ..errors import ConfigError, DeviceError, OptionError
+from ..errors import DeviceError, OptionError
 from ..memory.resident import peak_bytes, reset_peak
 from ..models.positions import reach
 from ..train.config import TrainConfig
 from ..train.default_model import default_model
-from ..train.model import ModelSource, build, load_tokenizer, resolve
+from ..train.model import ModelSource, build, load_tokenizer, resolve_trained
 from ..train.progress import say
 from ..train.rundir import Interrupted, OutOfSpace
 from ..train.sft import quiet
@@ -52,9 +52,7 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
             path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
     rank, ranks = _ranks()
     default_model(config.model, config.device, console)
-    source = resolve(config.model)
-    if source.weights is None:
-        raise ConfigError(f"--model {config.model} has no weights to score with: train it first, with logitless train")
+    source = resolve_trained(config.model, "score with")
     scorer = _scorer(config, source, load_tokenizer(source), rank)
     parts = Parts(config.place)
     written = [path for path in (parts.place, parts.folder, config.documents, config.json) if path is not None]

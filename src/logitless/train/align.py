@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ..errors import ConfigError, DeviceError
+from ..errors import DeviceError
 from ..integrations.trl import install
 from ..memory.resident import reset_peak
 from ..versions import versions
@@ -29,7 +29,7 @@ from .checkpoints import last_checkpoint
 from .default_model import default_model
 from .files import read_lines, write_json
 from .launcher import on_processors
-from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
+from .model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
 from .progress import say
 from .rundir import SUMMARY_FILE, claim, explained, record
 from .sft import METRICS_FILE, quiet, save_model
@@ -50,9 +50,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     state = PartialState(cpu=on_processors(config))
     default_model(config.model, config.device, console)
-    source = resolve(config.model)
-    if source.weights is None:
-        raise ConfigError(f"--model {config.model} has no weights to align: train it first, with logitless train")
+    source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
     place: list[Any] = [claim(config, config.method) if state.is_main_process else None]
     broadcast_object_list(place)

@@ -20,7 +20,7 @@ from .grade_methods import method_of
 from .grade_models import SoftReward, shared_vocabulary
 from .grade_run import Run, restore
 from .grade_step import Task
-from .model import ModelSource, align_tokens, build, load_tokenizer, resolve
+from .model import ModelSource, align_tokens, build, load_tokenizer, resolve, resolve_trained
 from .progress import say
 from .rundir import record
 from .tokenizer import TextTokenizer
@@ -37,9 +37,7 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     default_model(config.model, config.device, console)
-    source = resolve(config.model)
-    if source.weights is None:
-        raise ConfigError(f"--model {config.model} has no weights to align: train it first, with logitless train")
+    source = resolve_trained(config.model, "align")
     if config.top_k > source.vocab_size:
         raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
     return source, load_tokenizer(source)

@@ -47,9 +47,24 @@ def resolve(name: str) -> ModelSource:
     if path.is_file():
         beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
         return ModelSource(config_of(_read_json(path), name), None, None if beside is None else str(beside))
-    if "/" not in name or path.is_absolute() or name.startswith("."):
+    if not _is_hub_id(name):
         preset(name)  # raises with the nearest names
     return ModelSource(_load_config(name), name, name)
+
+
+def resolve_trained(name: str, wish: str) -> ModelSource:
+    """`resolve` of a model that has weights; ConfigError where there are none for what is wished for."""
+    known = name in PRESETS or Path(name).exists() or _is_hub_id(name)
+    source = resolve(name) if known else None
+    if source is None or source.weights is None:
+        expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
+        got = "nothing of this name" if source is None else "a configuration without weights"
+        raise ConfigError(f"--model {name}: expected {expected}, got {got}; logitless train writes such a directory")
+    return source
+
+
+def _is_hub_id(name: str) -> bool:
+    return "/" in name and not Path(name).is_absolute() and not name.startswith(".")
 
 
 def _directory(path: Path) -> ModelSource:
