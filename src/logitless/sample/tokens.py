@@ -100,9 +100,8 @@ def draw_tokens(
     if spec.backend == "triton":  # whose fold has the logits' sum for nothing
         spec = replace(spec, want=(*spec.want, "mean_logit"))
     if head.shard is not None:
-        drawn = () if noise is None else (seeds, positions)
         options = (rules.top_k, float(rules.top_p), float(rules.min_p), keep, noise is None, change is None)
-        Problem(spec, stand_in(inputs, head)).meet(f"sample {options}", heat, *drawn)
+        Problem(spec, stand_in(inputs, head)).meet(f"sample {options}", heat, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
     problem = Problem(spec, with_low_rank(inputs, head, None))
