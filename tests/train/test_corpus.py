@@ -1,6 +1,7 @@
 """Where documents come from, and one line for everything they cannot come from."""
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -80,6 +81,13 @@ def test_one_line_for_a_bad_file(tmp_path, name):
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_neither_a_file_nor_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(DataError, match=f"--data {path}: expected a file or a folder, got a device or a pipe"):
+            documents(str(path))
 
 
 def test_bad_folders(tmp_path):

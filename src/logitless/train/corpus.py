@@ -29,6 +29,8 @@ def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
         raise DataError(f"--data {data}: no such file or directory")
     if path.is_file():
         return _file(path), None
+    if not path.is_dir():
+        raise DataError(f"--data {data}: expected a file or a folder, got a device or a pipe; write it to a file")
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _datasets_directory(path)
     return _folder(path), None
