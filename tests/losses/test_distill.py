@@ -131,6 +131,8 @@ def test_bad_input_is_named():
     x = torch.zeros(2, 3)
     with pytest.raises(ShapeError, match="weights"):
         losses.soft_targets(x, torch.zeros(2), torch.zeros(2, 4))
+    with pytest.raises(ShapeError, match=r"K of 1 or more ids per token, got \(2, 0\)"):
+        losses.soft_targets(x[:, :0], torch.zeros(2), x[:, :0])
     with pytest.raises(ShapeError, match="logsumexp"):
         losses.soft_targets(x, torch.zeros(3), x)
     with pytest.raises(OptionError, match="tail"):

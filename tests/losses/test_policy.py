@@ -148,6 +148,8 @@ def test_group_advantages():
     assert scaled[1].tolist() == [0.0] * 4
     assert losses.group_advantages(rewards, scale=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
     assert losses.group_advantages(torch.tensor([[2.0]])).tolist() == [[0.0]]
+    whole = torch.tensor([[1, 0, 0, 1]])
+    assert torch.equal(losses.group_advantages(whole), losses.group_advantages(whole.float()))
 
 
 def test_token_weights_give_each_papers_batch_loss():

@@ -66,6 +66,7 @@ def test_noise(k):
     tables = (TABLE,)
     generator = torch.Generator()
     refused(OptionError, call(k=k, embeddings=tables, noise=NOISE, generator=generator), "noise or a generator")
+    refused(OptionError, call(k=k, embeddings=tables, generator=5), "expected a torch.Generator or None, got 5")
     refused(OptionError, call(k=k, embeddings=tables, noise=torch.rand(B, V)), "Noise(seeds, positions)", "Tensor")
     wrong = Noise(torch.arange(B + 1), NOISE.positions)
     refused(ShapeError, call(k=k, embeddings=tables, noise=wrong), "seeds that broadcast to (3,)", "(4,)")

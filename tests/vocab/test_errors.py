@@ -104,6 +104,7 @@ def test_inputs_that_are_no_tensors(reduction):
         *(DtypeError, lambda: ll.token_loss(*args, inputs=(1.5,), reduction=reduction)),
         *("inputs: expected", "got float"),
     )
+    refused(DtypeError, lambda: ll.token_loss(*args, inputs=None, reduction=reduction), "inputs", "got NoneType")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

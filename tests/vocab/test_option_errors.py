@@ -56,7 +56,28 @@ def test_temperature(got):
     )
 
 
-@pytest.mark.parametrize("got", [0.0, -1.0, NAN])
+@pytest.mark.parametrize("got", [None, "x", 2**70, 1.5, True])
+def test_ignore_index(got):
+    refused_everywhere(OptionError, ("ignore_index: expected an integer", f"got {got!r}"), ignore_index=got)
+
+
+@pytest.mark.parametrize("got", [None, "x", -1, NAN])
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "denominator"])
+def test_numbers_of_cross_entropy(name, got):
+    def call():
+        return ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), LABELS, **{name: got})
+
+    if name == "denominator" and got is None:
+        call()
+    else:
+        refused(OptionError, call, f"{name}: expected a ", f"got {got!r}")
+
+
+def test_want_that_is_no_tuple():
+    refused_everywhere(OptionError, ("want: expected names of statistics", "got None"), want=None)
+
+
+@pytest.mark.parametrize("got", [0.0, -1.0, NAN, float("inf")])
 def test_one_wrong_temperature_among_many(got):
     temperature = torch.ones(2, 3)
     temperature[1, 1] = got
@@ -100,6 +121,7 @@ def test_backend_by_another_name():
     fragments = ("backend: expected one of eager", "or None", "got 'egaer'", "did you mean 'eager'?")
     refused_everywhere(BackendError, fragments, backend="egaer")
     refused_everywhere(BackendError, ("backend: expected one of", "got 'cuda'"), backend="cuda")
+    refused_everywhere(BackendError, ("backend: expected one of", "got 3"), backend=3)
     args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
     refused(BackendError, lambda: ll.linear_cross_entropy(*args, backend="egaer"), *fragments)
 

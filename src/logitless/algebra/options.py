@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterable
 from numbers import Real
 
 from ..errors import OptionError
@@ -14,6 +15,8 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool) -> tu
     """The statistics' names, each once; `labels` and `reference` say whether the call has them."""
     if isinstance(want, str):
         want = (want,)
+    if not isinstance(want, Iterable):
+        raise OptionError(f"want: expected names of statistics in a tuple, got {want!r}")
     for name in want:
         if name not in STATISTICS:
             near = difflib.get_close_matches(str(name), STATISTICS, 2)
@@ -36,6 +39,12 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
 
 
+def check_ignore_index(ignore_index: int) -> None:
+    """Raise OptionError for an ignore_index that no label can be."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not -(2**63) <= ignore_index < 2**63:
+        raise OptionError(f"ignore_index: expected an integer of 64 bits, got {ignore_index!r}")
+
+
 def check_reduction(reduction: str) -> None:
     """Raise OptionError for a reduction that does not exist."""
     if reduction not in ("mean", "sum", "none"):
@@ -44,7 +53,7 @@ def check_reduction(reduction: str) -> None:
 
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
-    if not 0 <= label_smoothing <= 1:
-        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss}")
+    if not isinstance(label_smoothing, Real) or not 0 <= label_smoothing <= 1:
+        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing!r}")
+    if not isinstance(z_loss, Real) or not 0 <= z_loss < math.inf:
+        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss!r}")

@@ -85,4 +85,6 @@ def _check_sparse(candidate_logits: Tensor, logsumexp: Tensor, weights: Tensor) 
     if candidate_logits.ndim == 0 or weights.shape != candidate_logits.shape:
         expected, got = tuple(candidate_logits.shape), tuple(weights.shape)
         raise ShapeError(f"weights must have candidate_logits' shape (..., K), here {expected}, got {got}")
+    if weights.shape[-1] == 0:
+        raise ShapeError(f"candidate_logits must have K of 1 or more ids per token, got {tuple(weights.shape)}")
     same_shape(candidate_logits[..., 0], logsumexp=logsumexp)

@@ -188,9 +188,10 @@ def group_advantages(
 
         advantages = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + epsilon)
 
-    Returns the shape of `rewards`. `scale=False` leaves out the division (Dr. GRPO). A group of one has no
-    spread and gets zeros. Shao et al., "DeepSeekMath", arXiv:2402.03300.
+    Returns the shape of `rewards`, fp32 for whole numbers. `scale=False` leaves out the division (Dr. GRPO). A group
+    of one has no spread and gets zeros. Shao et al., "DeepSeekMath", arXiv:2402.03300.
     """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     centred = rewards - rewards.mean(-1, keepdim=True)
     if not scale or rewards.shape[-1] < 2:
         return centred

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -143,9 +144,10 @@ def linear_cross_entropy(
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
     reduction: "mean", "sum" or "none"; denominator: divides the sum in the place of the number of tokens that count
-    (Trainer's num_items_in_batch). options: temperature, ignore_index, memory_budget and backend of `token_stats`.
-    Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Class weights and probability targets are
-    refused. Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
+    (Trainer's num_items_in_batch; of a tensor the value is not looked at, and 0 gives inf). options: temperature,
+    ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token
+    is 0. Class weights and probability targets are refused. Raises what `token_stats` raises. Memory: a chunk's whole
+    rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
@@ -198,6 +200,6 @@ def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tens
         if denominator.numel() != 1:
             raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
         return denominator.detach().reshape(())
-    if not 0 < denominator < math.inf:
-        raise OptionError(f"denominator: expected a positive number, got {denominator}")
+    if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
+        raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")
     return torch.full((), float(denominator), dtype=compute_dtype(hidden), device=hidden.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..algebra.costs import DEFAULT_BUDGET
-from ..algebra.options import check_numbers, check_want
+from ..algebra.options import check_ignore_index, check_numbers, check_want
 from ..errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from .dispatch import choose
 from .head import LMHead
@@ -56,6 +56,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
     want = check_want(o["want"], labels is not None, o["reference"] is not None)
+    check_ignore_index(o["ignore_index"])
     check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
     if labels is not None:
         labels = _check_ids("labels", labels, lead, hidden).reshape(n)
@@ -94,8 +95,9 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
     """The loss function's own inputs, (N, ...) each."""
     lead = hidden.shape[:-1]
-    if isinstance(inputs, Tensor):
-        raise DtypeError("inputs: expected a tuple of tensors, got one tensor; pass inputs=(tensor,)")
+    if not isinstance(inputs, tuple | list):
+        got = "one tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise DtypeError(f"inputs: expected a tuple of tensors, got {got}; pass inputs=(tensor,)")
     for x in inputs:
         if not isinstance(x, Tensor):
             raise DtypeError(f"inputs: expected tensors of labels' shape, got {type(x).__name__}; close over constants")
@@ -213,8 +215,10 @@ def _check_temperature(
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
     unread = torch.compiler.is_compiling() or capturing(hidden)
-    if not unread and not bool((temperature > 0).all()):
-        raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
+    if not unread and not bool(((temperature > 0) & (temperature < math.inf)).all()):
+        raise OptionError(
+            "temperature: expected positive values everywhere, got some that are zero, negative, infinite or NaN"
+        )
     try:
         expanded = temperature.detach().to(hidden.device).expand(lead)
     except RuntimeError:

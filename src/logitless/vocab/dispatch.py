@@ -18,7 +18,7 @@ def choose(name: str | None, device: str) -> str:
     if name is None:
         return "triton" if device == "cuda" and why_not("triton", device) is None else "eager"
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, 1)
+        near = difflib.get_close_matches(str(name), BACKENDS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {name!r}{hint}")
     reason = why_not(name, device)
