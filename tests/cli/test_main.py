@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 
 import pytest
 
@@ -108,3 +109,20 @@ def test_a_defect_is_not_hidden(monkeypatch):
     monkeypatch.setattr("logitless.cli.train.main", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         main(["train"])
+
+
+@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["align", "--method", "all"]])
+def test_help_is_wrapped_where_a_line_is_full(command, monkeypatch, capsys):
+    """No line is longer than the terminal, and none within a sentence ends where the next word would have fitted."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert not stop.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith(f"usage: logitless {command[0]}") for line in lines)
+    rows = [line.strip("│").rstrip() for line in lines if line.startswith("│")]
+    for row, following in pairwise(rows):
+        told, more = row.strip(), following.strip()
+        goes_on = row.startswith("   ") and following.startswith("   ") and not told.endswith(")")
+        assert not goes_on or len(row) + len(more.split()[0]) + 1 > 95, (row, following)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
+import shutil
+import textwrap
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field, fields, make_dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
@@ -28,6 +32,8 @@ def parse(
     """`tyro.cli` with its report of an error as one line; raises OptionError, and SystemExit(0) after --help."""
     report = io.StringIO()
     default = kind() if default is None else default
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        _help(default, prog, description)
     try:
         with redirect_stderr(report):
             return tyro.cli(kind, prog=prog, description=description, args=list(arguments), default=default)
@@ -35,6 +41,31 @@ def parse(
         if not stop.code:
             raise
     raise OptionError(f"{one_line(report.getvalue())} (see {prog} --help)")
+
+
+def _help(default: Any, prog: str, description: str) -> NoReturn:
+    """Prints the help, wrapped: by itself tyro breaks docstrings where the source does, and descriptions nowhere."""
+    kind = type(default)
+    hints, said = get_type_hints(kind, include_extras=True), _docstrings(kind)
+    told = [
+        (f.name, hints[f.name], field(default=getattr(default, f.name), metadata={"help": said.get(f.name)}))
+        for f in fields(default)
+    ]
+    width = shutil.get_terminal_size().columns
+    print("\n\n".join(textwrap.fill(paragraph, width) for paragraph in description.split("\n\n")), end="\n\n")
+    tyro.cli(make_dataclass(kind.__name__, told), prog=prog, description="", args=["--help"])
+    raise SystemExit(0)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The string below each field of a dataclass and of those that it comes from, as one paragraph."""
+    found: dict[str, str] = {}
+    for parent in reversed(kind.__mro__[:-1]):
+        for node, after in pairwise(ast.parse(inspect.getsource(parent)).body[0].body):  # pyright: ignore
+            match node, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequence[str]) -> Options:
