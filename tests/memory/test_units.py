@@ -3,7 +3,7 @@
 import pytest
 
 from logitless.errors import OptionError
-from logitless.memory.units import format_bytes, parse_bytes
+from logitless.memory.units import counted, format_bytes, parse_bytes
 
 GIB = 1 << 30
 
@@ -50,3 +50,8 @@ def test_zero_only_where_it_has_a_meaning():
     assert parse_bytes("0", least=0) == parse_bytes("0GiB", least=0) == 0
     with pytest.raises(OptionError, match="size must be more than 0 bytes"):
         parse_bytes("0.3")
+
+
+def test_counts_in_words():
+    given = (0, "row"), (1, "row"), (4096, "row"), (1, "forward pass"), (2, "forward pass")
+    assert [counted(*each) for each in given] == ["0 rows", "1 row", "4,096 rows", "1 forward pass", "2 forward passes"]

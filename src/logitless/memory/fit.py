@@ -9,6 +9,7 @@ from itertools import product
 from .algorithms import ROLLOUT
 from .plan import Plan, plan
 from .setting import GIB, Setting, ceil_div
+from .units import counted
 
 HEADROOM = {"conservative": (1, 5), "aggressive": (1, 50)}  # of a GPU's memory, kept free beyond the reserve
 LADDER = ("ddp", "zero1", "zero2", "fsdp2")  # each divides more, and communicates more
@@ -162,8 +163,9 @@ def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> I
         why = f"{2 * found.micro_rows} {unless(micro_batch=2 * found.micro_rows)}"
     yield "micro-batch", str(found.micro_rows), why
     steps = found.accumulation
-    plural = "pass" if steps == 1 else "passes"
-    yield "accumulation", str(steps), f"{steps} {plural} of {found.micro_rows} rows make a GPU's {found.rows}"
+    make = "makes" if steps == 1 else "make"
+    whole = f"{counted(steps, 'pass')} of {counted(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
+    yield "accumulation", str(steps), whole
     if found.rollout_batch:
         everything = found.rollout_batch >= ceil_div(found.batch_size * found.responses_per_prompt, found.shards)
         more = 2 * found.rollout_sequences

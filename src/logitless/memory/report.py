@@ -16,7 +16,7 @@ from .flags import flags, hint
 from .plan import Plan
 from .setting import Setting
 from .training import trained_parameters
-from .units import format_bytes
+from .units import counted, format_bytes
 
 SCHEMA = 1
 
@@ -37,10 +37,9 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> 
     """Components, phases and the verdict, dense against logitless."""
     setting = logitless.setting
     console.print(f"[bold]{headline(setting, units)}[/bold]", highlight=False)
-    plural = "pass" if setting.accumulation == 1 else "passes"
     console.print(
-        f"{setting.accumulation} forward {plural} of {setting.micro_rows} rows, {setting.tokens:,} tokens, on each GPU;"
-        f" {format_bytes(setting.reserve, units)} of it in reserve",
+        f"{counted(setting.accumulation, 'forward pass')} of {counted(setting.micro_rows, 'row')}, "
+        f"{counted(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
         highlight=False,
     )
     console.print(_components(dense, logitless, units), highlight=False)

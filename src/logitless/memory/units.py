@@ -35,6 +35,12 @@ def parse_bytes(text: str | int, option: str = "size", least: int = 1) -> int:
     return int(size)
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 row", "4,096 rows", "2 passes"."""
+    ending = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count:,} {what}{ending}"
+
+
 def format_bytes(count: float, units: str = "GiB") -> str:
     """ "37.09 GiB", or "39.83 GB" for `units="GB"`; in whole numbers, so that a page computes the same text."""
     whole = abs(int(count))

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from ..memory.units import format_bytes
+from ..memory.units import counted, format_bytes
 from .align_config import METHODS
 from .plots import DENSE, GREY, STREAMED, finish
 
@@ -98,7 +98,8 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
             row.append("" if value is None else form.format(value))
         table.add_row(*row)
     console.print()
-    title = f"{method} on {summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {summary['steps']} steps"
+    steps = counted(summary["steps"], "step")
+    title = f"{method} on {summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
     console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
     for line in _lines(summary, columns):

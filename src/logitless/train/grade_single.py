@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..memory.units import format_bytes
+from ..memory.units import counted, format_bytes
 from ..versions import versions
 from .files import read_lines, write_json
 from .grade_config import GradeConfig
@@ -74,8 +74,9 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines."""
     before, after = summary["before"], summary["after"]
+    steps = counted(summary["steps"], "step")
     for line in (
-        f"{summary['method']} on {summary['model']}, {summary['steps']} steps of {summary['seconds_per_step']:.1f} s",
+        f"{summary['method']} on {summary['model']}, {steps} of {summary['seconds_per_step']:.1f} s",
         f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",
         f"test reward: {after['test/reward_mean']:.3f} ± {after['test/reward_std']:.3f} of {after['test/samples']} "
         f"samples (in training {summary['train_reward']:.3f}); KL {after['test/kl']:.2f} nats per continuation",
