@@ -77,6 +77,12 @@ def unlike_calls(group: Any) -> None:
     ignored = labels.masked_fill(labels < last, -100)
     refused(group, lambda: ll.token_stats(hidden, mine(group), ignored), "number of tokens that count")
     refused(group, lambda: call(mine(group), z_loss=0.1 * last), "the same options", "the same call on every rank")
+    for options in (
+        {"z_loss": 0.1 + last},
+        {"label_smoothing": 0.1 + 0.1 * last},
+        {"reduction": ("sum", "mean")[last]},
+    ):
+        refused(group, lambda: call(mine(group), **options), "the same options")  # noqa: B023
     refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options")
     unlike = "the same values of temperature, candidates and noise"
     for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):

@@ -161,7 +161,7 @@ def linear_cross_entropy(
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if reduction == "none":
         return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
-    spec, flat = _prepared(hidden, head, labels, **options)
+    spec, flat = _prepared(hidden, head, labels, more=f"{label_smoothing}|{z_loss}|{reduction}", **options)
     run = _way(chunked_cross_entropy, ops.cross_entropy, spec)
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
 
@@ -171,15 +171,16 @@ def _prepared(
     head: LMHead,
     labels: Tensor | None,
     also: Callable[[], Any] = tuple,
+    more: str = "",
     **options: Unpack[Options],
 ) -> tuple[Spec, Inputs]:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    `also`: what else of the call is checked before the ranks meet.
+    also: what else of the call is checked before the ranks meet; more: options that must be alike besides the spec's.
     """
     spec, inputs = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
     if head.shard is not None and not torch.compiler.is_compiling():
-        Problem(spec, stand_in(inputs, head)).meet()
+        Problem(spec, stand_in(inputs, head)).meet(more)
     reference = options.get("reference")
     return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
 
