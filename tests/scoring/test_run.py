@@ -232,7 +232,7 @@ def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(m
         ({"documents": Path()}, OptionError, "--documents must be a file, got the folder ."),
         ({"json": Path()}, OptionError, "--json must be a file, got the folder ."),
         ({"out": Path()}, OptionError, "--out must be a file, got the folder ."),
-        ({"model": "tiny"}, ConfigError, "no weights to score with"),
+        ({"model": "tiny"}, ConfigError, "a directory with weights to score with, or a hub id"),
         ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),
     ],
 )

@@ -35,12 +35,13 @@ class Fakes:
     def __init__(self, device: str, tokens: int, ignored: int, labels: Labels) -> None:
         self.device, self.tokens, self.ignored, self.labels = device, tokens, ignored, labels
         self.lint = Lint(device)
-        self._false: set[int] = set()
+        self._false: dict[int, int] = {}  # storages of what is false or 0, and how many answers each still owes
         self._special = {
             aten._local_scalar_dense.default: self._number,
             aten.all.default: self._all,
             aten.isnan.default: self._isnan,
             aten.nonzero.default: self._nonzero,
+            aten.stack.default: self._stack,
             aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
             aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
         }
@@ -61,22 +62,30 @@ class Fakes:
         x = args[0]
         if not isinstance(x, FakeTensor) or x.constant is not None:
             return func(*args, **kwargs)
+        key = x.untyped_storage()._cdata
+        left = self._false.pop(key, 0)
+        if left > 1:
+            self._false[key] = left - 1
         if x.dtype == torch.bool:
-            key = x.untyped_storage()._cdata
-            known = key in self._false
-            self._false.discard(key)
-            return not known
-        return 1.0 if x.is_floating_point() else 1
+            return not left
+        return float(not left) if x.is_floating_point() else int(not left)
 
     def _all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if self.ignored and args[0].shape == (self.tokens,):
-            self._false.add(out.untyped_storage()._cdata)
+            self._false[out.untyped_storage()._cdata] = 1
+        return out
+
+    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Numbers asked for in one list: all of them 0 where one is false."""
+        out = func(*args, **kwargs)
+        if any(self._false.pop(x.untyped_storage()._cdata, 0) for x in args[0]):
+            self._false[out.untyped_storage()._cdata] = out.numel()
         return out
 
     def _isnan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        self._false.add(out.untyped_storage()._cdata)
+        self._false[out.untyped_storage()._cdata] = 1
         return out
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
