@@ -62,6 +62,10 @@ def command(arguments):
 doctor.main = command
 assert main.main(["doctor"]) == 0
 assert not is_initialized() and not threads()
+init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+doctor.main = lambda arguments: 0
+assert main.main(["doctor"]) == 0
+assert is_initialized()  # a caller's own
 """
 
 

@@ -14,7 +14,7 @@ from logitless.memory.fit import LADDER, fit
 from logitless.memory.flags import ALIGN, flags, hint, logitless_align, logitless_train, trl
 from logitless.memory.plan import plan
 from logitless.memory.setting import GIB, Setting
-from logitless.models.catalog import shape_of
+from logitless.models.catalog import from_config, shape_of
 from logitless.models.presets import PRESETS
 
 INTUITOR = Setting(
@@ -186,6 +186,8 @@ def test_contexts_beyond_the_positions():
     assert " --context-length 131072 --rope-scaling yarn:4 --loss" in logitless_train(long)
     assert "--rope-scaling" not in logitless_train(replace(long, response_length=40_960))
     assert logitless_train(replace(long, model=shape_of("llama-3.2-1b"), response_length=131_073)) is None
+    older = {key: x for key, x in PRESETS["qwen3-0.6b"].items() if key != "rope_parameters"} | {"rope_theta": 1e6}
+    assert "yarn:4" in logitless_train(replace(long, model=from_config(older, "older")))
     aligned = replace(ALIGNED, model=LONG.model, response_length=40_960 - 2048)
     assert logitless_align(aligned) is not None
     assert logitless_align(replace(aligned, response_length=40_960)) is None

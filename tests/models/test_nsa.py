@@ -8,7 +8,7 @@ from logitless.errors import ConfigError, OptionError
 from logitless.models.instances import checkpoint_layers
 from logitless.models.nsa import attention
 from logitless.models.nsa.attention import nsa
-from logitless.models.nsa.layers import NAME, attach, documents
+from logitless.models.nsa.layers import NAME, attach, documents, padding
 from logitless.models.nsa.options import NSAOptions
 from logitless.models.nsa.saved import load, load_parameters
 from tests.support import largest_allocation
@@ -267,3 +267,11 @@ def test_attention_dropout_is_refused():
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="no attention dropout, got"):
         model.train()(input_ids=ids)
+
+
+def test_a_mask_as_older_transformers_ask_for_it():
+    """Before 5.4 they named the places in the cache."""
+    given = {"batch_size": 2, "device": torch.device("cpu")}
+    for more in ({"q_length": 3, "q_offset": 4}, {"cache_position": torch.arange(4, 7)}):
+        assert padding(kv_length=12, **given, **more).tolist() == [[True] * 7] * 2
+        assert padding(kv_length=7, **given, **more) is None

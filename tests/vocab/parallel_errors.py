@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -83,8 +84,14 @@ def unlike_calls(group: Any) -> None:
         {"reduction": ("sum", "mean")[last]},
     ):
         refused(group, lambda: call(mine(group), **options), "the same options")  # noqa: B023
+    each = {"reduction": "none", "label_smoothing": 0.1 + 0.1 * last}
+    refused(group, lambda: call(mine(group), **each), "the same options")
+    for kind in ("sum", "none"):
+        one = partial(ll.token_loss, lambda stats: -stats.logprob, hidden, reduction=kind if last else "mean")
+        refused(group, lambda: one(mine(group), labels), "the same options")  # noqa: B023
     refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options")
-    unlike = "the same values of temperature, candidates and noise"
+    unlike = "the same values of temperature, candidates, noise and denominator"
+    refused(group, lambda: call(mine(group), denominator=3 + last), unlike)
     for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
         refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
     frozen = mine(group)
@@ -112,7 +119,7 @@ def unlike_samples(group: Any) -> None:
         draw("the same options", **({name: value} if last else {}))
     draw("the same options", keep=2 + last)
     draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
-    unlike = "the same values of temperature, candidates and noise"
+    unlike = "the same values of temperature, candidates, noise and denominator"
     draw(unlike, temperature=1.0 + last)
     draw(unlike, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
     draw(unlike, noise=relax.Noise(seeds + last, positions))

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import logitless as ll
 from logitless.errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
@@ -75,3 +76,5 @@ def test_hooks_that_may_change_the_logits():
         refused(ConfigError, lambda x=linear: ll.LMHead.of(x), f"a forward {kind} of {__name__}, which may change")
         handle.remove()
         ll.LMHead.of(linear)
+    linear = prune.l1_unstructured(nn.Linear(H, V), "weight", 0.3)  # whose hook makes the weight that is read
+    assert torch.equal(ll.LMHead.of(linear).weight, linear.weight)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -59,6 +60,13 @@ def test_temperature(got):
 @pytest.mark.parametrize("got", [None, "x", 2**70, 1.5, True])
 def test_ignore_index(got):
     refused_everywhere(OptionError, ("ignore_index: expected an integer", f"got {got!r}"), ignore_index=got)
+
+
+def test_numbers_of_other_libraries():
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    plain = ll.linear_cross_entropy(*args, label_smoothing=0.1, z_loss=0.2)
+    options = {"label_smoothing": torch.tensor(0.1), "z_loss": numpy.float64(0.2), "ignore_index": numpy.int64(-100)}
+    torch.testing.assert_close(ll.linear_cross_entropy(*args, **options), plain)
 
 
 @pytest.mark.parametrize("got", [None, "x", -1, NAN])

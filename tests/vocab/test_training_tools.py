@@ -72,6 +72,20 @@ def test_compiles_without_a_graph_break(what, frozen):
 
 
 @pytest.mark.compiled
+def test_compiles_for_other_numbers():
+    """A number that changes is an input of the graph from its second value on."""
+    hidden, labels = batch()
+    weight = torch.randn(V, H)
+
+    def run(hidden, smoothing, z_loss):
+        return ll.linear_cross_entropy(hidden, ll.LMHead(weight), labels, label_smoothing=smoothing, z_loss=z_loss)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for numbers in ((0.1, 1e-4), (0.2, 1e-4), (0.2, 2e-4)):
+        torch.testing.assert_close(compiled(hidden, *numbers), run(hidden, *numbers))
+
+
+@pytest.mark.compiled
 def test_compiles_with_every_option():
     hidden, labels = batch()
     weight, ref = torch.randn(V, H, requires_grad=True), torch.randn(V, H)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Real
 
 from ..errors import OptionError
 from .stats import STATISTICS
@@ -41,8 +41,13 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
 
 def check_ignore_index(ignore_index: int) -> None:
     """Raise OptionError for an ignore_index that no label can be."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not -(2**63) <= ignore_index < 2**63:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral) or not -(2**63) <= ignore_index < 2**63:
         raise OptionError(f"ignore_index: expected an integer of 64 bits, got {ignore_index!r}")
+
+
+def _is_number(x: object) -> bool:
+    """Whether x is one, or an array that holds one."""
+    return isinstance(x, Real) or hasattr(x, "__float__")
 
 
 def check_reduction(reduction: str) -> None:
@@ -53,7 +58,7 @@ def check_reduction(reduction: str) -> None:
 
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
-    if not isinstance(label_smoothing, Real) or not 0 <= label_smoothing <= 1:
+    if not _is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing!r}")
-    if not isinstance(z_loss, Real) or not 0 <= z_loss < math.inf:
+    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
         raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss!r}")

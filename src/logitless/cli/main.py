@@ -38,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return DONE
     if command not in COMMANDS:
         return _fail(f"unknown command {command!r}; commands are {', '.join(COMMANDS)}")
+    joined = _in_a_group()
     try:
         status = import_module(f"{__package__}.{command.replace('-', '_')}").main(given[1:])
-        _leave_the_other_ranks()
+        if not joined:
+            _leave_the_other_ranks()
         return status
     except LogitlessError as error:
         return _fail(str(error))
@@ -63,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave_the_other_ranks() -> None:
     """Ends the threads of this rank's groups: one that frees a tensor while Python ends aborts it (pytorch#179291)."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_initialized():
-        distributed.destroy_process_group()
+    if _in_a_group():
+        sys.modules["torch.distributed"].destroy_process_group()
         gc.collect()  # wrapped models are cycles that hold their groups
+
+
+def _in_a_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 def _fail(message: str) -> int:

@@ -196,6 +196,8 @@ def _windows(c: dict[str, Any], family: Family, layers: int) -> tuple[int, int]:
 def _positions(c: dict[str, Any]) -> dict[str, Any]:
     """How far positions reach; only a configuration that states its rotary embeddings says that they stretch."""
     longest, rotary = c.get("max_position_embeddings"), c.get("rope_parameters")
+    if rotary is None and "rope_theta" in c and c.get("rope_scaling") is None:
+        rotary = {"rope_type": "default"}  # as configurations said it before transformers 5
     stated = rotary if isinstance(rotary, dict) else c.get("rope_scaling")  # the older name
     if isinstance(longest, bool) or not isinstance(longest, int) or not isinstance(stated, dict | None):
         return {}

@@ -70,13 +70,10 @@ def token_stats(
     Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError, BackendError, GradientError.
     Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
     """
-    spec, inputs = _prepared(
+    return _token_stats(
         hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
         candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    lead = hidden.shape[:-1]
-    run = _way(stats, ops.stats, spec)
-    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
 
 
 def _uncompiled(function: F) -> F:
@@ -117,7 +114,7 @@ def token_loss(
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
     on_all(head, lambda: check_reduction(reduction))
-    spec, flat = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), **options)
+    spec, flat = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), alike=(reduction,), **options)
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
         return loss_of_each(loss_fn, spec, flat, extra).reshape(hidden.shape[:-1])
@@ -159,11 +156,21 @@ def linear_cross_entropy(
 
     divisor = on_all(head, arguments)
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
+    alike = label_smoothing, z_loss, reduction, divisor
     if reduction == "none":
-        return cross_entropy_of(token_stats(hidden, head, labels, **options), label_smoothing, z_loss)
-    spec, flat = _prepared(hidden, head, labels, more=f"{label_smoothing}|{z_loss}|{reduction}", **options)
+        return cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
+    spec, flat = _prepared(hidden, head, labels, alike=alike, **options)
     run = _way(chunked_cross_entropy, ops.cross_entropy, spec)
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
+
+
+def _token_stats(
+    hidden: Tensor, head: LMHead, labels: Tensor | None, alike: tuple[Any, ...] = (), **options: Unpack[Options]
+) -> TokenStats:
+    """`token_stats`; alike: options of a caller's own that ranks which share the head must agree on."""
+    spec, inputs = _prepared(hidden, head, labels, alike=alike, **options)
+    lead, run = hidden.shape[:-1], _way(stats, ops.stats, spec)
+    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
 
 
 def _prepared(
@@ -171,16 +178,17 @@ def _prepared(
     head: LMHead,
     labels: Tensor | None,
     also: Callable[[], Any] = tuple,
-    more: str = "",
+    alike: tuple[Any, ...] = (),
     **options: Unpack[Options],
 ) -> tuple[Spec, Inputs]:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    also: what else of the call is checked before the ranks meet; more: options that must be alike besides the spec's.
+    also: what else of the call is checked before the ranks meet; alike: options besides the spec's that they compare.
     """
     spec, inputs = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
     if head.shard is not None and not torch.compiler.is_compiling():
-        Problem(spec, stand_in(inputs, head)).meet(more)
+        named = str([x for x in alike if not isinstance(x, Tensor)])
+        Problem(spec, stand_in(inputs, head)).meet(named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
     return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -32,9 +33,10 @@ REFUSED = {
     "gemma4_assistant": "has logits for some of its vocabulary only",
     "gemma4_unified_assistant": "has logits for some of its vocabulary only",
 }
-# Whose forward hooks on a head gather its weight, move it or watch, and leave the logits as they are.
+# Whose forward hooks on a head gather its weight, make, move or watch it, and leave the logits as they are.
 HARMLESS_HOOKS = (
-    "torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate", "transformers", "trl", "logitless",
+    "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "deepspeed", "accelerate", "transformers", "trl",
+    "logitless",
 )  # fmt: skip
 
 
@@ -68,6 +70,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _refuse_hooks(layer: nn.Module) -> None:
     """ConfigError where a forward hook may change what the head is called with or returns."""
+    if torch.compiler.is_compiling():
+        return  # a graph cannot ask where a function was written
     for part in layer.modules():
         for kind, hooks in (("pre-hook", part._forward_pre_hooks), ("hook", part._forward_hooks)):
             for hook in hooks.values():

@@ -144,7 +144,7 @@ def meet(call: Call) -> None:
         ("number of tokens", columns[8], SAME_TOKENS),
         ("number of tokens that count", columns[9], SAME_TOKENS),
         ("labels", columns[11], SAME_TOKENS),
-        ("values of temperature, candidates and noise", columns[12], "make the same call on every rank"),
+        ("values of temperature, candidates, noise and denominator", columns[12], "make the same call on every rank"),
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:

@@ -101,9 +101,12 @@ def _nothing(query: Tensor, length: int) -> Tensor:
 
 
 def padding(
-    q_length: int, kv_length: int, q_offset: int | Tensor = 0, attention_mask: Tensor | None = None, **given: Any
+    *, kv_length: int, q_length: int = 0, q_offset: int | Tensor = 0, attention_mask: Tensor | None = None, **given: Any
 ) -> Tensor | None:
     """transformers' mask interface: which of the tokens so far count, (B, S); None where all do and S is kv_length."""
+    places = given.get("cache_position")
+    if places is not None:  # what transformers before 5.4 says instead
+        q_length, q_offset = len(places), places[0]
     length = int(q_offset) + q_length  # less than kv_length where the cache is of static length
     if attention_mask is not None:
         mask = pad(attention_mask, (0, length - attention_mask.shape[1]))
