@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _leave_the_other_ranks() -> None:
     """Ends the threads of this rank's groups: one that frees a tensor while Python ends aborts it (pytorch#179291)."""
     if _in_a_group():
+        gc.collect()  # wrapped models hold their groups, and must not be the last: they would wait with the GIL held
         sys.modules["torch.distributed"].destroy_process_group()
-        gc.collect()  # wrapped models are cycles that hold their groups
 
 
 def _in_a_group() -> bool:
