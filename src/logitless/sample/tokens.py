@@ -85,8 +85,6 @@ def draw_tokens(
 
     def arguments() -> tuple[Spec, Inputs, Tensor, Noise, SampleRecord]:
         spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
-        if not isinstance(generator, torch.Generator | None):
-            raise OptionError(f"generator: expected a torch.Generator or None, got {generator!r}; pass noise for seeds")
         lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
         heat = _temperatures(temperature, lead, hidden).reshape(n)
         given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))

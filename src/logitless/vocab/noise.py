@@ -54,8 +54,8 @@ class Noise(NamedTuple):
         cls, lead: tuple[int, ...], device: torch.device, noise: Noise | None, generator: torch.Generator | None
     ) -> Noise:
         """A call's noise for each of its tokens: as given, or drawn."""
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise OptionError(f"generator: expected a torch.Generator or None, got {generator!r}")
+        if not isinstance(generator, torch.Generator | None):
+            raise OptionError(f"generator: expected a torch.Generator or None, got {generator!r}; pass noise for seeds")
         if noise is None:
             return cls.draw(lead, device, generator)
         if generator is not None:
