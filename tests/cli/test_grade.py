@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForSequenceClassification
 from yaml import safe_load
 
-from logitless.cli.grade import parse
+from logitless.cli.align import parse_grade as parse
 from logitless.cli.main import main
 from logitless.cli.options import method_of
 from logitless.train.grade_config import EMBEDDED, SMALL_MODEL, GradeConfig

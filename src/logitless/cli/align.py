@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..train.align_config import METHODS, AlignConfig
 from ..train.config import require
-from ..train.grade_config import GRADE_METHODS
-from . import grade, options
+from ..train.grade_config import GRADE_METHODS, GradeConfig
+from . import options
 from .output import deliver
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
@@ -16,12 +16,17 @@ DESCRIPTION = """Align a language model by its own certainty, by rewards or by p
 Without options: the model of `logitless train` (trained first if need be), on prompts from the same text.
 --method ste, gumbel, reinforce, ppo and all have options of their own: logitless align --method all --help."""
 
+THROUGH_TOKENS = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by the
+score function on the same rewards (reinforce, ppo); all compares them.
+
+Without --model: a small model (trained first if need be), rewarded for prose rather than code, at small sizes."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), aligns, shows the summary."""
     method = options.method_of(arguments)
     if method in GRADE_METHODS:
-        return grade.main(arguments)
+        return _grade(arguments)
     every = (*METHODS, *GRADE_METHODS)
     require(method is None or method in every, "method", f"one of {', '.join(every)}", method)
     config = parse(arguments)
@@ -42,3 +47,20 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> AlignConfig:
     """The options as given, checked."""
     return options.layered(AlignConfig, prog="logitless align", description=DESCRIPTION, arguments=arguments).check()
+
+
+def _grade(arguments: Sequence[str]) -> int:
+    """The same for the methods that differentiate through tokens, and those that they are compared with."""
+    config = parse_grade(arguments)
+    from rich.console import Console  # below, so that --help needs no torch
+
+    from ..train.grade import run, show
+
+    summary = run(config, Console(stderr=True))
+    deliver(summary, config.json, lambda console: show(summary, console))
+    return 0
+
+
+def parse_grade(arguments: Sequence[str]) -> GradeConfig:
+    """The options of those methods as given, checked."""
+    return options.layered(GradeConfig, prog="logitless align", description=THROUGH_TOKENS, arguments=arguments).check()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.record import Derived
-from ..errors import OptionError
-from . import export
+from ..errors import ConfigError, OptionError, ShapeError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -97,18 +96,71 @@ class SampleRecord(Derived):
         return {name: getattr(self, name).tolist() for name in names()} | {"vocab_size": self.vocab_size}
 
     def to_arrow(self) -> pyarrow.Table:
-        """A pyarrow table, one row per written token: see `export.to_arrow`. pyarrow.parquet writes it."""
-        return export.to_arrow(self)
+        """A table with a row per written token, in order.
+
+        Columns: `sequence` and `position` int32 (the flattened index of all dimensions but the last, and the last), every
+        field of the record, `topk_*` as lists of k; the schema's metadata has vocab_size. Raises ConfigError.
+        """
+        try:
+            import pyarrow as pa
+        except ImportError:
+            raise ConfigError("to_arrow: expected pyarrow, which is not installed; pip install pyarrow") from None
+        length = self.shape[-1] if self.shape else 1
+        flat = self.reshape(self.token.numel())
+        index = (flat.token >= 0).nonzero().squeeze(1)
+        columns: dict[str, Any] = {"sequence": (index // max(1, length)).int(), "position": (index % max(1, length)).int()}
+        columns |= {name: x for name, x in vars(flat[index]).items() if name != "vocab_size"}
+        arrays = {}
+        for name, x in columns.items():
+            values = pa.array(x.detach().cpu().reshape(-1).numpy())
+            if x.dim() == 2 and self.keep:
+                arrays[name] = pa.FixedSizeListArray.from_arrays(values, self.keep)
+            elif x.dim() == 1:
+                arrays[name] = values
+        return pa.table(arrays).replace_schema_metadata({"vocab_size": str(self.vocab_size)})
 
     def top_logprobs(self, decode: Callable[[int], str]) -> list[dict[str, Any]]:
-        """One sequence as OpenAI's `logprobs.content`: see `export.top_logprobs`."""
-        return export.top_logprobs(self, decode)
+        """`choices[].logprobs.content` of OpenAI's chat completions: raw log-probs, a dict per written token.
+
+        The record of one sequence, (T,); decode: an id's text. Raises ShapeError.
+        """
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = decode(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return [
+            entry(token, logprob) | {"top_logprobs": [entry(i, x) for i, x in zip(ids, best, strict=True)]}
+            for token, logprob, _, ids, best in _tokens(self)
+        ]
 
     def vllm_logprobs(self, decode: Callable[[int], str] | None = None) -> list[dict[int, dict[str, Any]]]:
-        """One sequence as vLLM's `logprobs`: see `export.vllm_logprobs`."""
-        return export.vllm_logprobs(self, decode)
+        """vLLM's `logprobs`: per written token {id: {logprob, rank, decoded_token}}, the token itself first.
+
+        The record of one sequence, (T,); ranks count from 1, log-probs are raw. Raises ShapeError.
+        """
+
+        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+            return {"logprob": logprob, "rank": rank, "decoded_token": None if decode is None else decode(token)}
+
+        out = []
+        for token, logprob, rank, ids, best in _tokens(self):
+            row = {token: entry(token, logprob, rank)}
+            for place, (i, x) in enumerate(zip(ids, best, strict=True), 1):
+                row.setdefault(i, entry(i, x, place))
+            out.append(row)
+        return out
 
 
 def names() -> list[str]:
     """The tensors of a record."""
     return [f.name for f in fields(SampleRecord) if f.name != "vocab_size"]
+
+
+def _tokens(record: SampleRecord) -> list[tuple[int, float, int, list[int], list[float]]]:
+    """(token, log-prob, rank, best ids, their log-probs) of each written token of one sequence."""
+    if len(record.shape) != 1:
+        raise ShapeError(f"logprobs: expected the record of one sequence (T,), got {record.shape}; take record[b]")
+    written = record[(record.token >= 0).nonzero().squeeze(1)]
+    columns = (written.token, written.logprob, written.rank, written.topk_ids, written.topk_logprob)
+    return list(zip(*(x.tolist() for x in columns), strict=True))
