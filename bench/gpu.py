@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from bench.cases import Shape
-from bench.gpu_measure import GRACE, Apart, Bench, Record, Subject
+from bench.gpu_measure import GRACE, Apart, Bench, Record, Subject, gpu_environment
 from bench.gpu_rows import FLOOR, IN_A_GRAPH, ROWS, Row, methods
-from bench.harness import MB, environment, read_lines, said, write_line
+from bench.harness import MB, read_lines, write_line
 from bench.peers import Method
 from bench.run import describe
 
@@ -37,27 +37,21 @@ OUT = Path("bench/results/gpu.jsonl")
 ABSENT: Record = {"status": "failed", "reason": "not in the file"}
 
 
-def gpu_environment(device: str) -> Record:
-    """The machine and versions, and the GPU's name, driver and clocks as found."""
-    out = environment() | {"device": device, "threads": torch.get_num_threads()}
-    if device == "cuda":
-        p = torch.cuda.get_device_properties(0)
-        query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
-        out |= {
-            "gpu": p.name, "gpu_gib": round(p.total_memory / 2**30, 1), "cuda": torch.version.cuda,
-            "driver_clocks_power": said("nvidia-smi", query, "--format=csv,noheader"),
-            "capability": f"{p.major}.{p.minor}",
-        }  # fmt: skip
-    return out
-
-
 def check(device: str, seconds: float, out: Path | None) -> int:
     """The correctness suite, every case of the Triton backend, in processes of its own; 1 where a case failed.
 
     Each case is a line beside `out`, in NAME.cases.jsonl, as it begins and as it ends.
     """
     processes = CHECK_PROCESSES if device == "cuda" else 1
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.vocab.triton_cases", "--device", device]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::RuntimeWarning",
+        "-m",
+        "tests.support.vocab.triton_cases",
+        "--device",
+        device,
+    ]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "cases.jsonl" if out is None else out.with_suffix(".cases.jsonl")

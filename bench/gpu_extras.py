@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import gpu_environment
-from bench.gpu_measure import Apart, Record
+from bench.gpu_measure import Apart, Record, gpu_environment
 from bench.harness import MB, read_lines, write_line
 from bench.logits_table import methods
 

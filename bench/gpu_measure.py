@@ -11,7 +11,7 @@ import torch
 
 from bench.cases import Tensors
 from bench.gpu_rows import FLOOR, ROWS, Row, errors_of, make_operands, oracle
-from bench.harness import MB, Worker, WorkerError
+from bench.harness import MB, Worker, WorkerError, environment, said
 from bench.peers import Method, Step
 
 GRACE = 55.0  # seconds for what has begun
@@ -177,3 +177,17 @@ class Apart:
         if self.worker is not None:
             self.worker.stop()
             self.worker = None
+
+
+def gpu_environment(device: str) -> Record:
+    """The machine and versions, and the GPU's name, driver and clocks as found."""
+    out = environment() | {"device": device, "threads": torch.get_num_threads()}
+    if device == "cuda":
+        p = torch.cuda.get_device_properties(0)
+        query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
+        out |= {
+            "gpu": p.name, "gpu_gib": round(p.total_memory / 2**30, 1), "cuda": torch.version.cuda,
+            "driver_clocks_power": said("nvidia-smi", query, "--format=csv,noheader"),
+            "capability": f"{p.major}.{p.minor}",
+        }  # fmt: skip
+    return out

@@ -11,7 +11,7 @@ from torch import Tensor
 import logitless as ll
 from bench import peers
 from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
-from logitless.vocab.backends.tiles import add_product, operand_dtype, product
+from logitless.vocab.backends.logits import add_product, operand_dtype, product
 
 MIB = 1 << 20
 Step = peers.Step

@@ -16,7 +16,7 @@ import torch
 
 import logitless as ll
 from bench.gpu_measure import Bench
-from logitless.vocab.backends import triton_tuned
+from logitless.vocab.backends.triton import tuned as triton_tuned
 
 Sizes = dict[str, int]
 SHAPE, TINY = (4096, 4096, 128_256), (16, 16, 301)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bench.harness import read_lines
 from logitless.relax import anneal, generate, online_kl
-from logitless.train.grade_compare import table
-from logitless.train.grade_config import LEGACY, METHODS_COMPARED, GradeConfig
-from logitless.train.grade_methods import METHODS
-from logitless.train.grade_run import Run
-from logitless.train.grade_setup import policy_of, set_up
-from logitless.train.grade_step import Batch, Method, Outcome
-from logitless.train.rundir import SUMMARY_FILE, stored
-from logitless.train.sft import METRICS_FILE
+from logitless.workbench.grade.compare import table
+from logitless.workbench.grade.config import LEGACY, METHODS_COMPARED, GradeConfig
+from logitless.workbench.grade.method import Batch, Method, Outcome
+from logitless.workbench.grade.methods import METHODS
+from logitless.workbench.grade.single import policy_of, set_up
+from logitless.workbench.grade.steps import Run
+from logitless.workbench.runs.rundir import SUMMARY_FILE, stored
+from logitless.workbench.runs.trainer import METRICS_FILE
 
 Record = dict[str, Any]
 

@@ -11,12 +11,12 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from bench.carry import adapted
 from bench.harness import MB, ResidentPeak, Worker, release_memory
 from logitless.relax import Sampling, generate
-from logitless.relax.legacy import rollout_bytes
-from logitless.train.grade_config import GradeConfig
-from logitless.train.grade_methods import METHODS
-from logitless.train.grade_models import SoftReward
-from logitless.train.grade_step import Batch, Method, Task
-from tests.support import AllocationTracker
+from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.grade.legacy import rollout_bytes
+from logitless.workbench.grade.method import Batch, Method, Task
+from logitless.workbench.grade.methods import METHODS
+from logitless.workbench.grade.models import SoftReward
+from tests.support.allocations import AllocationTracker
 
 Record = dict[str, Any]
 PAIRS = {"ste": "ste_legacy", "gumbel": "gumbel_legacy"}

@@ -18,16 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import (
-    MB,
-    ResidentPeak,
-    Worker,
-    WorkerError,
-    environment,
-    release_memory,
-    resident_bytes,
-    write_line,
-)
+from bench.harness import MB, ResidentPeak, Worker, WorkerError, environment, release_memory, resident_bytes, write_line
 from logitless import per_token_logps
 
 Record = dict[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.harness import environment, write_line
-from logitless.memory.profile import Step, traced
+from logitless.workbench.profile.step import Step, traced
 
 CHANGES = (
     ("transformers' loss, layers checkpointed", {}),

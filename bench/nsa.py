@@ -16,7 +16,7 @@ from bench.harness import environment, write_line
 from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NSAParameters
 from logitless.models.nsa.options import NSAOptions
-from tests.support import AllocationTracker
+from tests.support.allocations import AllocationTracker
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 

@@ -7,40 +7,12 @@ it adds to the process, and the ways take turns in a different order each round;
 import argparse
 import random
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from bench.harness import ResidentPeak, Worker, WorkerError, environment, release_memory, timed, write_line
+from bench.sampling_parts import Part, Record
 
 RESULTS = Path("bench/results/sampling.jsonl")
-Record = dict[str, Any]
-
-
-class Way(Protocol):
-    """One way to do a part's work, built in its own process: its inputs are made here and not counted."""
-
-    def error(self) -> float:
-        """How far its values are off, in the part's own unit; 0 for a floor."""
-        ...
-
-    def run(self) -> Any:
-        """The work."""
-        ...
-
-
-@dataclass(frozen=True)
-class Part:
-    """One kind of work: how to do it, and what the first way, ours, should reach against others."""
-
-    title: str
-    ways: dict[str, Callable[[str], Way]]  # by name; takes the size; ours first
-    sizes: dict[str, str]  # what each size means, for people
-    unit: str  # of `error`
-    error_limit: float
-    limits: dict[str, float] = field(default_factory=dict)  # way -> our time may be so many times that way's
-    memory_limit_mb: float | None = None
 
 
 class Subject:

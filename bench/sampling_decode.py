@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import LOGIT_STD
-from bench.sampling import Part
+from bench.sampling_parts import Part
 
 KEEP, TEMPERATURE, TOP_P, STEPS = 20, 0.8, 0.95, 8
 PEAKED = 7.0  # standard deviation of logits: 1 to 2 nats of entropy, as of a language model that knows its text

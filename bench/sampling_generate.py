@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.sampling import Part
+from bench.sampling_parts import Part
 
 KEEP = 20
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}

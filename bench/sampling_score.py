@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import LOGIT_STD
-from bench.sampling import Part
+from bench.sampling_parts import Part
 
 KEEP = 20
 BLOCK = 256  # tokens of a slice of the bare GEMM, and of the float64 reference

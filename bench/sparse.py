@@ -16,7 +16,7 @@ import torch
 
 import logitless as ll
 from bench.harness import environment, write_line
-from logitless.vocab.sparse import SparseBackward
+from logitless.vocab.head.sparse import SparseBackward
 
 
 def synthetic(n: int, v: int = 16_384, h: int = 512):
@@ -32,7 +32,7 @@ def trained(n: int, place: str):
     """A trained model's hidden states of its own text, its head and the tokens that follow."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from logitless.train.corpus import documents
+    from logitless.workbench.runs.corpus import documents
 
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(place)

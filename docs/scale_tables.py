@@ -1,10 +1,10 @@
 """Many GPUs on paper: what each holds and sends in a step, by the planner's formulas."""
 
 from docs.markdown import grid
-from logitless.memory.exchange import exchange
-from logitless.memory.plan import plan
-from logitless.memory.setting import Setting
 from logitless.models.catalog import shape_of
+from logitless.workbench.plan.plan import plan
+from logitless.workbench.plan.setting import Setting
+from logitless.workbench.plan.traffic import exchange
 
 MODEL, LENGTH, TOKENS = "qwen3-8b", 131_072, 1 << 25
 LAYOUTS = (  # GPUs, sharding, tensor parallel, context parallel

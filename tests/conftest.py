@@ -9,7 +9,7 @@ import torch
 from torch._dynamo import trace_rules
 from torch.utils._device import _device_constructors
 
-from tests.support import poison
+from tests.support.allocations import poison
 
 # torch.compile and `with torch.device(...)` learn once which object is torch.empty: let them see the real one.
 trace_rules.get_torch_obj_rule_map()

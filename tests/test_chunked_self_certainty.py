@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import logitless as ll
 from logitless import logits as module
 from logitless.errors import DtypeError, GradientError, OptionError, ShapeError
-from tests.support import trace_allocations
+from tests.support.allocations import trace_allocations
 
 
 def dense(logits):

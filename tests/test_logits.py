@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from logitless import logits as module
 from logitless import per_token_logps
 from logitless.errors import DtypeError, GradientError, LabelError, OptionError, ShapeError
-from tests.support import peak_new_bytes, trace_allocations
+from tests.support.allocations import peak_new_bytes, trace_allocations
 
 METHODS = ("dense", "loop", "chunked", "recompute", "auto")
 STREAMED = ("loop", "chunked", "recompute")

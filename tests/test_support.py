@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support import largest_allocation, peak_new_bytes, trace_allocations
+from tests.support.allocations import largest_allocation, peak_new_bytes, trace_allocations
 
 
 def test_largest_counts_one_storage_and_views_are_free():

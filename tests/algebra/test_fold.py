@@ -8,11 +8,11 @@ import torch
 
 from logitless.algebra.fold import Fold, finish, merge, rebase, single, total_names
 from logitless.algebra.stats import STATISTICS, mixture_logs, sums_of
-from logitless.vocab.autograd import stats_price
-from logitless.vocab.checks import flatten
-from logitless.vocab.engine import Needs, values
-from logitless.vocab.head import LMHead
-from logitless.vocab.problem import Problem
+from logitless.vocab.call.call import Problem
+from logitless.vocab.call.validate import flatten
+from logitless.vocab.head.lm_head import LMHead
+from logitless.vocab.passes.autograd import stats_price
+from logitless.vocab.passes.engine import Needs, values
 
 N, V = 6, 40
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import cases, gate, harness, peers, plot, run
-from tests.bench import wrong_methods
+from tests.support.bench import wrong_methods
 
 TINY = cases.SHAPES["tiny"]
 

@@ -15,8 +15,8 @@ from bench import gpu, gpu_extras, gpu_rows, grade
 from bench.gpu_measure import Apart, wrong
 from bench.gpu_rows import ROWS, errors_of, make_operands, methods, oracle
 from bench.harness import environment, read_lines
-from logitless.vocab.backends import triton_tuned
-from tests.bench import wrong_methods
+from logitless.vocab.backends.triton import tuned as triton_tuned
+from tests.support.bench import wrong_methods
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -89,7 +89,7 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
     report = tmp_path / "cases.jsonl"
     code = """if True:
         import os, sys
-        from tests.vocab import triton_cases
+        from tests.support.vocab import triton_cases
         def wrong(): raise ValueError("off by one")
         triton_cases.CASES = {"right": lambda: None, "wrong": wrong, "hangs": lambda: os._exit(9), "last": wrong}
         triton_cases.main(["--device", "cpu", "--report", sys.argv[1]])"""
@@ -243,7 +243,7 @@ def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
 
 
 def test_the_correctness_suite_needs_no_pytest():
-    code = "import sys, tests.vocab.triton_cases; sys.exit('pytest' in sys.modules)"
+    code = "import sys, tests.support.vocab.triton_cases; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 

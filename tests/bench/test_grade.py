@@ -13,12 +13,11 @@ from bench.grade_runs import cosine, curves, draw, gradient, learning, method_of
 from bench.grade_sizes import PAIRS, Sizes, storage, timing
 from bench.harness import read_lines
 from docs.grade_tables import grade, off
-from logitless.train.grade_config import GradeConfig
-from logitless.train.grade_methods import METHODS
-from logitless.train.grade_soft import StraightThrough
-from logitless.train.grade_step import gradient_variance
-from logitless.train.rundir import record
-from tests.train.micro import line_corpus, micro_directory, micro_model
+from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.grade.method import gradient_variance
+from logitless.workbench.grade.methods import METHODS, StraightThrough
+from logitless.workbench.runs.rundir import record
+from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
 
 TINY = Sizes(vocab=300, hidden=64, layers=1, prompt=4, steps=4, k=16)
 ENVIRONMENT = {

@@ -1,5 +1,5 @@
 """The training tests' micro model and corpus."""
 
-from tests.train.conftest import micro, unmeasured
+from tests.workbench.conftest import micro, unmeasured
 
 __all__ = ["micro", "unmeasured"]

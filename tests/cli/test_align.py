@@ -8,8 +8,8 @@ import pytest
 from logitless.cli.align import parse
 from logitless.cli.main import main
 from logitless.errors import OptionError
-from logitless.train.align_config import AlignConfig
-from tests.train.micro import line_corpus, micro_model
+from logitless.workbench.align.config import AlignConfig
+from tests.support.workbench.micro import line_corpus, micro_model
 
 
 def test_every_option_of_the_dataclass_is_one_of_the_command_line():

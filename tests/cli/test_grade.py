@@ -16,8 +16,9 @@ from yaml import safe_load
 from logitless.cli.align import parse_grade as parse
 from logitless.cli.main import main
 from logitless.cli.options import method_of
-from logitless.train.grade_config import EMBEDDED, SMALL_MODEL, GradeConfig
-from tests.train.micro import line_corpus, micro_model
+from logitless.workbench.grade.config import EMBEDDED, GradeConfig
+from logitless.workbench.runs.options import SMALL_MODEL
+from tests.support.workbench.micro import line_corpus, micro_model
 
 
 def test_whose_options_these_are(tmp_path):

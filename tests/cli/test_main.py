@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from logitless.cli.main import COMMANDS, main
-from logitless.train.rundir import Interrupted, OutOfSpace
 from logitless.versions import installing
+from logitless.workbench.runs.rundir import Interrupted, OutOfSpace
 
 
 def test_help_names_every_command(capsys):

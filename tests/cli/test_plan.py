@@ -9,10 +9,10 @@ import pytest
 from logitless.cli.main import main
 from logitless.cli.plan import PlanConfig, changed, parse_gpus
 from logitless.errors import OptionError
-from logitless.memory.algorithms import PHASES
-from logitless.memory.plots import CATEGORIES, category
-from logitless.memory.setting import CHOICES, GIB
-from logitless.memory.units import format_bytes
+from logitless.units import format_bytes
+from logitless.workbench.plan.algorithms import PHASES
+from logitless.workbench.plan.plots import CATEGORIES, category
+from logitless.workbench.plan.setting import CHOICES, GIB
 
 RUN = [
     "plan", "--model", "qwen2.5-1.5b", "--algorithm", "intuitor", "--batch-size", "64", "--prompt-length", "2048",

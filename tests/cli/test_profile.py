@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from logitless.cli.main import main
-from logitless.memory.stages import FEW, POINTS
+from logitless.workbench.profile.recording import FEW, POINTS
 
 pytestmark = pytest.mark.compiled  # fake tensors hold nothing to poison
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.models.positions import scale
-from tests.train.micro import micro_directory, micro_model
+from tests.support.workbench.micro import micro_directory, micro_model
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from logitless.cli import score
 from logitless.cli.main import main
 from logitless.cli.options import parse
-from logitless.scoring.config import ScoreConfig
-from tests.train.micro import micro_directory, micro_model
+from logitless.workbench.scoring.config import ScoreConfig
+from tests.support.workbench.micro import micro_directory, micro_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from logitless.cli.main import main
 from logitless.cli.train import parse
-from logitless.train.config import TrainConfig
+from logitless.workbench.sft.config import TrainConfig
 
 
 def arguments(micro, place: Path, *more: object) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 
 from logitless.algebra.costs import DEFAULT_BUDGET
 from logitless.cli.main import main
-from logitless.train import verify
-from logitless.train.config import TrainConfig
+from logitless.workbench.sft import verify
+from logitless.workbench.sft.config import TrainConfig
 
 SMALL = ["--vocab-size", "1000"]
 

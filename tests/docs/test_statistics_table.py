@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless.algebra.stats import STATISTICS
-from logitless.vocab.head import LMHead
+from logitless.vocab.head.lm_head import LMHead
 from logitless.vocab.reference import dense_token_stats
 
 PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"

@@ -1,5 +1,5 @@
 """The training tests' micro model and corpus."""
 
-from tests.train.conftest import micro
+from tests.workbench.conftest import micro
 
 __all__ = ["micro"]

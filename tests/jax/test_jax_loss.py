@@ -10,8 +10,8 @@ import jax.numpy as jnp  # noqa: E402
 
 from logitless.jax import LMHead, linear_cross_entropy, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_cross_entropy  # noqa: E402
-from tests.jax.comparing import array, head_of, near, near_in_norm  # noqa: E402
-from tests.vocab.comparing import operands  # noqa: E402
+from tests.support.jax.comparing import array, head_of, near, near_in_norm  # noqa: E402
+from tests.support.vocab.comparing import operands  # noqa: E402
 
 BUDGET = 8000  # bytes: several chunks of tokens and several slices, both ragged
 

@@ -16,8 +16,8 @@ from logitless.jax.noise import _gumbel_of, philox  # noqa: E402
 from logitless.jax.record import names  # noqa: E402
 from logitless.jax.topk import top_k  # noqa: E402
 from logitless.vocab import noise as torch_noise  # noqa: E402
-from tests.jax.comparing import array  # noqa: E402
-from tests.sample.dense import dense_record, some_noise  # noqa: E402
+from tests.support.jax.comparing import array  # noqa: E402
+from tests.support.sample.dense import dense_record, some_noise  # noqa: E402
 
 N, H, V = 13, 7, 211
 RULES = {

@@ -13,8 +13,8 @@ import jax.numpy as jnp  # noqa: E402
 import logitless as ll  # noqa: E402
 from logitless.jax import LMHead, linear_topk, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_token_stats  # noqa: E402
-from tests.jax.comparing import array, compare, head_of, near  # noqa: E402
-from tests.vocab.comparing import ALONE, EVERYTHING, operands  # noqa: E402
+from tests.support.jax.comparing import array, compare, head_of, near  # noqa: E402
+from tests.support.vocab.comparing import ALONE, EVERYTHING, operands  # noqa: E402
 
 SMALL = 2000  # bytes: several chunks of tokens and several slices, both ragged
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from logitless import losses
 from logitless.errors import OptionError, ShapeError
-from tests.losses.comparing import N, V, assert_same, problem, stats_of
+from tests.support.losses.comparing import N, V, assert_same, problem, stats_of
 
 K = 5
 

@@ -7,7 +7,7 @@ import torch
 
 from logitless import losses
 from logitless.errors import OptionError, ShapeError
-from tests.losses.comparing import assert_same
+from tests.support.losses.comparing import assert_same
 
 B = 16
 

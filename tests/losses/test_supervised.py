@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from logitless import losses
 from logitless.errors import OptionError, ShapeError
-from tests.losses.comparing import assert_same, problem, stats_of
+from tests.support.losses.comparing import assert_same, problem, stats_of
 
 
 def test_nll():

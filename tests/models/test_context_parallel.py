@@ -12,13 +12,13 @@ from transformers.masking_utils import (
 
 from logitless.errors import ConfigError, OptionError
 from logitless.models.context_parallel import NAME, UNKNOWN, Part, attach, attend, gathered, window_or_padding
-from tests.models.context_ranks import CASES, batch, model
-from tests.vocab.sharding import assert_ok, launch
+from tests.support.models.context_ranks import CASES, batch, model
+from tests.support.vocab.sharding import assert_ok, launch
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return launch("tests.models.context_ranks", tmp_path_factory.mktemp("ranks"))
+    return launch("tests.support.models.context_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("size", [4, 2])

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from logitless.errors import ConfigError, OptionError
 from logitless.models.instances import checkpoint_layers, with_adapters
 from logitless.models.long_context import lightened, offload_inputs, tile_mlp
-from tests.support import largest_allocation
+from tests.support.allocations import largest_allocation
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -11,7 +11,7 @@ from logitless.models.nsa.attention import nsa
 from logitless.models.nsa.layers import NAME, attach, documents, padding
 from logitless.models.nsa.options import NSAOptions
 from logitless.models.nsa.saved import load, load_parameters
-from tests.support import largest_allocation
+from tests.support.allocations import largest_allocation
 
 SMALL = NSAOptions(block=8, stride=4, selected_block=16, selected=4, window=10)
 WIDE = NSAOptions(block=32, stride=8, selected_block=16, selected=4, window=3)

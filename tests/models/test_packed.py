@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from logitless.models import packed
 from logitless.models.packed import packed_attention
-from tests.support import largest_allocation
+from tests.support.allocations import largest_allocation
 
 
 def dense(query, key, value, positions, scaling, window=None):

@@ -5,13 +5,13 @@ from transformers import AutoConfig
 
 from logitless.errors import LogitlessError
 from logitless.models.tensor_parallel import check_split
-from tests.models.tensor_ranks import CASES, SIZES
-from tests.vocab.sharding import assert_ok, launch
+from tests.support.models.tensor_ranks import CASES, SIZES
+from tests.support.vocab.sharding import assert_ok, launch
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return launch("tests.models.tensor_ranks", tmp_path_factory.mktemp("ranks"))
+    return launch("tests.support.models.tensor_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("size", [4, 2])

@@ -7,7 +7,7 @@ import logitless as ll
 from logitless import relax
 from logitless.errors import DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from logitless.relax import Noise
-from tests.vocab.refusing import refused
+from tests.support.vocab.refusing import refused
 
 B, H, V = 3, 4, 20
 HIDDEN, HEAD, TABLE = torch.randn(B, H), ll.LMHead(torch.randn(V, H), vocab_size=V - 2), torch.randn(V, 5)

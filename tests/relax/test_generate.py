@@ -8,8 +8,8 @@ from logitless import LMHead, relax
 from logitless.errors import OptionError, ShapeError
 from logitless.relax import Reader, Sampling, generate
 from logitless.relax.generate import alive_until
-from tests.relax.tiny import TAU, B, T, Tiny, V, batch, dense, distance, gradients
-from tests.support import trace_allocations
+from tests.support.allocations import trace_allocations
+from tests.support.relax.tiny import TAU, B, T, Tiny, V, batch, dense, distance, gradients
 
 
 def ours(model: Tiny, reference: Tiny, cotangent: Tensor, **options) -> relax.Rollout:

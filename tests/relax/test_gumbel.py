@@ -8,8 +8,8 @@ from torch import Tensor
 
 from logitless import relax
 from logitless.vocab.reference import dense_logits
-from tests.relax.comparing import TOLERANCE, assert_gradients, dense_weights, some_noise
-from tests.vocab.comparing import Operands, operands
+from tests.support.relax.comparing import TOLERANCE, assert_gradients, dense_weights, some_noise
+from tests.support.vocab.comparing import Operands, operands
 
 V, H, E = 47, 6, 5
 TRANSFORMS = [{}, {"scale": 0.6}, {"softcap": 4.0}, {"scale": 1.5, "softcap": 5.0, "vocab_size": V - 6}]

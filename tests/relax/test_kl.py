@@ -6,8 +6,8 @@ import torch
 import logitless as ll
 from logitless import relax
 from logitless.errors import DtypeError, OptionError, ShapeError
-from tests.vocab.comparing import assert_near_in_norm, operands
-from tests.vocab.refusing import refused
+from tests.support.vocab.comparing import assert_near_in_norm, operands
+from tests.support.vocab.refusing import refused
 
 B, T, H, V = 3, 4, 6, 31
 

@@ -5,11 +5,11 @@ import torch
 
 from logitless import LMHead
 from logitless.relax import Reader, Sampling, generate, soft_embedding
-from logitless.relax.legacy import generate_whole, rollout_bytes, whole_logits
 from logitless.vocab.reference import dense_logits
-from tests.relax.tiny import TAU, B, H, T, Tiny, V, batch, dense, distance, gradients
-from tests.support import trace_allocations
-from tests.vocab.comparing import assert_near_in_norm
+from logitless.workbench.grade.legacy import generate_whole, rollout_bytes, whole_logits
+from tests.support.allocations import trace_allocations
+from tests.support.relax.tiny import TAU, B, H, T, Tiny, V, batch, dense, distance, gradients
+from tests.support.vocab.comparing import assert_near_in_norm
 
 
 def whole(model: Tiny, reference: Tiny, **options):

@@ -5,10 +5,10 @@ import torch
 
 from logitless import relax
 from logitless.vocab import noise as keyed
-from logitless.vocab import rows
-from tests.relax.comparing import some_noise
-from tests.support import trace_allocations
-from tests.vocab.comparing import operands
+from logitless.vocab.backends import rows
+from tests.support.allocations import trace_allocations
+from tests.support.relax.comparing import some_noise
+from tests.support.vocab.comparing import operands
 
 N, H, V, K = 128, 32, 8192, 128
 WHOLE = 4 * N * V  # bytes of the logits: 4 MiB

@@ -6,7 +6,7 @@ import pytest
 
 from logitless import relax
 from logitless.errors import OptionError
-from tests.vocab.refusing import refused
+from tests.support.vocab.refusing import refused
 
 
 @pytest.mark.parametrize(("shape", "middle"), [("linear", 1.25), ("exponential", 1.0), ("cosine", 1.25)])

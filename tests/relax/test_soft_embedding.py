@@ -6,9 +6,9 @@ from torch import Tensor
 
 from logitless import relax
 from logitless.relax.rows import rows_dot, rows_sum
-from logitless.vocab.rows import _blocks
-from tests.relax.comparing import assert_gradients, some_noise
-from tests.vocab.comparing import operands
+from logitless.vocab.backends.rows import _blocks
+from tests.support.relax.comparing import assert_gradients, some_noise
+from tests.support.vocab.comparing import operands
 
 N, K, V, H = 6, 11, 8, 5  # more ids than entries: every row has duplicates
 
@@ -20,7 +20,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("block", [1, 60, 1 << 19])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_dot_and_sum_with_duplicates(dtype, block, monkeypatch):
-    monkeypatch.setattr("logitless.vocab.rows.BLOCK", block)
+    monkeypatch.setattr("logitless.vocab.backends.rows.BLOCK", block)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x, w, table, ids = leaf(N, H, dtype=wide), leaf(N, K, dtype=wide), leaf(V, H, dtype=dtype), torch.randint(V, (N, K))
     exact_x, exact_w, exact = (t.detach().double().requires_grad_() for t in (x, w, table))
@@ -34,7 +34,7 @@ def test_dot_and_sum_with_duplicates(dtype, block, monkeypatch):
 @pytest.mark.parametrize("block", [1, 5, 60, 10_000])
 def test_blocks_hold_each_row_once_and_no_more_than_they_may(block, monkeypatch):
     """Also where one token's k rows alone are more than a block."""
-    monkeypatch.setattr("logitless.vocab.rows.BLOCK", block)
+    monkeypatch.setattr("logitless.vocab.backends.rows.BLOCK", block)
     seen = torch.zeros(N, K)
     for n, k in _blocks(seen.long(), torch.empty(V, H)):
         seen[n, k] += 1

@@ -8,8 +8,8 @@ import pytest
 from logitless.sample.described import percent
 from logitless.sample.page import page
 from logitless.sample.text import shown
-from tests.memory.browser import CHROMIUM, CONTRAST, Browser, chromium
-from tests.sample.texts import HARD, byte_tokenizer, hard_summary
+from tests.support.sample.texts import HARD, byte_tokenizer, hard_summary
+from tests.support.workbench.browser import CHROMIUM, CONTRAST, Browser, chromium
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,8 @@ from logitless.errors import NotFiniteError, ShapeError
 from logitless.sample import Noise
 from logitless.sample.rules import Rules
 from logitless.sample.tokens import draw_tokens
-from tests.sample.dense import compare, record_of, some_noise
-from tests.support import trace_allocations
+from tests.support.allocations import trace_allocations
+from tests.support.sample.dense import compare, record_of, some_noise
 
 V, H, N = 211, 8, 13
 RULES = {

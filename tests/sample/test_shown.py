@@ -11,7 +11,7 @@ from rich.console import Console
 from logitless.sample.described import CLASSES, class_names, class_of, percent
 from logitless.sample.page import page
 from logitless.sample.terminal import STYLES, coloured, show, streamed
-from tests.sample.texts import HARD, byte_tokenizer, hard_summary, made_up
+from tests.support.sample.texts import HARD, byte_tokenizer, hard_summary, made_up
 
 
 @pytest.fixture(scope="module")

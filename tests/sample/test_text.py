@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitless.sample.text import UNSAFE, name_of, pieces, raw_name, shown, shown_alone
-from tests.sample.texts import HARD, byte_tokenizer
+from tests.support.sample.texts import HARD, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import logitless as ll
-from tests.support import trace_allocations
-from tests.vocab.comparing import operands
-from tests.vocab.measuring import measure
+from tests.support.allocations import trace_allocations
+from tests.support.vocab.comparing import operands
+from tests.support.vocab.measuring import measure
 
 N, H, V = 64, 32, 2048
 TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]

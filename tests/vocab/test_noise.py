@@ -10,8 +10,8 @@ from torch import Tensor
 from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.vocab import noise
 from logitless.vocab.noise import Noise, gumbel, philox, reaching
-from tests.support import trace_allocations
-from tests.vocab.refusing import refused
+from tests.support.allocations import trace_allocations
+from tests.support.vocab.refusing import refused
 
 SEEDS, POSITIONS = torch.tensor([3, -1, 2**62, 0]), torch.tensor([0, 5, 7, 2**40])
 V = 1000

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical, kl_divergence
 
 from logitless.vocab.reference import dense_cross_entropy, dense_logits, dense_token_stats
-from tests.vocab.comparing import EVERYTHING, INTEGERS, operands
+from tests.support.vocab.comparing import EVERYTHING, INTEGERS, operands
 
 
 def same(got, expected):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..train.align_config import METHODS, AlignConfig
-from ..train.config import require
-from ..train.grade_config import GRADE_METHODS, GradeConfig
+from ..workbench.align.config import METHODS, AlignConfig
+from ..workbench.grade.config import GRADE_METHODS, GradeConfig
+from ..workbench.runs.options import require
 from . import options
 from .output import deliver
 
@@ -16,8 +16,8 @@ DESCRIPTION = """Align a language model by its own certainty, by rewards or by p
 Without options: the model of `logitless train` (trained first if need be), on prompts from the same text.
 --method ste, gumbel, reinforce, ppo and all have options of their own: logitless align --method all --help."""
 
-THROUGH_TOKENS = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by the
-score function on the same rewards (reinforce, ppo); all compares them.
+THROUGH_TOKENS = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by
+the score function on the same rewards (reinforce, ppo); all compares them.
 
 Without --model: a small model (trained first if need be), rewarded for prose rather than code, at small sizes."""
 
@@ -32,10 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     from rich.console import Console  # below, so that --help needs no torch
 
-    from ..train.align import run
-    from ..train.align_report import show
-    from ..train.files import read_lines
-    from ..train.sft import METRICS_FILE
+    from ..workbench.align.report import show
+    from ..workbench.align.run import run
+    from ..workbench.runs.files import read_lines
+    from ..workbench.runs.trainer import METRICS_FILE
 
     summary = run(config, Console(stderr=True))
     if summary:  # the first rank of a distributed launch
@@ -54,7 +54,7 @@ def _grade(arguments: Sequence[str]) -> int:
     config = parse_grade(arguments)
     from rich.console import Console  # below, so that --help needs no torch
 
-    from ..train.grade import run, show
+    from ..workbench.grade.run import run, show
 
     summary = run(config, Console(stderr=True))
     deliver(summary, config.json, lambda console: show(summary, console))
@@ -63,4 +63,5 @@ def _grade(arguments: Sequence[str]) -> int:
 
 def parse_grade(arguments: Sequence[str]) -> GradeConfig:
     """The options of those methods as given, checked."""
-    return options.layered(GradeConfig, prog="logitless align", description=THROUGH_TOKENS, arguments=arguments).check()
+    layered = options.layered(GradeConfig, prog="logitless align", description=THROUGH_TOKENS, arguments=arguments)
+    return layered.check()

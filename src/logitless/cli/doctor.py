@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DeviceError, OptionError
-from ..memory.units import format_bytes, parse_bytes
+from ..units import format_bytes, parse_bytes
 from ..versions import versions
 from . import options
 from .output import deliver
@@ -102,7 +102,8 @@ def _devices() -> Iterator[dict[str, Any]]:
 def _backends() -> Iterator[dict[str, Any]]:
     import torch
 
-    from ..vocab.dispatch import BACKENDS, why_not
+    from ..vocab.backends.load import BACKENDS
+    from ..vocab.call.choice import why_not
 
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         for name in BACKENDS:

@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from ..errors import OptionError
-from ..train.config import RunOptions, read_file, read_table
-from ..train.rundir import RUN_FILE, stored
+from ..workbench.runs.options import RunOptions, read_file, read_table
+from ..workbench.runs.rundir import RUN_FILE, stored
 from .output import check_writable
 
 Config = TypeVar("Config")

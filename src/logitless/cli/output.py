@@ -17,7 +17,7 @@ def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], 
     """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
     from rich.console import Console
 
-    from ..train.files import write_json
+    from ..workbench.runs.files import write_json
 
     to_stdout = to is not None and str(to) == "-"
     show(Console(stderr=to_stdout))

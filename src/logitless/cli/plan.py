@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 import tyro
 
 from ..errors import OptionError
-from ..memory.fit import fit
-from ..memory.plan import both, sweep
-from ..memory.setting import Setting
-from ..memory.units import LARGEST, parse_bytes
 from ..models.catalog import shape_of
-from ..train.config import require
+from ..units import LARGEST, parse_bytes
+from ..workbench.plan.fit import fit
+from ..workbench.plan.plan import both, sweep
+from ..workbench.plan.setting import Setting
+from ..workbench.runs.options import require
 from . import options
 from .output import check_writable, deliver
 
@@ -160,8 +160,8 @@ def main(arguments: Sequence[str]) -> int:
     given = chain.from_iterable(config.what_if)
     changes = [(change, *both(changed(config, change).setting())) for change in given]
     found = fit(setting) if config.fit else {}
-    from ..memory import report
-    from ..train.files import write_whole
+    from ..workbench.plan import report
+    from ..workbench.runs.files import write_whole
 
     def show(console: Console) -> None:
         report.show(dense, logitless, console, config.units)
@@ -177,18 +177,18 @@ def main(arguments: Sequence[str]) -> int:
     value["fit"] = report.fits_json(found) or None
     deliver(value, config.json, show)
     if config.png is not None:
-        from ..memory.plots import draw
+        from ..workbench.plan.plots import draw
 
         write_whole(config.png, lambda path: draw(dense, logitless, path, config.units))
     if config.html is not None:
-        from ..memory.page import write_page
+        from ..workbench.page.page import write_page
 
         write_whole(config.html, lambda path: write_page(path, logitless, units=config.units))
     return int(config.check and not logitless.fits)
 
 
 def _row(key: str, value: Any, dense: Any, logitless: Any) -> dict[str, Any]:
-    from ..memory.report import plan_json
+    from ..workbench.plan.report import plan_json
 
     return {key: value, "dense": plan_json(dense), "logitless": plan_json(logitless)}
 

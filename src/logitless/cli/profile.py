@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from ..memory.units import parse_bytes
+from ..units import parse_bytes
 from . import options
 from .output import check_writable, deliver
 
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str]) -> int:
     config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
     check_writable(json=config.json, png=config.png, html=config.html)
     budget = parse_bytes(config.memory_budget, "--memory-budget")
-    from ..memory import tables  # below, so that --help needs no torch
-    from ..memory.measure import measure
-    from ..memory.profile import Step, both
-    from ..memory.remedies import chosen, remedies
     from ..models.catalog import shape_of
-    from ..train.files import write_whole
+    from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
+    from ..workbench.profile.measure import measure
+    from ..workbench.profile.savings import chosen, remedies
+    from ..workbench.profile.step import Step, both
+    from ..workbench.runs.files import write_whole
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def show(console: Console) -> None:
         console.print(f"[bold]{title}[/bold]", highlight=False)
-        tables.show(recordings, step.loss, console, config.units)
+        recording_tables.show(recordings, step.loss, console, config.units)
         if names:
             tables.show_remedies(found, base, console, config.units)
         if measured is not None:
@@ -97,11 +97,11 @@ def main(arguments: Sequence[str]) -> int:
     report = tables.as_json(step, parameters, recordings, found, measured)
     deliver(report, config.json, show)
     if config.png is not None:
-        from ..memory.timeline import draw
+        from ..workbench.profile.timeline import draw
 
         write_whole(config.png, lambda path: draw(recordings, path, title, config.units))
     if config.html is not None:
-        from ..memory.page import write_page
+        from ..workbench.page.page import write_page
 
         write_whole(config.html, lambda path: write_page(path, profile=report, units=config.units))
     return 0

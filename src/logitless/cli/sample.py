@@ -3,88 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-import tyro
-
-from ..memory.units import parse_bytes
-from ..train.align_config import DEFAULT_MODEL
-from ..train.config import require
 from . import options
-from .output import check_writable, deliver
+from .output import deliver
+from .sample_config import SampleConfig
 
 DESCRIPTION = """Sample text from a language model and keep what matters of each token, without its logits.
 
 Each token is coloured by its probability under the model; on a terminal a single completion appears as it is drawn.
 Prompts come from --prompt, --prompt-file or standard input."""
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """Options of `logitless sample`; the defaults draw from the model's own distribution."""
-
-    model: str = DEFAULT_MODEL
-    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """What to go on from; give it again for more prompts."""
-    prompt_file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """A UTF-8 text file that is one prompt (- for standard input); give it again for more."""
-    completions: int = 1
-    """How many completions of each prompt."""
-    max_new_tokens: int = 64
-    """Tokens of a completion at most; it also ends where the model ends it, and with the model's context."""
-    temperature: float = 1.0
-    """Logits are divided by this; 0 takes the best token each time."""
-    top_k: int = 0
-    """Draw among so many of the best tokens; 0: all."""
-    top_p: float = 1.0
-    """Draw among the best tokens up to this share of the probability; 1: all."""
-    min_p: float = 0.0
-    """Draw among tokens with this share of the best one's probability; 0: all."""
-    repetition_penalty: float = 1.0
-    """Above 1 makes tokens that are in the text already less probable; 1: off."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text that ends a completion; give it again for more."""
-    seed: int = 0
-    """Of the noise; each completion's own is made from it, whatever the batches."""
-    chat: Literal["auto", "yes", "no"] = "auto"
-    """Put each prompt into the tokenizer's chat template, as what the user says. auto: where it has one."""
-    keep: int = 10
-    """How many of the best entries of each distribution to keep."""
-    show_alternatives: bool = False
-    """Show a table of what else each token might have been."""
-    batch_size: int = 8
-    """Completions that are generated together."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
-    json: Path | None = None
-    """Write text and tokens with their log-probs as JSON to this file (- for standard output)."""
-    parquet: Path | None = None
-    """Write the records as a parquet table, a row per token."""
-    html: Path | None = None
-    """Write one HTML page that opens offline and tells about each token under the pointer."""
-
-    def check(self) -> SampleConfig:
-        """Itself, or OptionError for the first value without a meaning."""
-        for name in ("completions", "max_new_tokens", "batch_size"):
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more", self.temperature)
-        require(self.top_k >= 0, "top_k", "0 or more", self.top_k)
-        require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
-        require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
-        require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive", self.repetition_penalty)
-        require(0 <= self.seed < 2**63, "seed", "in 0..2^63-1", self.seed)
-        require(self.keep >= 0, "keep", "0 or more", self.keep)
-        require(all(self.stop), "stop", "some text", "none")
-        parse_bytes(self.memory_budget, "--memory-budget")
-        check_writable(json=self.json, parquet=self.parquet, html=self.html)
-        return self
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from ..sample.page import page
     from ..sample.terminal import show
-    from ..train.files import write_text, write_whole
+    from ..workbench.runs.files import write_text, write_whole
     from .sample_run import run
 
     screen = Console()

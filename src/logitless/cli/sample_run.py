@@ -16,19 +16,19 @@ from rich.console import Console
 from torch import Tensor
 
 from ..errors import ConfigError, OptionError
-from ..integrations.generation import generate
-from ..memory.units import parse_bytes
+from ..integrations.transformers.generation import generate
 from ..models.positions import reach
 from ..sample.described import described
 from ..sample.record import SampleRecord
 from ..sample.terminal import streamed
 from ..sample.text import shown
-from ..train.config import TrainConfig
-from ..train.default_model import default_model
-from ..train.model import ModelSource, build, load_tokenizer, resolve_trained
+from ..units import parse_bytes
+from ..workbench.runs.model import ModelSource, build, load_tokenizer, resolve_trained
+from ..workbench.sft.config import TrainConfig
+from ..workbench.sft.default_model import default_model
 
 if TYPE_CHECKING:
-    from .sample import SampleConfig
+    from .sample_config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

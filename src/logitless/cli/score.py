@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..scoring.config import ScoreConfig
+from ..workbench.scoring.config import ScoreConfig
 from . import options
 from .output import deliver
 
@@ -19,8 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     config = options.parse(ScoreConfig, prog="logitless score", description=DESCRIPTION, arguments=arguments).check()
     from rich.console import Console  # below, so that --help needs no torch
 
-    from ..scoring.run import run
-    from ..scoring.summary import show
+    from ..workbench.scoring.run import run
+    from ..workbench.scoring.summary import show
 
     summary = run(config, Console(stderr=True))
     if summary:  # the first rank of a distributed launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..train.config import TrainConfig
+from ..workbench.sft.config import TrainConfig
 from . import options
 from .output import deliver
 
@@ -19,8 +19,8 @@ def main(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     from rich.console import Console  # below, so that --help needs no torch
 
-    from ..train.sft import run
-    from ..train.summary import show
+    from ..workbench.sft.run import run
+    from ..workbench.sft.summary import show
 
     summary = run(config, Console(stderr=True))
     if summary:  # the first rank of a distributed launch

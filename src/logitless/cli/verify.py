@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from ..errors import DeviceError
-from ..memory.units import format_bytes, parse_bytes
-from ..train.config import TrainConfig, require
+from ..units import format_bytes, parse_bytes
+from ..workbench.runs.options import require
+from ..workbench.sft.config import TrainConfig
 from . import options
 from .output import check_writable, deliver
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         require(value >= 2, name, "at least 2", value)
     import torch  # below, so that --help needs no torch
 
-    from ..train import verify
+    from ..workbench.sft import verify
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")

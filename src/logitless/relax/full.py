@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
-from ..vocab.checks import check_logits
-from ..vocab.head import LMHead
+from ..vocab.call.call import full_precision
+from ..vocab.call.validate import check_logits
+from ..vocab.head.lm_head import LMHead
 from ..vocab.noise import Noise
-from ..vocab.problem import full_precision
 from .rows import first_order
 from .terms import Terms
 from .tokens import SoftTokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import OptionError, ShapeError
-from ..vocab.head import LMHead
+from ..vocab.head.lm_head import LMHead
 from ..vocab.noise import Noise
 from .carry import Carried
 from .kl import online_kl

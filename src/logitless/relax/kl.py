@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError
 from ..vocab.api import token_stats
-from ..vocab.head import LMHead
+from ..vocab.head.lm_head import LMHead
 
 
 def online_kl(

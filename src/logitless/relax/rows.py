@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientError
-from ..vocab.problem import full_precision
-from ..vocab.rows import dot, scatter, weighted
+from ..vocab.backends.rows import dot, scatter, weighted
+from ..vocab.call.call import full_precision
 
 
 def rows_dot(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:

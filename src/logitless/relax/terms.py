@@ -9,11 +9,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..vocab.head import LMHead, place
-from ..vocab.lowrank import up_of, with_low_rank
-from ..vocab.problem import Inputs, compute_dtype
-from ..vocab.ranks import spread, summed
-from ..vocab.shard import VocabShard
+from ..vocab.call.call import Inputs, compute_dtype
+from ..vocab.call.lora import up_of, with_low_rank
+from ..vocab.head.lm_head import LMHead, place
+from ..vocab.head.shard import VocabShard
+from ..vocab.ranks.collectives import spread, summed
 from .rows import rows_dot
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..errors import NotFiniteError, OptionError
 from ..vocab.api import explain, token_stats
-from ..vocab.checks import check_logits
-from ..vocab.head import LMHead
-from ..vocab.meeting import on_all
+from ..vocab.call.validate import check_logits
+from ..vocab.head.lm_head import LMHead
 from ..vocab.noise import Noise
-from ..vocab.ranks import first_on_all
+from ..vocab.ranks.agreement import on_all
+from ..vocab.ranks.collectives import first_on_all
 from .full import soft_whole
 from .terms import Terms
 from .tokens import SoftTokens, check_table, soft_embedding

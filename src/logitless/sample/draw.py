@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..algebra.fold import MASK
 from ..errors import NotFiniteError, OptionError, ShapeError
-from ..vocab.backends.best import keep_best
-from ..vocab.backends.chunk import Chunk, Folded, Tile
-from ..vocab.backends.eager import exp_
-from ..vocab.checks import check_logits
-from ..vocab.head import place
-from ..vocab.meeting import whole_rows
+from ..vocab.backends.base import Chunk, Folded, Tile
+from ..vocab.backends.eager.backend import exp_
+from ..vocab.backends.eager.topk import keep_best
+from ..vocab.call.validate import check_logits
+from ..vocab.head.lm_head import place
+from ..vocab.head.shard import VocabShard
 from ..vocab.noise import Noise, at_a_time
-from ..vocab.ranks import best_of_all, summed
-from ..vocab.shard import VocabShard
+from ..vocab.ranks.agreement import whole_rows
+from ..vocab.ranks.collectives import best_of_all, summed
 from .record import SampleRecord
 from .rules import Rules
 

@@ -98,8 +98,8 @@ class SampleRecord(Derived):
     def to_arrow(self) -> pyarrow.Table:
         """A table with a row per written token, in order.
 
-        Columns: `sequence` and `position` int32 (the flattened index of all dimensions but the last, and the last), every
-        field of the record, `topk_*` as lists of k; the schema's metadata has vocab_size. Raises ConfigError.
+        Columns: `sequence` and `position` int32 (the flattened index of all dimensions but the last, and the last),
+        every field of the record, `topk_*` as lists of k; the schema's metadata has vocab_size. Raises ConfigError.
         """
         try:
             import pyarrow as pa
@@ -108,7 +108,10 @@ class SampleRecord(Derived):
         length = self.shape[-1] if self.shape else 1
         flat = self.reshape(self.token.numel())
         index = (flat.token >= 0).nonzero().squeeze(1)
-        columns: dict[str, Any] = {"sequence": (index // max(1, length)).int(), "position": (index % max(1, length)).int()}
+        columns: dict[str, Any] = {
+            "sequence": (index // max(1, length)).int(),
+            "position": (index % max(1, length)).int(),
+        }
         columns |= {name: x for name, x in vars(flat[index]).items() if name != "vocab_size"}
         arrays = {}
         for name, x in columns.items():

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from ..vocab.checks import flatten
-from ..vocab.engine import Pass
-from ..vocab.head import LMHead
-from ..vocab.lowrank import stand_in, with_low_rank
-from ..vocab.meeting import on_all
+from ..vocab.call.call import Inputs, Problem, Spec, capturing, compute_dtype, full_precision
+from ..vocab.call.lora import stand_in, with_low_rank
+from ..vocab.call.validate import flatten
+from ..vocab.head.lm_head import LMHead
 from ..vocab.noise import Noise
-from ..vocab.problem import Inputs, Problem, Spec, capturing, compute_dtype, full_precision
-from ..vocab.ranks import first_on_all
+from ..vocab.passes.engine import Pass
+from ..vocab.ranks.agreement import on_all
+from ..vocab.ranks.collectives import first_on_all
 from .draw import Change, recorded
 from .record import SampleRecord
 from .rules import Rules

@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 
 from ..errors import OptionError
-from ..vocab.backends import triton_draw_kernels
-from ..vocab.backends.chunk import Chunk, Folded
-from ..vocab.backends.triton_device import on
-from ..vocab.checks import check_logits
+from ..vocab.backends.base import Chunk, Folded
+from ..vocab.backends.triton import draw_kernels
+from ..vocab.backends.triton.device import on
+from ..vocab.call.call import capturing
+from ..vocab.call.validate import check_logits
 from ..vocab.noise import Noise
-from ..vocab.problem import capturing
 from .record import SampleRecord
 from .rules import Rules
 
-kernels: Any = triton_draw_kernels
+kernels: Any = draw_kernels
 BLOCK = 2048
 PROGRAMS = 1056  # a few for each of a GPU's processors
 

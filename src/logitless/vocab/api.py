@@ -13,12 +13,14 @@ from torch import Tensor
 
 from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import OptionError
-from . import ops
-from .autograd import stats
-from .checks import Options, flatten, flatten_inputs
+from .call.call import Inputs, Problem, Spec, compute_dtype
+from .call.lora import stand_in, with_low_rank
+from .call.validate import Options, flatten, flatten_inputs
 from .explain import Explanation, explain
-from .head import LMHead
-from .loss import (
+from .head.lm_head import LMHead
+from .passes import compiled
+from .passes.autograd import stats
+from .passes.loss import (
     LossFn,
     chunked_cross_entropy,
     chunked_loss,
@@ -26,9 +28,7 @@ from .loss import (
     cross_entropy_wants,
     loss_of_each,
 )
-from .lowrank import stand_in, with_low_rank
-from .meeting import on_all
-from .problem import Inputs, Problem, Spec, compute_dtype
+from .ranks.agreement import on_all
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
@@ -160,7 +160,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
     spec, flat = _prepared(hidden, head, labels, alike=alike, **options)
-    run = _way(chunked_cross_entropy, ops.cross_entropy, spec)
+    run = _way(chunked_cross_entropy, compiled.cross_entropy, spec)
     return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
 
 
@@ -169,7 +169,7 @@ def _token_stats(
 ) -> TokenStats:
     """`token_stats`; alike: options of a caller's own that ranks which share the head must agree on."""
     spec, inputs = _prepared(hidden, head, labels, alike=alike, **options)
-    lead, run = hidden.shape[:-1], _way(stats, ops.stats, spec)
+    lead, run = hidden.shape[:-1], _way(stats, compiled.stats, spec)
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
 
 

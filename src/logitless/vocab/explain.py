@@ -18,13 +18,12 @@ from ..algebra.costs import (
     traffic_of,
     weight_gradient_bytes,
 )
-from .autograd import grads_of, needs_of, stats_price
-from .checks import Options, flatten
-from .engine import slices_for
-from .head import LMHead
-from .lowrank import stand_in
-from .problem import Inputs, Needs, Spec, capturing, compute_dtype
-from .sparse import check
+from .call.call import Inputs, Needs, Spec, capturing, compute_dtype
+from .call.lora import stand_in
+from .call.validate import Options, check, flatten
+from .head.lm_head import LMHead
+from .passes.autograd import grads_of, needs_of, stats_price
+from .passes.engine import slices_for
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .head import LMHead
+    from .head.lm_head import LMHead
 
 
 def dense_logits(

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tests.integrations.trl.runs import saved_model  # after the check
+from tests.support.integrations.trl.runs import saved_model  # after the check
 
 
 def pytest_collection_modifyitems(items):

@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError
-from logitless.integrations.trl import adapted_head, install
-from tests.integrations.trl import runs
+from logitless.integrations.trl.trainers import adapted_head, install
+from tests.support.integrations.trl import runs
 
 
 def adapted(place):

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.integrations.launching import torchrun
-from tests.integrations.trl import runs
+from tests.support.integrations.launching import torchrun
+from tests.support.integrations.trl import runs
 
 ROUNDING = 1e-6  # of float64 models, whose norms and rotary embeddings are float32
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     place = tmp_path_factory.mktemp("ranks") / "results.json"
-    torchrun("tests.integrations.trl.ranks", str(place))
+    torchrun("tests.support.integrations.trl.ranks", str(place))
     return json.loads(place.read_text())
 
 
@@ -30,7 +30,7 @@ def test_gradients_are_those_of_one_process(results, kind, wrapping):
 def test_trainers_on_two_ranks(tmp_path):
     """Each rank holds ours against TRL's; SFT, which samples nothing, also equals one process with larger batches."""
     runs.saved_model(tmp_path / "model")
-    torchrun("tests.integrations.trl.trainer_ranks", str(tmp_path), timeout=280)
+    torchrun("tests.support.integrations.trl.trainer_ranks", str(tmp_path), timeout=280)
     assert {path.stem for path in tmp_path.glob("*.pt")} == {"sft", "dpo", "grpo", "rloo"}
     logs, parameters = torch.load(tmp_path / "sft.pt")
     alone = runs.run(lambda: runs.sft(tmp_path / "model", max_steps=2, per_device_train_batch_size=6), ours=True)

@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
-from logitless.integrations.trl import install
-from logitless.integrations.trl_kl import gap
-from tests.integrations.trl import runs
+from logitless.integrations.trl.exact_kl import gap
+from logitless.integrations.trl.trainers import install
+from tests.support.integrations.trl import runs
 
 
 @pytest.mark.parametrize("kl", [1e-14, 1e-9, 1e-4, 0.3, 1.0, 30.0, 1e4])

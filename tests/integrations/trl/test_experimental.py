@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from logitless.errors import OptionError
-from logitless.integrations.trl import install, uninstall
-from tests.integrations.trl import runs
-from tests.integrations.trl.runs import assert_same_training
-from tests.support import trace_allocations
+from logitless.integrations.trl.trainers import install, uninstall
+from tests.support.allocations import trace_allocations
+from tests.support.integrations.trl import runs
+from tests.support.integrations.trl.runs import assert_same_training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,11 +7,11 @@ import torch
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from logitless.errors import NotFiniteError, OptionError
-from logitless.integrations.trl_contract import settings_of
-from logitless.integrations.trl_forward import STATISTIC_OF, Fused, TokenOutput
-from logitless.integrations.trl_scores import Wanted
-from tests.integrations.tiny import TINY, batch_for
-from tests.integrations.trl.runs import same
+from logitless.integrations.trl.contract import settings_of
+from logitless.integrations.trl.forward import STATISTIC_OF, Fused, TokenOutput
+from logitless.integrations.trl.scores import Wanted
+from tests.support.integrations.tiny import TINY, batch_for
+from tests.support.integrations.trl.runs import same
 
 OUTPUTS = tuple(STATISTIC_OF)
 HEADS = ("qwen3-tied", "gemma2-softcap", "cohere-scale", "granite-scaling", "phi-bias", "qwen3-moe", "gemma3-vision")

@@ -8,11 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from logitless.errors import ConfigError, OptionError
-from logitless.integrations import trl_contract as contract
-from logitless.integrations.trl import install, uninstall
-from logitless.integrations.trl_forward import TokenOutput
-from tests.integrations.trl import runs
-from tests.support import trace_allocations
+from logitless.integrations.trl import contract, install, uninstall
+from logitless.integrations.trl.forward import TokenOutput
+from tests.support.allocations import trace_allocations
+from tests.support.integrations.trl import runs
 
 
 def state_of(trainer):

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from logitless.integrations.trl import install
-from tests.integrations.trl import runs
-from tests.integrations.trl.runs import assert_same, assert_same_training, run
+from logitless.integrations.trl.trainers import install
+from tests.support.integrations.trl import runs
+from tests.support.integrations.trl.runs import assert_same, assert_same_training, run
 
 
 def squared(outputs, labels, num_items_in_batch=None):

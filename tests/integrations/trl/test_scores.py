@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from logitless.errors import GradientError
-from logitless.integrations.trl_scores import Wanted, scores
-from logitless.vocab.head import LMHead
-from tests.integrations.trl.runs import Products
-from tests.support import trace_allocations
+from logitless.integrations.trl.scores import Wanted, scores
+from logitless.vocab.head.lm_head import LMHead
+from tests.support.allocations import trace_allocations
+from tests.support.integrations.trl.runs import Products
 
 B, T, H, V = 3, 11, 24, 301
 ALL = ("logprob", "entropy", "mean_logit", "rank", "sum_sq_prob", "logsumexp")

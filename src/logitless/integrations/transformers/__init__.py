@@ -1,0 +1,1 @@
+"""transformers' models on the pass: loss, generation and scoring without logits."""

@@ -1,0 +1,53 @@
+"""Batches without a token that counts, and losses that are no number: errors of one line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import LabelError, NotFiniteError
+
+
+class Watch:
+    """Raises NotFiniteError for a loss that is NaN, and makes a GPU wait for nothing that it would not wait for.
+
+    A loss on the CPU is looked at where it was computed. One on a GPU is looked at before the next: the pass reads
+    the next labels on the host anyway, and the last loss is long there by then. Under torch.compile nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.is_nan: Tensor | None = None  # of the last loss, ()
+
+    def before(self) -> None:
+        """Looks at the last loss, where nobody has done so yet."""
+        if torch.compiler.is_compiling() or self.is_nan is None:
+            return
+        is_nan, self.is_nan = self.is_nan, None
+        if bool(is_nan):
+            raise NotFiniteError(
+                "hidden states: expected finite numbers, got a loss of NaN from them; lower the learning rate and go "
+                "back to the last checkpoint"
+            )
+
+    def after(self, loss: Tensor) -> None:
+        """Takes note of a loss, (), and looks at it if it is here."""
+        if torch.compiler.is_compiling():
+            return
+        self.is_nan = loss.detach().isnan()
+        if loss.device.type == "cpu":
+            self.before()
+
+
+def check_counts(targets: Tensor, ignore_index: int, items: Tensor | float | None) -> None:
+    """LabelError where no token of the whole batch counts: `items` of all its parts, or this part where that is None.
+
+    A part without a token is right where others have some: gradient accumulation, other ranks. The pass reads on the
+    host which labels count, so that this waits for nothing more.
+    """
+    if torch.compiler.is_compiling() or bool((targets != ignore_index).any()):
+        return
+    if items is None or float(items) == 0:
+        raise LabelError(
+            f"labels: expected a token that counts, got {targets.numel()} targets of {ignore_index}; drop the batch, "
+            "or pass num_items_in_batch, as Trainer does, if it is a part of a larger one"
+        )

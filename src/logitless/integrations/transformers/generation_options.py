@@ -1,0 +1,172 @@
+"""What `model.generate`'s options amount to without logits, and one line for those that have no meaning."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+
+from ...errors import ConfigError, OptionError, ShapeError
+from ...models.positions import reach
+from ...sample.rules import Rules
+
+WARPERS = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
+MODES = ("greedy_search", "sample")
+Processors = Callable[[Tensor, Tensor], Tensor]  # (ids (B, P), logits (B, V)) -> logits
+
+
+def plan_of(model: Any, logits_processor: Any, config: Any) -> tuple[Rules, float, Processors | None]:
+    """(rules, temperature, what changes whole rows first) that transformers' prepared processors amount to.
+
+    The rules are the list's end, as far as it is one of each of WARPERS in their order. Raises OptionError.
+    """
+    mode = config.get_generation_mode().value
+    if mode not in MODES or model.config.is_encoder_decoder:
+        got = mode if mode not in MODES else "an encoder-decoder"
+        raise OptionError(
+            f"generate: expected {' or '.join(MODES)} of a decoder-only model, got {got}; use model.generate for it"
+        )
+    names = [_warper(p) for p in logits_processor]
+    start = next(i for i in range(len(names) + 1) if names[i:] == [n for n in WARPERS.values() if n in names[i:]])
+    own = {n: getattr(p, n) for p, n in zip(logits_processor[start:], names[start:], strict=True) if n}
+    temperature = own.pop("temperature", 1.0) if config.do_sample else 0.0
+    before = transformers.LogitsProcessorList(logits_processor[:start])
+
+    def change(ids: Tensor, z: Tensor) -> Tensor:
+        return cast(Any, before)(ids.to(z.device), z)
+
+    return Rules(**own) if config.do_sample else Rules(), temperature, change if before else None
+
+
+def _warper(processor: Any) -> str | None:
+    """The option of `sample_tokens` that a processor amounts to, None where it does something of its own."""
+    plain = getattr(processor, "filter_value", -math.inf) == -math.inf
+    one = getattr(processor, "min_tokens_to_keep", 1) == 1
+    return WARPERS.get(type(processor)) if plain and one else None
+
+
+def padding(stopping_criteria: Any, config: Any) -> int | None:
+    """What a sequence that has ended goes on with; None where none ends before all, as in transformers' own loop."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+        return None
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return int(torch.as_tensor(config.eos_token_id).flatten()[0])
+
+
+def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ShapeError, OptionError for what would fail later and in words of transformers'."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return
+    lengths = _lengths(ids, mask)
+    if ids.numel() == 0 or int(lengths.min()) == 0:
+        raise ShapeError(
+            f"inputs: expected prompts of at least one token, got an empty one in input_ids of shape {tuple(ids.shape)}"
+        )
+    context, longest = reach(inner.config), int(lengths.max())
+    if context is not None and longest >= context:
+        raise ShapeError(
+            f"inputs: expected prompts of less than {context:,} tokens, the context of {type(inner).__name__}, got "
+            f"{longest:,}; cut them"
+        )
+    rows = len(ids) * (options.get("num_return_sequences") or 1)
+    if rows > 1 and isinstance(options.get("streamer"), transformers.TextStreamer):
+        raise OptionError(f"streamer: a TextStreamer takes one sequence, got {rows}; use on_step, or go one by one")
+
+
+def check_room(model: Any, ids: Tensor, mask: Any, new: int) -> None:
+    """Raises ShapeError where a prompt and its `new` tokens could go past the model's context."""
+    context, longest = reach(model.config), int(_lengths(ids, mask).max())
+    if context is not None and longest + new > context:
+        raise ShapeError(
+            f"generate: {longest:,} prompt tokens and {new:,} new ones go past the context of {type(model).__name__}, "
+            f"{context:,} tokens; pass max_new_tokens of at most {context - longest:,}, or cut the prompts"
+        )
+
+
+def _lengths(ids: Tensor, mask: Any) -> Tensor:
+    """The tokens of each prompt, padding left out."""
+    padded = isinstance(mask, Tensor) and mask.shape == ids.shape
+    return mask.sum(1) if padded else ids.new_tensor([ids.shape[1]])
+
+
+def check_rules(options: Mapping[str, Any]) -> None:
+    """Raises OptionError for what transformers would refuse in words of its own."""
+    config = options.get("generation_config")
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {name: options.get(name, getattr(config, name, None)) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    temperature = given.pop("temperature", 1.0)
+    Rules(**given)
+    if options.get("do_sample", getattr(config, "do_sample", False)) and not 0 < temperature < math.inf:
+        raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
+
+
+def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
+    """The options with stop strings as a criterion: where there is a loop of one's own, transformers uses no tokenizer.
+
+    They are those of the call, else of its generation_config, else of the model's, the `default`.
+    """
+    configs = (options.get("generation_config"), default)
+    found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
+    options = dict(options)
+    strings, tokenizer = options.get("stop_strings", next(iter(found), None)), options.pop("tokenizer", None)
+    for name in ("assistant_model", "synced_gpus", "custom_generate"):
+        if options.get(name):
+            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise OptionError("stop_strings: expected a tokenizer with them, got none; pass tokenizer=...")
+    criteria = [*(options.get("stopping_criteria") or []), transformers.StopStringCriteria(tokenizer, strings)]
+    return {**options, "stop_strings": None, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
+
+
+# Method: (what it is called with, all of its parameters as of transformers 5.23)
+METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "_prefill": (
+        ("input_ids", "generation_config", "model_kwargs"),
+        ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    ),
+    "_update_model_kwargs_for_generation": (
+        ("outputs", "model_kwargs"),
+        ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
+    ),
+}
+
+
+def require(model: Any) -> None:
+    """Raises ConfigError that names what the installed transformers no longer takes as it is called here."""
+    changed = [line for name in METHODS if (line := moved(model, name))]
+    if changed:
+        raise ConfigError(
+            f"transformers {version('transformers')}: {'; '.join(changed)}; install transformers>=5.0,<6 or a newer "
+            "logitless"
+        )
+
+
+def moved(model: Any, name: str) -> str:
+    """What is no longer as expected about one method, '' where nothing is."""
+    method, given = getattr(model, name, None), METHODS[name][0]
+    if method is None:
+        return f"GenerationMixin.{name} is gone"
+    signature = inspect.signature(method)
+    try:
+        bound = signature.bind(*given).arguments
+    except TypeError:
+        bound = {}
+    if tuple(bound) == given:
+        return ""
+    return f"GenerationMixin.{name} takes ({', '.join(signature.parameters)}), expected ({', '.join(given)}, ...)"

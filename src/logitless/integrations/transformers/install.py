@@ -1,0 +1,293 @@
+"""`install`: a transformers model whose loss is streamed through its own head, and which is otherwise itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
+from ...errors import ConfigError, DtypeError, OptionError
+from ...vocab.api import linear_cross_entropy
+from ...vocab.head.lm_head import LMHead
+from .bad_batches import Watch, check_counts
+from .lm_head import HandedOn, causal_lm, forward_with, handed_on, output_head, replaced, through_head
+
+Method = Literal["dense", "chunked"]
+STATE = "_logitless"
+OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
+SHARDED = ("full_tensor", "ds_id")  # FSDP2 and ZeRO-3: whole only while the model runs
+
+
+@dataclass
+class Installed:
+    """What `install` leaves in a model; copied with it."""
+
+    method: Method | Literal["auto"]
+    budget: int | None
+    smoothing: float
+    names: tuple[str, ...]  # of forward's parameters
+    previous: Callable[..., Any] | None  # forward of the instance, where it had one
+    on: bool = True
+    verified: bool = False  # the model changes its logits as its LMHead says
+    watch: Watch = field(default_factory=Watch)
+
+    def dense(self, model: Any) -> Callable[..., Any]:
+        return self.previous or functools.partial(type(model).forward, model)
+
+
+def choose(loss: str, size: int, budget: int) -> Method:
+    """dense or chunked for logits of `size` bytes: auto is dense where they fit the budget."""
+    if loss == "auto":
+        return "dense" if size <= budget else "chunked"
+    return "dense" if loss == "dense" else "chunked"
+
+
+def install(
+    model: Any,
+    *,
+    loss: Method | Literal["auto"] = "chunked",
+    memory_budget: int | None = None,
+    label_smoothing: float | None = None,
+) -> None:
+    """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
+
+    Dense equivalent: the model's own `model(..., labels=labels, num_items_in_batch=n)`; the output has logits=None.
+
+        logitless.install(model)
+        model(input_ids, labels=labels).loss.backward()
+
+    The model runs its own forward, auxiliary losses and output class included; only its head hands the hidden states
+    on and its loss function streams them. Calls without labels, with logits_to_keep, and `generate` are as before.
+    With labels, `use_cache` is off unless given: a cache makes transformers forget the mask of packed documents.
+    A part of a batch without a token that counts has loss 0 with a live graph. A batch without one is a LabelError,
+    hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
+    model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
+    transformers Trainer, whose label smoothing is then streamed too. loss: "chunked", "dense", or "auto": dense where
+    the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
+    Installing again changes these options.
+    Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
+    ForCausalLMLoss) and OptionError; then the model is as it was.
+    Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
+    """
+    _check_options(loss, memory_budget, label_smoothing)
+    trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
+    inner = causal_lm(model)
+    _check(inner)
+    state: Installed | None = inner.__dict__.get(STATE)
+    if label_smoothing is None:  # what it was
+        label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
+    if trainer is not None:
+        label_smoothing = _take_smoothing(trainer, loss, label_smoothing)
+    if state is not None and _is_installed(inner):
+        state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
+        return
+    names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
+    previous = inner.__dict__.get("forward") if _is_installed(inner) else None
+    setattr(inner, STATE, Installed(loss, memory_budget, float(label_smoothing), names, previous))
+    inner.forward = MethodType(_forward_like(type(inner)), inner)
+
+
+def uninstall(model: Any) -> None:
+    """Gives the model, or the Trainer and its model, back its own forward; nothing happens where none was replaced."""
+    if _is_trainer(model):
+        if STATE in model.__dict__:
+            model.label_smoother = model.__dict__.pop(STATE)
+        model = model.model
+    inner = causal_lm(model)
+    state: Installed | None = inner.__dict__.get(STATE)
+    if state is None:
+        return
+    # enough where somebody wrapped the installed forward, as accelerate's autocast does
+    state.on, state.smoothing = False, 0.0
+    if getattr(inner.__dict__.get("forward"), STATE, False):
+        del inner.forward
+        if state.previous is not None:
+            inner.forward = state.previous
+        delattr(inner, STATE)
+
+
+def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The final hidden states (B, T, H) of a transformers model: what its head is called with.
+
+    Dense equivalent:
+
+        causal_lm.base_model(**batch).last_hidden_state
+
+    model: wrapped or not (PEFT, DDP, FSDP, DeepSpeed); all of it runs but the head, under the caller's grad mode.
+    batch: the model's inputs by name; labels are left out. Raises ConfigError, DtypeError. Memory: the body's own.
+    """
+    if not isinstance(batch, Mapping):
+        raise DtypeError(f"batch: expected the model's inputs by name in a dict, got {type(batch).__name__}")
+    return forward_with(model, dict(batch), lambda _, hidden: hidden)
+
+
+def _check_options(loss: str, memory_budget: float | None, smoothing: float | None) -> None:
+    if loss not in ("auto", "dense", "chunked"):
+        raise OptionError(f"loss: expected 'auto', 'dense' or 'chunked', got {loss!r}")
+    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
+        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
+    if smoothing is not None and not (isinstance(smoothing, Real) and 0 <= smoothing <= 1):
+        raise OptionError(f"label_smoothing: expected a number in 0..1, got {smoothing!r}")
+    if loss == "dense" and smoothing:
+        raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='chunked'")
+
+
+def _take_smoothing(trainer: Any, loss: str, smoothing: float) -> float:
+    """Takes over the Trainer's label smoother, which asks the model for logits rather than for a loss."""
+    if loss == "dense":
+        trainer.label_smoother = trainer.__dict__.pop(STATE, trainer.label_smoother)
+    elif trainer.label_smoother is not None:
+        trainer.__dict__[STATE], trainer.label_smoother = trainer.label_smoother, None
+    return trainer.__dict__[STATE].epsilon if STATE in trainer.__dict__ else smoothing
+
+
+def _is_trainer(model: Any) -> bool:
+    if isinstance(model, nn.Module) or not (hasattr(model, "compute_loss") and hasattr(model, "model")):
+        return False
+    if any(kind.__module__.partition(".")[0] == "trl" for kind in type(model).__mro__):
+        raise ConfigError(
+            f"expected a transformers model or Trainer, got TRL's {type(model).__name__}: "
+            "use logitless.integrations.trl.install(trainer)"
+        )
+    return True
+
+
+def _check(model: Any) -> None:
+    """ConfigError unless the model's loss is a cross-entropy of what its one output head returns."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    name = type(model).__name__
+    head: Any = output_head(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder, whose loss is not shifted: use linear_cross_entropy")
+    if not any(hasattr(getattr(head, "weight", None), mark) for mark in SHARDED):
+        LMHead.of(model)
+    if not _calls_loss_function(type(model)):
+        raise ConfigError(f"{name} computes its loss by itself, expected self.loss_function: use linear_cross_entropy")
+    if model.loss_function is not ForCausalLMLoss:
+        own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
+
+
+def _calls_loss_function(kind: type) -> bool:
+    """Whether its forward does, or the one that it calls as super().forward."""
+    for owner in kind.__mro__:
+        if "forward" not in owner.__dict__:
+            continue
+        names = inspect.unwrap(owner.__dict__["forward"]).__code__.co_names
+        if "loss_function" in names:
+            return True
+        if "super" not in names:
+            return False
+    return False
+
+
+def _is_installed(model: Any) -> bool:
+    """Not so in a model that was pickled whole: there the class's own forward takes our place."""
+    forward = model.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(model).forward
+
+
+@functools.cache
+def _forward_like(kind: type) -> Callable[..., Any]:
+    """A method with the signature of `kind.forward`, which generate and Trainer read."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, args, kwargs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__  # accelerate goes down this chain when it takes its autocast off
+    setattr(forward, STATE, True)
+    return forward
+
+
+def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    state: Installed = getattr(model, STATE)
+    dense = state.dense(model)
+    given = {**dict(zip(state.names, args, strict=False)), **kwargs}
+    labels = given.get("labels")
+    # More arguments than names, or one given twice: the model's own error.
+    fits = len(given) == len(args) + len(kwargs)
+    if not state.on or labels is None or not fits or any(_asks(given.get(name)) for name in OTHER_REQUESTS):
+        return dense(*args, **kwargs)
+    if not isinstance(labels, Tensor):
+        raise DtypeError(f"labels: expected integer ids in a tensor, got {type(labels).__name__}")
+    if "use_cache" in state.names and given.get("use_cache") is None:
+        given["use_cache"] = False
+    if state.method != "chunked" and not state.smoothing:
+        head: Any = output_head(model)
+        vocab = model.config.get_text_config().vocab_size
+        size = logits_bytes(labels.numel(), vocab, head.weight.dtype.itemsize)
+        if choose(state.method, size, state.budget or DEFAULT_BUDGET) == "dense":
+            return dense(**given)
+    return _streamed(model, state, dense, given)
+
+
+def _asks(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any]) -> Any:
+    as_dict = given.pop("return_dict", None)
+    as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
+    with (
+        handed_on(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
+        replaced(model, "_loss_function", functools.partial(_loss, model, state, seen)),
+    ):
+        full = dense(**given, return_dict=True)
+    output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
+    return output if as_dict else output.to_tuple()
+
+
+def _loss(
+    model: Any,
+    state: Installed,
+    seen: HandedOn,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss of the hidden states that the head handed on."""
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    check_counts(targets, ignore_index, num_items_in_batch)
+    state.watch.before()
+    items = None if isinstance(num_items_in_batch, int) and num_items_in_batch == 0 else num_items_in_batch
+
+    def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
+        if seen.probe is not None:
+            _check_transforms(model, head, seen.probe, logits)
+            state.verified = True
+        return linear_cross_entropy(
+            hidden, head, targets, ignore_index=ignore_index, label_smoothing=state.smoothing, denominator=items,
+            memory_budget=state.budget,
+        )  # fmt: skip
+
+    loss = through_head(model, compute, seen.hidden(), targets)
+    state.watch.after(loss)
+    return loss
+
+
+def _check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
+    """ConfigError where the model does to its logits what its LMHead does not."""
+    z = head.scale * probe[..., : head.rows]
+    z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
+    if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
+            f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
+        )

@@ -1,0 +1,181 @@
+"""Finding a language model's body and output head beneath its wrappers, and computing inside the head's own call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...vocab.head.lm_head import LMHead
+from ...vocab.head.peft import unwrapped
+
+T = TypeVar("T")
+
+LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model that owns the output head, beneath PEFT and every other wrapper. Raises ConfigError."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a transformers model, got {type(model).__name__}")
+    inner: Any = unwrapped(model)
+    if not hasattr(inner, "get_output_embeddings"):
+        raise ConfigError(
+            f"expected a transformers model, got {type(inner).__name__} without get_output_embeddings(); "
+            "use LMHead and linear_cross_entropy for a model of your own"
+        )
+    return inner
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """The module that turns hidden states into logits, wrapped as it is. Raises ConfigError where there is none."""
+    inner = causal_lm(model)
+    head = inner.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(inner).__name__} has no output head; load the ...ForCausalLM class")
+    return head
+
+
+def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
+    """`compute(LMHead, hidden, *tensors)`, run inside the forward call of the model's own output head.
+
+    Dense equivalent:
+
+        compute(LMHead.of(model), hidden, *tensors)
+
+    The hooks of the head's call fire as for any other call: FSDP2 and DeepSpeed ZeRO-3 gather the weight before,
+    gather it again for backward, and reduce its gradient across ranks, also where the head is a unit of its own.
+    (Outside, `weight.full_tensor()` gives every rank the gradient of its own tokens only.)
+    hidden: (..., H), what the head is called with; tensors: labels and the like, moved to the head's device and
+    hidden from the hooks, which might round them. Returns compute's result: tensors, or tuples, lists, dicts or
+    dataclasses of tensors, which is what the hooks look into. Call it where the model would call its head, once,
+    within the forward of the wrapped model (`forward_with`): a second call frees what FSDP2 grouped with the head.
+    Raises ConfigError, and what `compute` raises.
+    """
+    inner = causal_lm(model)
+    head = output_head(inner)
+    own = unwrapped(head)
+
+    def forward(hidden: Tensor, **given: Any) -> T:
+        if given:
+            raise ConfigError(
+                f"the output head was called with {', '.join(given)}, expected hidden states alone; "
+                "give a batch one adapter (set_adapter), or leave the head out of the adapters"
+            )
+        found = LMHead.of(inner)
+        device = found.weight.device
+        if device.type == "meta" != hidden.device.type:
+            raise ConfigError(
+                f"the output head's weight is offloaded (on meta), expected it on {hidden.device}; "
+                "leave the head out of cpu_offload, disk_offload or device_map"
+            )
+        return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
+
+    with replaced(own, "forward", forward):
+        return head(hidden)
+
+
+def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T]) -> T:
+    """Runs the wrapped model on `batch` with another ending: `end(causal_lm, hidden)` in the place of head and loss.
+
+    Dense equivalent:
+
+        end(causal_lm(model), causal_lm(model).base_model(**batch).last_hidden_state)
+
+    It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
+    are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.
+    Labels in the batch are left out. Raises ConfigError.
+    """
+    inner = causal_lm(model)
+    dense = inner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> T:
+        with handed_on(inner) as seen:
+            dense(*args, **kwargs)
+        return end(inner, seen.hidden())
+
+    given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
+    if "use_cache" in inspect.signature(type(inner).forward).parameters:
+        given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
+    whole: Any = model._modules.get("_orig_mod", model)
+    with replaced(inner, "forward", forward):
+        return whole(**given)
+
+
+class HandedOn:
+    """Stands where a head stood until it is called: keeps the hidden states, and puts the head back.
+
+    In the place of logits it returns those of no position, or a probe (1, 1, V) of what the model does to logits.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, vocab: int, probed: bool) -> None:
+        self.owner, self.name, self.vocab, self.probed = owner, name, vocab, probed
+        self.head = owner._modules[name]
+        self.seen: Tensor | None = None
+        self.probe: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.seen = hidden
+        self.put_back()
+        if self.probed:
+            self.probe = torch.linspace(-20, 20, self.vocab, device=hidden.device)[None, None]
+            return self.probe.clone()
+        return hidden.new_zeros((*hidden.shape[:-2], 0, self.vocab))
+
+    def hidden(self) -> Tensor:
+        if self.seen is None:
+            raise ConfigError(f"expected a model that calls its output head {self.name!r} in forward, it never did")
+        return self.seen
+
+    def put_back(self) -> None:
+        self.owner._modules[self.name] = self.head
+
+
+@contextmanager
+def handed_on(model: Any, probed: bool = False) -> Iterator[HandedOn]:
+    """While it lasts, the causal LM's head computes nothing and hands on what it is called with."""
+    head = output_head(model)
+    owner, name = next(
+        (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
+    )
+    stand_in = HandedOn(owner, name, model.config.get_text_config().vocab_size, probed)
+    owner._modules[name] = stand_in  # type: ignore[assignment]
+    try:
+        yield stand_in
+    finally:
+        stand_in.put_back()
+
+
+@contextmanager
+def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """While it lasts, the instance has an attribute of its own; `module(...)` fires the hooks around a new forward."""
+    own = module.__dict__  # rather than setattr: torch.compile follows this
+    had, before = name in own, own.get(name)
+    own[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            own[name] = before
+        else:
+            del own[name]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts, no dropout and no checkpointing; each module returns to the mode it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,116 @@
+"""Scoring existing text: a record of the distribution that each token is the outcome of, never its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import DtypeError, ShapeError
+from ...sample import SampleRecord
+from ...vocab.api import token_stats
+from ...vocab.head.lm_head import LMHead
+from ...vocab.stats import TokenStats
+from .lm_head import evaluating, forward_with, through_head
+
+WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
+
+
+def score(
+    model: nn.Module, inputs: Mapping[str, Any], *, keep: int = 10, memory_budget: int | None = None
+) -> SampleRecord:
+    """What a transformers model makes of existing text: each token scored by the position before it.
+
+    Dense equivalent:
+
+        logp = model(**inputs).logits[:, :-1].log_softmax(-1)
+        logprob = logp.gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]  # of tokens 1, 2, ...; and so on
+
+    inputs: the text by name, as a tokenizer returns it: input_ids (B, T), attention_mask where it is padded, on
+    either side. keep: the best entries of each distribution that the record holds. The model is in eval mode
+    meanwhile; it may be wrapped or sharded. No gradient.
+    Returns a SampleRecord (B, T) whose tokens are input_ids, drawn at temperature 1, as it were. A row's first token
+    and padding are -1: nothing comes before them; put a begin-of-text token in front to score a first token.
+    Raises DtypeError, ShapeError, LabelError, OptionError, ConfigError. Price: the body and one GEMM.
+    Memory: the body's own, slices within the budget (256 MiB unless given), and 40 + 8·keep bytes per token.
+    """
+    ids, mask = _checked(inputs)
+    # To the right: positions then count from each row's first token, and padding sees text rather than nothing.
+    source = (torch.arange(ids.shape[1], device=ids.device) + mask.int().argmax(1, keepdim=True)) % ids.shape[1]
+    batch = {k: x.gather(1, source) if _shaped_like(x, ids) else x for k, x in inputs.items()}
+    real = mask.gather(1, source)
+    row, before = (real[:, 1:] & real[:, :-1]).nonzero(as_tuple=True)
+    labels = batch["input_ids"][row, before + 1]
+    stats, size = token_scores(model, batch, (row, before), labels, keep=keep, memory_budget=memory_budget)
+    return _record(ids, (row, source[row, before + 1]), stats, size)
+
+
+def _shaped_like(x: Any, ids: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == ids.shape
+
+
+def token_scores(
+    model: nn.Module,
+    batch: dict[str, Any],
+    at: tuple[Tensor, Tensor],  # (n,) rows, (n,) positions
+    labels: Tensor,  # (n,)
+    *,
+    keep: int,
+    memory_budget: int | None,
+) -> tuple[TokenStats, int]:
+    """The statistics of the distributions at some positions of a batch, (n,) each, and the vocabulary's size."""
+    size = 0
+
+    def read(head: LMHead, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        nonlocal size
+        size = head.rows
+        return vars(token_stats(hidden, head, labels, want=WANT, top_k=keep, memory_budget=memory_budget))
+
+    with torch.no_grad(), evaluating(model):
+        found = forward_with(model, batch, lambda inner, h: through_head(inner, read, h[at], labels))
+    return TokenStats(found), size
+
+
+def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(ids (B, T), which of them are text (B, T))."""
+    if not isinstance(inputs, Mapping):
+        raise DtypeError(f"inputs: expected the text by name in a dict, got {type(inputs).__name__}")
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ShapeError(f"input_ids: expected a tensor (B, T) of ids, got {got}; pass return_tensors='pt'")
+    if ids.numel() == 0:
+        raise ShapeError(f"input_ids: expected texts of at least one token, got shape {tuple(ids.shape)}")
+    if mask is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    if tuple(mask.shape) != tuple(ids.shape):
+        raise ShapeError(f"attention_mask: expected input_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    return ids, mask.bool()
+
+
+def _record(ids: Tensor, where: tuple[Tensor, Tensor], stats: TokenStats, size: int) -> SampleRecord:
+    """The record of `ids` with the scored ones written."""
+    z = stats.logsumexp
+    keep = stats.top_k_ids.shape[1] if hasattr(stats, "top_k_ids") else 0
+    shape = tuple(ids.shape)
+    record = SampleRecord.empty(shape, keep=keep, vocab_size=size, dtype=z.dtype, device=z.device)
+    none = z.new_zeros(z.shape[0], 0)
+    part = SampleRecord(
+        token=ids[where].to(z.device, torch.int32),
+        token_logit=stats.label_logit,
+        rank=stats.rank.int(),
+        topk_logits=stats.top_k_logits if keep else none,
+        topk_ids=stats.top_k_ids.int() if keep else none.int(),
+        logsumexp=z,
+        mean_logit=stats.mean_logit,
+        entropy=stats.entropy,
+        temperature=torch.ones_like(z),
+        logsumexp_at_temperature=z,
+        log_kept_mass=torch.zeros_like(z),
+        n_kept=torch.full_like(z, size, dtype=torch.int32),
+        vocab_size=size,
+    )
+    record.write(tuple(x.to(z.device) for x in where), part)
+    return record

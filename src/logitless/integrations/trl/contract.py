@@ -1,0 +1,144 @@
+"""What is relied on in TRL, and a check that says which part of it another version has moved."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from typing import Any
+
+from ...errors import ConfigError
+
+SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
+FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
+OUTPUT = "trl.trainer.utils:FusedCausalLMOutput"
+FUSED = "trl.trainer.utils:add_fused_lm_head"
+USE_ADAPTER = "trl.trainer.utils:use_adapter"
+GATHER = "trl.trainer.utils:maybe_gather_lm_head_ctx"
+DIVERGENCE = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+
+# Trainer: its loss, and the parameters that it and what else is called or replaced have.
+LOSS = {
+    "SFTTrainer": "trl.trainer.sft_trainer:SFTTrainer.compute_loss",
+    "DPOTrainer": "trl.trainer.dpo_trainer:DPOTrainer._compute_loss",
+    "KTOTrainer": "trl.trainer.kto_trainer:KTOTrainer._compute_loss",
+    "GRPOTrainer": "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
+    "RLOOTrainer": "trl.trainer.rloo_trainer:RLOOTrainer._compute_loss",
+    "DistillationTrainer": "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss",
+    "CPOTrainer": "trl.experimental.cpo.cpo_trainer:CPOTrainer.concatenated_forward",
+    "ORPOTrainer": "trl.experimental.orpo.orpo_trainer:ORPOTrainer.concatenated_forward",
+    "GKDTrainer": "trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss",
+}
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    FUSED: ("model", *SETTINGS),
+    USE_ADAPTER: ("model", "adapter_name"),
+    GATHER: ("params",),
+    LOSS["SFTTrainer"]: ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    LOSS["DPOTrainer"]: ("self", "model", "inputs", "return_outputs"),
+    LOSS["KTOTrainer"]: ("self", "model", "inputs", "return_outputs"),
+    LOSS["GRPOTrainer"]: ("self", "model", "inputs"),
+    LOSS["RLOOTrainer"]: ("self", "model", "inputs"),
+    LOSS["DistillationTrainer"]: ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
+    LOSS["CPOTrainer"]: ("self", "model", "batch"),
+    LOSS["ORPOTrainer"]: ("self", "model", "batch"),
+    LOSS["GKDTrainer"]: ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    DIVERGENCE: (
+        "student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight",
+        "completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias",
+        "student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping",
+        "teacher_final_logit_softcapping", "temperature",
+    ),
+}  # fmt: skip
+# What a trainer needs beside its own loss. Those of the first five have TRL's fused head.
+FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+ALSO = dict.fromkeys(FUSED_TRAINERS, (FUSED,)) | {"DistillationTrainer": (DIVERGENCE, GATHER)}
+# The one place where GRPO turns the reference's log-probs into a KL.
+K3 = (
+    'inputs["ref_per_token_logps"]',
+    "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
+)
+
+
+def kind_of(trainer: Any) -> str:
+    """The name of TRL's trainer class that `trainer` is or derives from. Raises ConfigError for others."""
+    names = [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
+    found = next((name for name in names if name in LOSS), None)
+    if found is None:
+        raise ConfigError(f"trainer: expected a TRL {', '.join(LOSS)}, got {type(trainer).__name__}")
+    return found
+
+
+def own_loss(trainer: Any, kind: str) -> bool:
+    """Whether the trainer computes its loss with TRL's own method."""
+    name = LOSS[kind].rsplit(".", 1)[1]
+    return name not in vars(trainer) and getattr(type(trainer), name) is _found(LOSS[kind])
+
+
+def require(kind: str, *, exact_kl: bool = False) -> None:
+    """Raises ConfigError that names what has moved in the TRL that is installed."""
+    names = (LOSS[kind], *ALSO.get(kind, ()), *((USE_ADAPTER,) if exact_kl else ()))
+    changed = [line for name in names if (line := moved(name))]
+    if kind in FUSED_TRAINERS:
+        changed += filter(None, [moved_fields()])
+    if exact_kl:
+        changed += filter(None, [moved_k3()])
+    if changed:
+        raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install trl>=1.16,<1.17 or a newer logitless")
+
+
+def moved(name: str) -> str:
+    """What is no longer as expected about one function of TRL, '' where nothing is."""
+    short = name.split(":")[1]
+    try:
+        function = _found(name)
+    except (ImportError, AttributeError):
+        return f"{name} is gone"
+    got, expected = tuple(inspect.signature(function).parameters), PARAMETERS[name]
+    return "" if got == expected else f"{short} takes ({', '.join(got)}), expected ({', '.join(expected)})"
+
+
+def moved_fields() -> str:
+    """What is no longer as expected about TRL's output, '' where nothing is."""
+    try:
+        got = tuple(field.name for field in fields(_found(OUTPUT)))
+    except (ImportError, AttributeError):
+        return f"{OUTPUT} is gone"
+    return "" if got == FIELDS else f"FusedCausalLMOutput has ({', '.join(got)}), expected ({', '.join(FIELDS)})"
+
+
+def moved_k3() -> str:
+    """What is no longer as expected about GRPO's sampled KL, '' where nothing is."""
+    name = LOSS["GRPOTrainer"]
+    source = " ".join(inspect.getsource(_found(name)).split())
+    lost = [text for text in K3 if text not in source]
+    return f"{name.split(':')[1]} no longer says {lost[0]!r}" if lost else ""
+
+
+def _found(name: str) -> Any:
+    return pkgutil.resolve_name(name)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a trainer asked its fused head for."""
+
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    outputs: tuple[str, ...] = ("log_probs",)
+
+
+def settings_of(forward: Callable[..., Any]) -> Settings:
+    """The settings that TRL's fused forward closes over, beneath accelerate's wrappers. Raises ConfigError."""
+    function: Any = getattr(forward, "__func__", forward)
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and set(SETTINGS) <= set(code.co_freevars):
+            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+            return Settings(*(cells[name].cell_contents for name in SETTINGS))
+        function = getattr(function, "__wrapped__", None)
+    raise ConfigError(
+        f"trl {version('trl')}: expected model.forward to be what add_fused_lm_head puts there, closing over "
+        f"{', '.join(SETTINGS)}; install right after the trainer is made, with trl>=1.16,<1.17"
+    )

@@ -1,0 +1,143 @@
+"""Scores of the next tokens, at the lowest price that the trainer's loss allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import GradientError
+from ...vocab.api import TokenStats, token_loss, token_stats
+from ...vocab.call.validate import Options
+from ...vocab.head.lm_head import LMHead
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which statistics a trainer reads, and what its loss does with them."""
+
+    statistics: tuple[str, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    memory_budget: int | None = None
+    only_logprob: bool = False  # the log-prob alone gets a gradient; the rest are metrics
+    equal_weights: bool = False  # and every token's log-prob the same one
+
+    def options(self) -> Options:
+        return {
+            "want": self.statistics,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "memory_budget": self.memory_budget,
+            "ignore_index": IGNORED,
+        }
+
+
+def scores(
+    wanted: Wanted,
+    head: LMHead,
+    hidden: Tensor,  # (B, T, H)
+    targets: Tensor,  # (B, T)
+    reference: tuple[Tensor, LMHead] | None = None,
+) -> dict[str, Tensor]:
+    """The wanted statistics of every target, (B, T) each, 0 where it is ignored; those that need it with a graph.
+
+    Dense equivalent:
+
+        vars(token_stats(hidden, head, targets, want=wanted.statistics, reference=reference))
+
+    Price in GEMMs: 1 without gradients; 2 where the head is frozen and only log-probs get a gradient; 3 where the
+    head is trained and all log-probs get the same one; else what `token_stats` costs, 4 (6 with a reference).
+    Raises what `token_stats` raises. Memory: the pass's, and one (B·T, H) buffer where the head is frozen.
+    """
+    counted = targets != IGNORED
+    short = torch.is_grad_enabled() and wanted.only_logprob and reference is None and bool(counted.any())
+    trained = any(x.requires_grad for x in _parameters(head))
+    if short and not trained and hidden.requires_grad:
+        return _by_rows(wanted, head, hidden, targets, counted)
+    if short and trained and wanted.equal_weights:
+        return _as_one_sum(wanted, head, hidden, targets, counted)
+    options: Options = {**wanted.options(), "reference": reference}
+    return dict(vars(token_stats(hidden, head, targets, **options)))
+
+
+def _parameters(head: LMHead) -> list[Tensor]:
+    factors = [x for adapter in head.adapters for x in (adapter.a, adapter.b)]
+    return [head.weight, *factors, *([] if head.bias is None else [head.bias])]
+
+
+class Collected:
+    """The sum of one statistic as a loss; the values of all statistics are kept on the side."""
+
+    def __init__(self, name: str = "logprob") -> None:
+        self.name = name
+        self.parts: list[dict[str, Tensor]] = []
+
+    def __call__(self, stats: TokenStats) -> Tensor:
+        self.parts.append({name: x.detach() for name, x in vars(stats).items()})
+        return getattr(stats, self.name)
+
+    def spread(self, counted: Tensor) -> dict[str, Tensor]:
+        """What was kept, in the places of the tokens that count."""
+        out = {}
+        for name in self.parts[0]:
+            flat = torch.cat([part[name] for part in self.parts])
+            fill = -1 if name == "top_k_ids" else 0
+            out[name] = flat.new_full((*counted.shape, *flat.shape[1:]), fill)
+            out[name][counted] = flat
+        return out
+
+
+def _as_one_sum(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """3 GEMMs: the gradient of the log-probs' sum is formed in the forward pass."""
+    kept = Collected()
+    total = token_loss(kept, hidden, head, targets, reduction="sum", **wanted.options())
+    out = kept.spread(counted)
+    return {**out, "logprob": _Known.apply(total, out["logprob"], counted, _of_the_sum)}  # pyright: ignore[reportReturnType]
+
+
+def _by_rows(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """2 GEMMs: with a frozen head a token's gradient is its own row, times whatever weight it turns out to have."""
+    kept = Collected()
+    leaf = hidden.detach().requires_grad_()
+    total = token_loss(kept, leaf, head, targets, reduction="sum", **wanted.options())
+    (rows,) = torch.autograd.grad(total, leaf)
+    out = kept.spread(counted)
+    return {**out, "logprob": _Known.apply(hidden, out["logprob"], rows, _of_rows)}  # pyright: ignore[reportReturnType]
+
+
+class _Known(torch.autograd.Function):
+    """Log-probs whose gradient with respect to `source` is `slope(kept, grad)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, logprob: Tensor, kept: Tensor, slope: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.slope = slope
+        return logprob.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.slope(*ctx.saved_tensors, grad), None, None, None
+
+
+def _of_the_sum(counted: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the log-probs' sum, for losses that weigh them all alike."""
+    low, high = torch.aminmax(grad[counted])
+    if low < high:
+        raise GradientError(
+            "log_probs: expected a loss that weighs every token alike, as SFT's nll does, got weights from "
+            f"{low.item():.3g} to {high.item():.3g}; override compute_loss in a subclass before install"
+        )
+    return high
+
+
+def _of_rows(rows: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of hidden states, of which each token has its row."""
+    return (rows * grad[..., None]).to(rows.dtype)

@@ -1,0 +1,236 @@
+"""`install`: TRL's trainers on the pass, with the outputs they know and the statistics they lack."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError, OptionError
+from ...models.positions import reach
+from ...vocab.api import explain
+from ...vocab.head.lm_head import LMHead
+from ..transformers.lm_head import causal_lm, output_head, replaced
+from .contract import FUSED_TRAINERS, Settings, kind_of, own_loss, require, settings_of
+from .distillation import distillation_loss, gkd_loss
+from .exact_kl import ExactKL
+from .forward import STATISTIC_OF, Fused, TokenOutput
+from .pairs import mean_logits, pairs_forward
+from .scores import Wanted
+
+__all__ = ["STATISTICS", "TokenOutput", "adapted_head", "install", "uninstall"]
+STATISTICS = ("logsumexp", "self_certainty")  # that can be asked for beside TRL's own
+STATE = "_logitless"
+
+
+def install(
+    trainer: Any,
+    *,
+    statistics: tuple[str, ...] = (),
+    top_k: int = 0,
+    exact_kl: bool = False,
+    memory_budget: int | None = None,
+) -> None:
+    """Puts a TRL trainer on the pass, in place; `uninstall` takes it back.
+
+    Dense equivalent: the trainer as it is, but for logits that bf16 rounds.
+
+        trainer = SFTTrainer(model, args, train_dataset=dataset)
+        install(trainer)
+        trainer.train()
+
+    SFT, DPO, KTO, GRPO and RLOO: `model(..., labels=labels, fused_lm_head=True)` gives a `TokenOutput`, TRL's own
+    output under TRL's own settings (temperature, fp32 head, fields); LoRA on lm_head and a sharded head get their
+    gradients; all other calls are unchanged. Distillation and the experimental GKD get their divergence in one pass,
+    CPO and ORPO a forward without logits.
+    statistics: of `STATISTICS`, and top_k: entries, to be added to the policy's output. exact_kl: GRPO's penalty is
+    the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. memory_budget: bytes of slices.
+    Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
+    be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
+    context does not hold) and OptionError; then the trainer is as it was.
+    Price in GEMMs: SFT 3, the others 4, all of them 2 with a frozen head and 1 without gradients; distillation 4;
+    GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head.
+    """
+    kind = kind_of(trainer)
+    before: Installed | None = vars(trainer).get(STATE)
+    if before is not None:
+        before.undo()
+    try:
+        installed = _planned(trainer, kind, statistics, top_k, exact_kl, memory_budget)
+    except Exception:
+        if before is not None:
+            before.apply()
+        raise
+    installed.apply()
+    setattr(trainer, STATE, installed)
+
+
+def uninstall(trainer: Any) -> None:
+    """Gives the trainer and its models back what `install` replaced; nothing happens where nothing was."""
+    installed: Installed | None = vars(trainer).pop(STATE, None)
+    if installed is not None:
+        installed.undo()
+
+
+@contextmanager
+def adapted_head(model: Any) -> Iterator[None]:
+    """While it lasts, TRL's trainers take `model`, a PEFT model with LoRA on lm_head; `install` before training.
+
+        with adapted_head(model):
+            trainer = GRPOTrainer(model, reward_funcs, args, train_dataset=dataset)
+        install(trainer)
+
+    They refuse such a model because their own fused head would never train the adapter. Raises ConfigError.
+    """
+    base = getattr(output_head(model), "get_base_layer", None)
+    if base is None:
+        raise ConfigError("adapted_head: expected an adapter on lm_head, got none; make the trainer as usual")
+    with replaced(model, "get_output_embeddings", base):
+        yield
+
+
+@dataclass
+class Change:
+    """An attribute of an instance, and what replaces it."""
+
+    owner: Any
+    name: str
+    value: Any
+    fused: Fused | None = None
+    had: bool = False
+    own: Any = None
+
+    def apply(self) -> None:
+        self.had, self.own = self.name in vars(self.owner), vars(self.owner).get(self.name)
+        setattr(self.owner, self.name, self.value)
+        if self.fused is not None:
+            self.fused.on = True
+
+    def undo(self) -> None:
+        if self.fused is not None:
+            self.fused.on = False  # enough where somebody has wrapped it since, as accelerate's autocast does
+        if vars(self.owner).get(self.name) is not self.value:
+            return
+        if self.had:
+            setattr(self.owner, self.name, self.own)
+        else:
+            delattr(self.owner, self.name)
+
+
+@dataclass
+class Installed:
+    """All changes of one `install`."""
+
+    changes: list[Change]
+
+    def apply(self) -> None:
+        for change in self.changes:
+            change.apply()
+
+    def undo(self) -> None:
+        for change in self.changes:
+            change.undo()
+
+
+def _planned(
+    trainer: Any, kind: str, statistics: tuple[str, ...], top_k: int, exact_kl: bool, memory_budget: int | None
+) -> Installed:
+    """The changes to make; nothing is changed yet."""
+    require(kind, exact_kl=exact_kl)
+    if (exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
+        raise ConfigError(f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
+                          "which this would replace; call divergence or token_stats in it")  # fmt: skip
+    policy = causal_lm(trainer.model)
+    wanted = Wanted(("logprob", *statistics), top_k=top_k, memory_budget=memory_budget)
+    _check_model(trainer, policy)
+    _check_options(kind, policy, wanted)
+    if kind == "DistillationTrainer":
+        return Installed([Change(trainer, "_compute_loss", distillation_loss(trainer, memory_budget))])
+    if kind == "GKDTrainer":
+        return Installed([Change(trainer, "compute_loss", gkd_loss(trainer, memory_budget))])
+    if kind not in FUSED_TRAINERS:
+        return _pairs(trainer, kind, policy, wanted)
+    return _fused(trainer, kind, policy, wanted, exact_kl)
+
+
+def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool) -> Installed:
+    reference = getattr(trainer, "ref_model", None)
+    fused = _fused_forward(trainer, policy, wanted, *_gradients(trainer, kind))
+    changes = [Change(policy, "forward", fused.method(policy), fused)]
+    if reference is not None:
+        reference = causal_lm(reference)
+        scored = _fused_forward(trainer, reference, Wanted((), memory_budget=wanted.memory_budget))
+        scored.unread = exact_kl
+        changes.append(Change(reference, "forward", scored.method(reference), scored))
+    if exact_kl:
+        fused.exact = _exact_kl(trainer, kind)
+        changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
+    return Installed(changes)
+
+
+def _fused_forward(
+    trainer: Any, model: Any, asked: Wanted, only_logprob: bool = False, equal_weights: bool = False
+) -> Fused:
+    """What replaces TRL's fused forward on a model, with the settings that TRL gave it."""
+    settings = settings_of(model.forward)
+    names = tuple(dict.fromkeys(("logprob", *(STATISTIC_OF[name] for name in settings.outputs), *asked.statistics)))
+    wanted = Wanted(names, settings.temperature, asked.top_k, asked.memory_budget, only_logprob, equal_weights)
+    # a model that accelerate has prepared runs its forward in autocast: what comes to lie outside does the same
+    autocast = trainer.accelerator.autocast if "_original_forward" in vars(model) else nullcontext
+    return Fused(model.forward, settings, wanted, autocast)
+
+
+def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
+    """(only log-probs get a gradient, all of them the same one), of TRL's own losses."""
+    if not own_loss(trainer, kind):
+        return False, False
+    if kind == "GRPOTrainer":
+        return not trainer._entropy_bonus_enabled, False
+    return True, kind == "SFTTrainer" and trainer.args.loss_type == "nll"
+
+
+def _exact_kl(trainer: Any, kind: str) -> ExactKL:
+    if kind != "GRPOTrainer":
+        raise OptionError(f"exact_kl: expected GRPO's penalty in the loss, got a {kind}, which has none; leave it out")
+    if trainer.beta == 0.0:
+        raise OptionError("exact_kl: expected a KL penalty, got beta=0.0; set GRPOConfig's beta or leave exact_kl out")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigError("exact_kl: expected a reference model that is whole on every rank, got FSDP or DeepSpeed")
+    return ExactKL(trainer)
+
+
+def _pairs(trainer: Any, kind: str, policy: Any, wanted: Wanted) -> Installed:
+    fused = Fused(policy.forward, Settings(), wanted, pair_means=functools.partial(mean_logits, kind))
+    forward = Change(policy, "forward", fused.method(policy), fused)
+    return Installed([forward, Change(trainer, "concatenated_forward", pairs_forward(trainer, kind))])
+
+
+def _check_options(kind: str, policy: Any, wanted: Wanted) -> None:
+    extra = wanted.statistics[1:]
+    unknown = [name for name in extra if name not in STATISTICS]
+    if unknown:
+        raise OptionError(f"statistics: expected names among {', '.join(STATISTICS)}, got {unknown[0]!r}")
+    if kind not in FUSED_TRAINERS and (extra or wanted.top_k):
+        raise OptionError(f"statistics, top_k: {kind} has no fused output to add them to; leave them out")
+    weight = output_head(policy).weight
+    if hasattr(weight, "ds_id") or hasattr(weight, "full_tensor"):
+        return  # ZeRO-3 and FSDP2 have it whole only while the head's forward runs
+    head = LMHead.of(policy)
+    hidden = torch.empty(1, head.hidden_size, dtype=head.weight.dtype, device=head.weight.device)
+    explain(hidden, head, torch.zeros(1, dtype=torch.long, device=hidden.device), **wanted.options())
+
+
+def _check_model(trainer: Any, policy: Any) -> None:
+    config = policy.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"trainer: expected a decoder, got the encoder-decoder {type(policy).__name__}")
+    context = reach(config)
+    longest = getattr(trainer.args, "max_completion_length", None)
+    if context is not None and longest is not None and longest > context:
+        raise ConfigError(
+            f"max_completion_length: expected at most the model's context of {context} tokens, got {longest}; lower it"
+        )

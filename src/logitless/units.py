@@ -1,0 +1,54 @@
+"""Bytes as text: GiB (2^30) and GB (10^9) kept apart, always named."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import OptionError
+from .models.catalog import LARGEST
+
+UNITS = {  # name, bytes, whether hundredths are shown
+    "GiB": (("TiB", 1 << 40, True), ("GiB", 1 << 30, True), ("MiB", 1 << 20, False), ("KiB", 1 << 10, False)),
+    "GB": (("TB", 10**12, True), ("GB", 10**9, True), ("MB", 10**6, False), ("kB", 10**3, False)),
+}
+_FACTORS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int, option: str = "size", least: int = 1) -> int:
+    """ "256MiB", "10 GB", "1e9" or a number of bytes -> bytes; OptionError for anything else, or less than `least`."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
+    try:
+        if match is None:
+            raise ValueError
+        size = float(match[1]) * _FACTORS[match[2].lower()]
+    except (KeyError, ValueError):
+        raise OptionError(f"{option} must be a size such as 256MiB or 10GB, got {text!r}") from None
+    if size > LARGEST:  # infinity too
+        raise OptionError(f"{option} must be less than 2^63 bytes, got {text!r}")
+    if int(size) < least:
+        wanted = "more than 0 bytes" if least == 1 else f"{least} bytes or more"
+        raise OptionError(f"{option} must be {wanted}, got {text!r}")
+    return int(size)
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 row", "4,096 rows", "2 passes"."""
+    ending = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count:,} {what}{ending}"
+
+
+def format_bytes(count: float, units: str = "GiB") -> str:
+    """ "37.09 GiB", or "39.83 GB" for `units="GB"`; in whole numbers, so that a page computes the same text."""
+    whole = abs(int(count))
+    sign = "-" if count < 0 else ""
+    for name, size, hundredths in UNITS[units]:
+        if whole >= size and hundredths:
+            shown = (200 * whole + size) // (2 * size)
+            return f"{sign}{shown // 100:,}.{shown % 100:02d} {name}"
+        if whole >= size:
+            return f"{sign}{(2 * whole + size) // (2 * size)} {name}"
+    return f"{sign}{whole} B"

@@ -1,0 +1,1 @@
+"""The pass in plain torch operations, on any device."""

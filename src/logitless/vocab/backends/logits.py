@@ -1,0 +1,204 @@
+"""Slices of logits: one head's product with a block of tokens, written into a reused buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...algebra.fold import MASK
+from ..head.lm_head import LMHead, place
+from . import rows as plain_rows
+
+
+@cache
+def has_out_dtype(device_type: str) -> bool:
+    """Whether products of bf16 operands come, and are added up, in fp32 on this kind of device."""
+    if device_type != "cuda":
+        return False
+    x = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+    try:
+        add_product(x, x, torch.mm(x, x, out_dtype=torch.float32))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype that the GEMM's operands have: their own where products come out in fp32, else the compute dtype."""
+    low = hidden.dtype == weight and hidden.dtype in (torch.bfloat16, torch.float16)
+    return hidden.dtype if low and has_out_dtype(hidden.device.type) else compute
+
+
+def slope_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """What dL/dz is rounded to for its products: as the operands, but fp16 has no room for what a mean makes of p."""
+    return compute if operand == torch.float16 else operand
+
+
+Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
+
+
+class Factor:
+    """One product of a head: tokens (C, K) times entries (V, K), as h and W, or as an adapter's low and up."""
+
+    def __init__(
+        self, tokens: Tensor, entries: Tensor, inner: float | Tensor, compute: torch.dtype, cast: torch.dtype,
+        table: Any = plain_rows,
+    ) -> None:  # fmt: skip
+        self.entries, self.cast, self.compute, self.table = entries, cast, compute, table
+        self.dtype = operand_dtype(tokens, cast, compute)
+        self.tokens = tokens.detach().to(self.dtype)
+        unit = isinstance(inner, float) and inner == 1.0
+        self.scaled = self.dtype == compute and not unit
+        self.late = None if self.scaled or unit else inner  # the factor that the product still lacks
+        self.rows = self.tokens * inner if self.scaled else self.tokens
+
+    def operand(self, v: slice) -> Tensor:
+        """A slice of the entries in the operands' dtype."""
+        return self.entries[v].to(self.cast).to(self.dtype)
+
+    def at(self, ids: Tensor) -> Tensor:
+        """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
+        z = self.table.dot(self.rows, self.entries, ids, self.cast, self.compute)
+        return z if self.late is None else z * self.late
+
+    def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
+        """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
+        if tokens is not None:
+            self.table.add_weighted(tokens, c, self.entries, ids, self.cast)
+        if entries is not None:
+            self.table.scatter(c, self.tokens, ids, entries)
+
+    def total(self, entry_sum: Tensor) -> Tensor:
+        """The product summed over all entries, (C,), from their sum (K,)."""
+        z = torch.mv(self.rows.to(self.compute), entry_sum)
+        return z if self.late is None else z * _flat(self.late)
+
+
+class Projection:
+    """One head applied to a block of tokens: z = outer·tanh(inner·(hW + b)) or inner·(hW + b)."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: LMHead,
+        temperature: float | Tensor,
+        compute: torch.dtype,
+        operand: str = "",
+        adapters: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R), (V, R)
+        table: Any = plain_rows,  # whose dot, add_weighted and scatter take single entries
+    ) -> None:
+        self.head = head
+        self.compute = compute
+        self.bias = None if head.bias is None else head.bias.detach()[: head.held].to(compute).contiguous()
+        column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
+        # factors are numbers, or (C, 1) where the temperature is per token
+        self.inner = head.scale / (head.softcap if head.softcap else column)
+        self.outer = head.softcap / column if head.softcap else None
+        self.slope = head.scale / column  # dz/d(hW) where the softcap is flat
+        weight, (low, up) = head.weight.detach()[: head.held], adapters
+        cast = getattr(torch, operand) if operand else weight.dtype
+        self.factors = [Factor(hidden, weight, self.inner, compute, cast, table)]
+        if low is not None and up is not None:  # small: they multiply in the compute dtype
+            self.factors.append(Factor(low, up.detach()[: head.held], self.inner, compute, up.dtype, table))
+        self.widths = [f.entries.shape[1] for f in self.factors]
+
+    def operand(self, v: slice) -> Operands:
+        """The slice of every factor in its operands' dtype."""
+        return tuple(f.operand(v) for f in self.factors)
+
+    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
+        """z of one slice, (C, S), into `out`; -inf becomes MASK where a bias can hold it."""
+        first = self.factors[0]
+        product(first.rows, w[0].t(), out)
+        if first.late is not None:
+            out.mul_(first.late)
+        for f, part in zip(self.factors[1:], w[1:], strict=True):
+            add_product(f.rows, part.t(), out)
+        if self.bias is not None:
+            bias = self.bias[v]
+            out.addcmul_(bias, self.inner) if isinstance(self.inner, Tensor) else out.add_(bias, alpha=self.inner)
+        if self.outer is not None:
+            out.tanh_().mul_(self.outer)
+        return out
+
+    def place(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`head.place`, with None where no rank has other rows."""
+        return (ids, None) if self.head.shard is None else place(ids, self.head.first, self.head.held)
+
+    def at(self, ids: Tensor) -> Tensor:
+        """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks."""
+        columns, mine = self.place(ids if ids.dim() == 2 else ids[:, None])
+        if self.head.held == 0:
+            return torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
+        z = sum_of(f.at(columns) for f in self.factors)
+        if self.bias is not None:
+            z = z + self.bias[columns] * self.inner
+        if self.outer is not None:
+            z = torch.tanh(z) * self.outer
+        return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
+
+    def mean(self, sums: list[Tensor]) -> Tensor:
+        """The mean logit per token from the factors' summed entries; only without a softcap."""
+        total = sum_of(f.total(entry_sum) for f, entry_sum in zip(self.factors, sums, strict=True))
+        if self.bias is not None:
+            total = total + self.bias.sum() * _flat(self.inner)
+        return total / self.head.rows
+
+    def chain(self, slope: Tensor, z: Tensor | None = None) -> Tensor:
+        """dL/d(hW), (C,) or (C, k), from dL/dz: the row factor, and the softcap's derivative where `z` is given."""
+        wide = slope.dim() == 2
+        slope = slope * (self.slope if wide else _flat(self.slope))
+        if z is None or self.outer is None:
+            return slope
+        return slope * (1 - (z / (self.outer if wide else _flat(self.outer))).square())
+
+    def flatness(self, z: Tensor) -> Tensor:
+        """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
+        assert self.outer is not None
+        return (z / self.outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
+
+
+def sum_of(terms: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
+
+
+def _flat(x: float | Tensor) -> float | Tensor:
+    return x.squeeze(1) if isinstance(x, Tensor) else x
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b into `out`, with `out`'s precision."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out += a @ b, accumulated in `out`'s precision."""
+    if a.dtype == out.dtype:
+        return out.addmm_(a, b)
+    return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def weight_sum(weight: Tensor, compute: torch.dtype, operand: str = "") -> Tensor:
+    """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
+    weight = weight.detach()
+    if weight.dtype == compute and not operand:
+        return weight.sum(0)
+    cast = getattr(torch, operand) if operand else weight.dtype
+    total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
+    for part in weight.split(4096):
+        total += part.to(cast).to(compute).sum(0)
+    return total
+
+
+def mask_labels(z: Tensor, columns: Tensor) -> None:
+    """z[row, columns[row]] = MASK for the rows whose column lies in this slice; no synchronisation."""
+    width = z.shape[1]
+    inside = (columns >= 0) & (columns < width)
+    index = columns.clamp(0, width - 1)[:, None]
+    z.scatter_(1, index, torch.where(inside[:, None], MASK, z.gather(1, index)))

@@ -1,0 +1,118 @@
+# type: ignore  # Triton's language: its tensors have no types that a checker knows
+"""What the kernels share: functions with their digits kept, logits from products, sortable keys.
+
+Written for CUDA and for Triton's interpreter alike: no function of a device library.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ....algebra import fold as algebra
+
+MASK = tl.constexpr(algebra.MASK)
+EMPTY = tl.constexpr(algebra.EMPTY)
+TAKEN = tl.constexpr(-(2**63) + 1)  # below the key of every entry, and of every empty place
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1, its digits kept near 0."""
+    TERMS: tl.constexpr = 14 if x.dtype == tl.float64 else 7
+    small = tl.full(x.shape, 1.0, x.dtype)
+    for i in tl.static_range(TERMS - 1):
+        small = 1.0 + small * x * (1.0 / (TERMS - i))
+    return tl.where(tl.abs(x) < 0.35, small * x, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), its digits kept near 0: 2·artanh(x / (2 + x))."""
+    TERMS: tl.constexpr = 11 if x.dtype == tl.float64 else 5
+    s = x / (2.0 + x)
+    series = tl.zeros(x.shape, x.dtype)
+    for i in tl.static_range(TERMS):
+        series = series * s * s + 1.0 / (2 * (TERMS - i) - 1)
+    return tl.where(tl.abs(x) < 0.3, 2.0 * s * series, tl.log(1.0 + x))
+
+
+@triton.jit
+def logaddexp(x, y):
+    """log(e^x + e^y)."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL) + log1p(tl.exp(-tl.abs(x - y)))
+
+
+@triton.jit
+def tanh(x):
+    e = expm1(-2.0 * tl.abs(x))
+    y = -e / (e + 2.0)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def load_rows(x, field, n, rows, live):
+    """Row `field` of a (fields, n) array at some tokens."""
+    return tl.load(x + field * n + rows, mask=live, other=0.0)
+
+
+@triton.jit
+def logits(raw, heat, bias, n, rows, live, ids, inside, BIAS: tl.constexpr, CAP: tl.constexpr, RAW: tl.constexpr):
+    """z from the head's products: outer·tanh(late·raw + inner·bias), or without the tanh; as it is unless RAW."""
+    z = raw
+    if RAW:
+        z = z * load_rows(heat, 0, n, rows, live)[:, None]
+        if BIAS:
+            b = tl.load(bias + ids, mask=inside, other=0.0)
+            z += b[None, :] * load_rows(heat, 1, n, rows, live)[:, None]
+        if CAP:
+            z = tanh(z) * load_rows(heat, 2, n, rows, live)[:, None]
+    return z
+
+
+@triton.jit
+def minus_e(z, z_ref, shift, seen):
+    """z_ref - z + d0, 0 where both are -inf or nothing is to be seen."""
+    gap = z_ref - z
+    same = (z_ref == z) | (seen == 0)
+    return tl.where(same & ((gap != 0) | (seen == 0)), 0.0, gap + shift[:, None])
+
+
+@triton.jit
+def finite(z):
+    """z with MASK in the place of -inf. NaN stays, which tl.maximum would hide: a model that has diverged is seen."""
+    return tl.where(z < MASK, MASK, z)
+
+
+@triton.jit
+def times(weight, x):
+    """weight·x with 0·(±inf) = 0."""
+    return tl.where(weight == 0, 0.0, weight * x)
+
+
+@triton.jit
+def ordered(z):
+    """Whole numbers of 32 bits in the order of the logits."""
+    bits = (z + 0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(number):
+    """The logit that `ordered` made this number of."""
+    return (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def keys_of(z, ids):
+    """Whole numbers in the order of the logits, the lower id first among equal ones."""
+    return (ordered(z).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))[None, :]
+
+
+@triton.jit
+def mixture_logs(d, beta):
+    """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q."""
+    a = expm1(-tl.abs(d))
+    lower = log1p((1.0 - beta) * a)
+    log_p = tl.where(d >= 0, -log1p(beta * a), tl.minimum(d, 0.0) - lower)
+    return log_p, tl.where(d >= 0, log_p - tl.maximum(d, 0.0), -lower)

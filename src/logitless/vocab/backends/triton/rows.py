@@ -1,0 +1,67 @@
+"""`vocab.rows` as kernels: products with a few rows of a table per token, one launch each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import rows as plain
+from . import rows_kernels
+from .device import on
+
+kernels: Any = rows_kernels
+BLOCK = {"cpu": 1 << 14, "cuda": 1024}  # numbers of a row at a time
+
+
+def _fits(table: Tensor, cast: torch.dtype | None, *others: Tensor) -> bool:
+    """Whether the kernels read these as they are: rows of consecutive numbers, not rounded on the way."""
+    return cast in (None, table.dtype) and all(x.stride(-1) == 1 for x in (table, *others) if x.shape[-1] > 1)
+
+
+def dot(
+    x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`rows.dot`: a program for each of ids, (N, k)."""
+    if not _fits(table, cast, x) or ids.numel() == 0:
+        return plain.dot(x, table, ids, cast, dtype)
+    out = torch.empty(ids.shape, dtype=dtype or x.dtype, device=x.device)
+    with on(x.device):
+        kernels.dot[(ids.numel(),)](
+            x, x.stride(0), table.detach(), table.stride(0), ids.contiguous(), out, ids.shape[1], x.shape[1],
+            BLOCK=_block(x),
+        )  # fmt: skip
+    return out
+
+
+def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> None:
+    """`rows.add_weighted`: a program for each block of a token's row."""
+    if not _fits(table, cast, into) or ids.numel() == 0:
+        plain.add_weighted(into, weights, table, ids, cast)
+        return
+    width, block = into.shape[1], _block(into)
+    with on(into.device):
+        kernels.add_weighted[(ids.shape[0], triton.cdiv(width, block))](
+            into, into.stride(0), weights.contiguous(), table.detach(), table.stride(0), ids.contiguous(),
+            ids.shape[1], width, BLOCK=block,
+        )  # fmt: skip
+
+
+def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
+    """`rows.scatter`: ids are sorted, so that one program adds up what goes to a row, in the order of tokens."""
+    if not _fits(into, None, x) or ids.numel() == 0:
+        plain.scatter(weights, x, ids, into)
+        return
+    found = ids.flatten().sort(stable=True)
+    width, block = into.shape[1], _block(into)
+    with on(into.device):
+        kernels.scatter[(ids.numel(), triton.cdiv(width, block))](
+            into, into.stride(0), weights.contiguous(), x, x.stride(0), found.values, found.indices, ids.shape[1],
+            ids.numel(), width, BLOCK=block,
+        )  # fmt: skip
+
+
+def _block(x: Tensor) -> int:
+    return min(BLOCK[x.device.type], triton.next_power_of_2(max(1, x.shape[1])))

@@ -1,0 +1,126 @@
+# type: ignore  # Triton's language: its tensors have no types that a checker knows
+"""The kernels of the gradient: unfold a slice, jsd's second look, scaling by a number.
+
+As in `fold_kernels`, a program owns the rows that it writes. What they compute is the algebra of
+`algebra/stats.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times
+
+# The rows of a kernel's totals and of its slopes.
+TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
+SLOPES = ("p", "plogp", "pD", "pM", "p2", "q", "one")
+
+
+@triton.jit
+def look_again(
+    raw, ref_raw, raw_stride, ref_stride, out, labels, totals, n, width, start,
+    BETA: tl.constexpr, LABEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add a slice's shares of jsd and of KL(p‖M) to `out`, (2, n); the slice holds final logits."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < n
+    jsd = load_rows(out, 0, n, rows, live)
+    first = load_rows(out, 1, n, rows, live)
+    label = tl.full((ROWS,), -1, tl.int64)
+    if LABEL:
+        label = tl.load(labels + rows, mask=live, other=-1)
+    for column in range(0, width, BLOCK):
+        columns = column + tl.arange(0, BLOCK)
+        seen = live[:, None] & (columns < width)[None, :]
+        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=MASK)
+        y = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=MASK)
+        seen = seen & ((start + columns)[None, :] != label[:, None])
+        x = tl.where(seen, x, MASK)
+        y = tl.where(seen, y, MASK)
+        p = tl.exp((x - load_rows(totals, 0, n, rows, live)[:, None]) - load_rows(totals, 1, n, rows, live)[:, None])
+        q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
+        gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
+        log_p, log_q = mixture_logs(load_rows(totals, 3, n, rows, live)[:, None] - gap, BETA)
+        share = tl.where(p > 0, p * log_p, 0.0)
+        first += tl.sum(share, 1)
+        jsd += tl.sum((1.0 - BETA) * share + tl.where(q > 0, BETA * q * log_q, 0.0), 1)
+    tl.store(out + rows, jsd, mask=live)
+    tl.store(out + n + rows, first, mask=live)
+
+
+@triton.jit
+def unfold_slice(
+    raw, ref_raw, raw_stride, ref_stride, out, out_stride, totals, slopes, labels, heat, ref_heat, bias, ref_bias,
+    n, width, start, BETA: tl.constexpr,
+    RAW: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
+    REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr, PM: tl.constexpr,
+    P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dL/d(products) of a slice, 0 at the label but for δ, over the products themselves where `out` is narrower.
+
+    A narrower gradient's column c lies where column c/2 was: blocks go from left to right, each read before it is
+    written, so a row belongs to one program.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < n
+    label = tl.full((ROWS,), -1, tl.int64)
+    if LABEL:
+        label = tl.load(labels + rows, mask=live, other=-1)
+    m = load_rows(totals, 0, n, rows, live)
+    log_s = load_rows(totals, 1, n, rows, live)
+    base = load_rows(slopes, 0, n, rows, live)
+    for column in range(0, width, BLOCK):
+        columns = column + tl.arange(0, BLOCK)
+        ids = start + columns
+        inside = columns < width
+        seen = live[:, None] & inside[None, :]
+        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
+        x = finite(logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
+        counted = seen & (ids[None, :] != label[:, None])
+        log_p = (tl.where(counted, x, MASK) - m[:, None]) - log_s[:, None]
+        p = tl.exp(log_p)
+        total = tl.zeros((ROWS, BLOCK), raw.dtype.element_ty) + base[:, None]
+        z_ref = x
+        if REF:
+            z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=0.0)
+            z_ref = logits(z_ref, ref_heat, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
+            z_ref = finite(z_ref)
+        if PD or PM:
+            gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), counted)
+            d = load_rows(totals, 3, n, rows, live)[:, None] - gap
+            if PD:
+                total += load_rows(slopes, 2, n, rows, live)[:, None] * d
+            if PM:
+                log_share, _ = mixture_logs(d, BETA)
+                total += load_rows(slopes, 3, n, rows, live)[:, None] * log_share
+        if PLOGP:
+            total += load_rows(slopes, 1, n, rows, live)[:, None] * log_p
+        if P2:
+            total += load_rows(slopes, 4, n, rows, live)[:, None] * p
+        dz = times(p, total)
+        if Q:
+            m_ref = load_rows(totals, 4, n, rows, live)[:, None]
+            q = tl.exp((tl.where(counted, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
+            dz += q * load_rows(slopes, 5, n, rows, live)[:, None]
+        if CAP:
+            if ONE:
+                dz += load_rows(slopes, 6, n, rows, live)[:, None]
+            share = x / load_rows(heat, 2, n, rows, live)[:, None]
+            dz = tl.where(counted, dz * (1.0 - share * share), 0.0)
+        tl.debug_barrier()
+        tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def scale(x, factor, count, BLOCK: tl.constexpr):
+    """x times a number, in place; nothing is read or written where that is 1."""
+    by = tl.load(factor)
+    if by != 1.0:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for begin in range(start, count, step):
+            at = begin + tl.arange(0, BLOCK)
+            inside = at < count
+            y = tl.load(x + at, mask=inside, other=0.0).to(by.dtype) * by  # not by's bf16 rounding: a bias
+            tl.store(x + at, y.to(x.dtype.element_ty), mask=inside)

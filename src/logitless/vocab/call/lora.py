@@ -1,0 +1,108 @@
+"""A head's low-rank additions as one more product of the pass: low (N, R) · upᵀ (R, V).
+
+`low` is formed before the pass, by autograd, which so owns the gradients of a and the dropout masks; the pass gives
+the gradients of `low` and `up`. Several adapters stand side by side: R is the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..head.lm_head import LMHead
+from ..head.low_rank import LowRank
+from ..head.shard import VocabShard
+from ..ranks.collectives import first_on_all
+from .call import Inputs, compute_dtype, full_precision
+
+BLOCK = 2048  # tokens whose hidden states are widened at a time
+
+
+def with_low_rank(inputs: Inputs, head: LMHead, reference: LMHead | None) -> Inputs:
+    """The inputs with the adapters' products of the hidden states in them; the reference's are constants."""
+    if head.adapters:
+        inputs = inputs._replace(low=_low(inputs.hidden, head))
+    if reference is not None and reference.adapters and inputs.ref_hidden is not None:
+        with torch.no_grad():
+            inputs = inputs._replace(ref_low=_low(inputs.ref_hidden, reference))
+    return inputs
+
+
+def stand_in(inputs: Inputs, head: LMHead) -> Inputs:
+    """The inputs with an empty `low` that requires a gradient where the real one would."""
+    if inputs.up is None:
+        return inputs
+    trained = inputs.hidden.requires_grad or any(x.a.requires_grad for x in head.adapters)
+    low = inputs.hidden.new_empty(0, inputs.up.shape[1])
+    return inputs._replace(low=low.requires_grad_(trained and torch.is_grad_enabled()))
+
+
+def up_of(head: LMHead) -> Tensor | None:
+    """The adapters' b side by side, (V, R); the very tensor where there is one."""
+    if not head.adapters:
+        return None
+    parts = [x.b for x in head.adapters]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _low(hidden: Tensor, head: LMHead) -> Tensor:  # (N, R)
+    parts = [_scaled(hidden, x, head.shard) for x in head.adapters]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None) -> Tensor:
+    """scaling · dropout(hidden) · aᵀ in the compute dtype."""
+    keep = generator = None
+    if x.dropout and shard is not None:  # one mask for all ranks
+        seed = torch.randint(2**63 - 1, (1,), device=hidden.device)
+        generator = torch.Generator(hidden.device).manual_seed(int(first_on_all(seed, shard)))
+    if x.dropout:
+        keep = torch.empty(hidden.shape, dtype=torch.bool, device=hidden.device)
+        keep.bernoulli_(1 - x.dropout, generator=generator)
+    with full_precision(hidden.device.type):
+        if torch.compiler.is_compiling():
+            low = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()
+        else:
+            low = _Shrink.apply(hidden, x.a, keep)
+    return low * (x.scaling / (1 - x.dropout))  # pyright: ignore[reportOperatorIssue]
+
+
+def _widened(hidden: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return hidden.to(dtype) if keep is None else hidden.to(dtype) * keep
+
+
+def _blocks(n: int) -> Iterator[slice]:
+    return (slice(start, start + BLOCK) for start in range(0, n, BLOCK))
+
+
+class _Shrink(torch.autograd.Function):
+    """(hidden · keep) · aᵀ in the compute dtype; keeps its operands for backward as they are, not widened."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden, a, keep)
+        dtype = compute_dtype(hidden)
+        low, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
+        for rows in _blocks(hidden.shape[0]):
+            kept = None if keep is None else keep[rows]
+            torch.mm(_widened(hidden[rows], kept, dtype), wide, out=low[rows])
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, a, keep = ctx.saved_tensors
+        to_hidden, to_a = ctx.needs_input_grad[:2]
+        wide = a.to(up.dtype)
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_a = torch.zeros_like(wide) if to_a else None
+        with full_precision(hidden.device.type):
+            for rows in _blocks(hidden.shape[0]):
+                kept = None if keep is None else keep[rows]
+                if d_hidden is not None:
+                    d_hidden[rows] = _widened(up[rows] @ wide, kept, up.dtype)
+                if d_a is not None:
+                    d_a.addmm_(up[rows].t(), _widened(hidden[rows], kept, up.dtype))
+        return d_hidden, None if d_a is None else d_a.to(a.dtype), None

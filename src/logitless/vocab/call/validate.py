@@ -1,0 +1,281 @@
+"""What a call's tensors and options must be, and how they become a flat problem."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ...algebra.costs import DEFAULT_BUDGET
+from ...algebra.options import check_ignore_index, check_numbers, check_want
+from ...algebra.stats import STATISTICS
+from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
+from ..head.lm_head import LMHead
+from ..head.sparse import BOUNDED
+from .call import Inputs, Spec, capturing, has_autocast
+from .choice import choose
+from .lora import up_of
+
+if TYPE_CHECKING:
+    from .call import Spec
+
+
+class Options(TypedDict, total=False):
+    """The options of the pass, shared by `token_stats`, `token_loss` and `explain`; see `token_stats`."""
+
+    want: tuple[str, ...]
+    temperature: float | Tensor
+    ignore_index: int
+    top_k: int
+    candidates: Tensor | None
+    reference: tuple[Tensor, LMHead] | None
+    jsd_beta: float
+    memory_budget: int | None
+    backend: str | None
+
+
+REFERENCE = ("ref_weight", "ref_bias", "ref_up")  # constants
+DEFAULTS: Options = {
+    "want": ("logprob",),
+    "temperature": 1.0,
+    "ignore_index": -100,
+    "top_k": 0,
+    "candidates": None,
+    "reference": None,
+    "jsd_beta": 0.5,
+    "memory_budget": None,
+    "backend": None,
+}
+
+
+def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
+    """The checked call: options as a `Spec`, tensors with their leading dimensions flattened; `low` is to come."""
+    _refuse_functorch()
+    o = _with_defaults(options)
+    lead = _check_hidden("hidden", hidden, head)
+    _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
+    n = math.prod(lead)
+    want = check_want(o["want"], labels is not None, o["reference"] is not None)
+    check_ignore_index(o["ignore_index"])
+    check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
+    if labels is not None:
+        labels = _check_ids("labels", labels, lead, hidden).reshape(n)
+    candidates = _check_candidates(o["candidates"], lead, hidden)
+    number, tensor = _check_temperature(o["temperature"], lead, hidden)
+    ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
+    cast = _autocast_dtype(hidden)
+    sparse = head.sparse if torch.is_grad_enabled() else None
+    if cast is not None:
+        hidden = hidden.to(cast)
+        ref_hidden = None if ref_hidden is None else ref_hidden.to(cast)
+    spec = Spec(
+        want,
+        number,
+        o["ignore_index"],
+        o["top_k"],
+        float(o["jsd_beta"]),
+        int(o["memory_budget"] or DEFAULT_BUDGET),
+        choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
+        *_transform(head),
+        *_transform(ref_head),
+        operand="" if cast is None else str(cast).removeprefix("torch."),
+        shard="" if head.shard is None else head.shard.key,
+        sparse=sparse,
+    )
+    hidden = hidden.reshape(n, head.hidden_size)
+    inputs = Inputs(hidden, head.weight, head.bias, None, up_of(head), labels, tensor, candidates, ref_hidden)
+    if ref_head is not None:
+        with torch.no_grad():
+            rows, up = _alongside(head, ref_head), up_of(ref_head)
+        weight, bias, up = (None if x is None else x[rows] for x in (ref_head.weight, ref_head.bias, up))
+        inputs = inputs._replace(ref_weight=weight, ref_bias=bias, ref_up=up)
+    return spec, inputs._replace(**{name: _constant(getattr(inputs, name)) for name in REFERENCE})
+
+
+def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
+    """The loss function's own inputs, (N, ...) each."""
+    lead = hidden.shape[:-1]
+    if not isinstance(inputs, tuple | list):
+        got = "one tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise DtypeError(f"inputs: expected a tuple of tensors, got {got}; pass inputs=(tensor,)")
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"inputs: expected tensors of labels' shape, got {type(x).__name__}; close over constants")
+        if x.shape[: len(lead)] != lead:
+            raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
+        if x.device != hidden.device:
+            raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
+    _refuse_duals(*inputs)
+    return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
+
+
+def check_logits(logsumexp: Tensor) -> None:
+    """Raise NotFiniteError where a token's logits are NaN, +inf, or all -inf."""
+    if not logsumexp.isfinite().all():
+        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
+
+
+def _constant(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _refuse_functorch() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise GradientError(
+            "logitless: expected plain tensors, got a call under torch.func (grad, vjp, jvp, vmap); "
+            "use torch.autograd.grad and a batch dimension, or the dense oracle (logitless.vocab.reference)"
+        )
+
+
+def _refuse_duals(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise GradientError(
+            "logitless: expected plain tensors, got a dual one of forward-mode differentiation, whose tangent would be "
+            "lost; use torch.autograd.grad, or the dense oracle (logitless.vocab.reference)"
+        )
+
+
+def _with_defaults(options: Options) -> dict[str, Any]:
+    for name in options:
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(name, DEFAULTS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(DEFAULTS)}"
+            raise OptionError(f"options: no option is called {name!r}; {hint}")
+    return {**DEFAULTS, **options}
+
+
+def _transform(head: LMHead | None) -> tuple[float, float, int]:
+    """A head's (scale, softcap, vocab_size) as `Spec` holds them."""
+    return (1.0, 0.0, 0) if head is None else (float(head.scale), head.softcap or 0.0, head.vocab_size or 0)
+
+
+def _alongside(head: LMHead, reference: LMHead) -> slice:
+    """The reference's rows that lie beside the head's own: all, or of a whole head those of this rank."""
+    if head.shard is None and reference.shard is None:
+        return slice(None)
+    if head.shard is not None and reference.shard is None:
+        return slice(head.first, head.first + head.weight.shape[0])
+    here, there = ((x.shard and x.shard.name, x.first, x.held) for x in (head, reference))
+    if here != there:
+        raise ConfigError(
+            f"reference: expected its rows sharded as the head's (group, first, rows) = {here}, or whole, got {there}; "
+            "shard both alike"
+        )
+    return slice(0, head.held)
+
+
+def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
+    if not isinstance(head, LMHead):
+        raise DtypeError(f"head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)")
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise DtypeError(f"{name}: expected a floating-point tensor, got {got}")
+    if hidden.dim() == 0 or hidden.shape[-1] != head.hidden_size:
+        raise ShapeError(
+            f"{name}: expected (..., {head.hidden_size}), the width of the head's weight "
+            f"{tuple(head.weight.shape)}, got {tuple(hidden.shape)}"
+        )
+    if hidden.device != head.weight.device:
+        raise DeviceError(f"{name} is on {hidden.device}, the head on {head.weight.device}; move one of them")
+    return tuple(hidden.shape[:-1])
+
+
+def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: Tensor) -> Tensor | None:
+    if candidates is None:
+        return None
+    if not isinstance(candidates, Tensor):
+        raise DtypeError(f"candidates: expected integer ids in a tensor, got {type(candidates).__name__}")
+    if candidates.dim() != len(lead) + 1:
+        raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
+    width = candidates.shape[-1]
+    return _check_ids("candidates", candidates, (*lead, width), hidden).reshape(math.prod(lead), width)
+
+
+def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        hint = "; probability targets are not supported: see losses.soft_targets" if name == "labels" else ""
+        raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")
+    if tuple(ids.shape) != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {tuple(ids.shape)}")
+    if ids.device != hidden.device:
+        raise DeviceError(f"{name} is on {ids.device}, hidden on {hidden.device}; move one of them")
+    return ids.long()
+
+
+def _check_temperature(
+    temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor
+) -> tuple[float, Tensor | None]:
+    if not isinstance(temperature, Tensor):
+        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+            raise OptionError(f"temperature: expected a positive number or tensor, got {temperature!r}")
+        return float(temperature), None
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
+    unread = torch.compiler.is_compiling() or capturing(hidden)
+    if not unread and not bool(((temperature > 0) & (temperature < math.inf)).all()):
+        raise OptionError(
+            "temperature: expected positive values everywhere, got some that are zero, negative, infinite or NaN"
+        )
+    try:
+        expanded = temperature.detach().to(hidden.device).expand(lead)
+    except RuntimeError:
+        raise ShapeError(
+            f"temperature: expected a number or a shape that broadcasts to {lead}, got {tuple(temperature.shape)}"
+        ) from None
+    return 1.0, expanded.reshape(math.prod(lead))
+
+
+def _check_reference(
+    reference: tuple[Tensor, LMHead] | None, lead: tuple[int, ...], head: LMHead, hidden: Tensor
+) -> tuple[Tensor | None, LMHead | None]:
+    if reference is None:
+        return None, None
+    if not (isinstance(reference, tuple) and len(reference) == 2):
+        raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
+    ref_hidden, ref_head = reference
+    ref_lead = _check_hidden("reference hidden", ref_hidden, ref_head)
+    if ref_lead != lead:
+        raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
+    if ref_head.rows != head.rows:
+        raise ShapeError(
+            f"reference: expected a head over the same vocabulary ({head.rows} entries), got {ref_head.rows}; "
+            "set vocab_size on both"
+        )
+    if ref_hidden.device != hidden.device:
+        raise DeviceError(f"reference is on {ref_hidden.device}, hidden on {hidden.device}; move one of them")
+    return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def check(spec: Spec, reference: bool, capturing: bool) -> None:
+    """Raise OptionError where a call's gradient cannot be bounded, or not made without waiting."""
+    wrong = [name for name in spec.want if not STATISTICS[name].bases <= BOUNDED]
+    if spec.softcap:  # the same slope for all entries is not the same behind it
+        wrong += [name for name in spec.want if "zsum" in STATISTICS[name].sums]
+    if wrong:
+        raise OptionError(
+            f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
+            f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
+        )
+    if reference:
+        raise OptionError("sparse: expected no reference, got one; pass a head without sparse")
+    if spec.shard:
+        raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")
+    if spec.backend != "eager":
+        raise OptionError(f"sparse: expected backend 'eager', got {spec.backend!r}; leave backend out")
+    if capturing:
+        raise OptionError("sparse: expected no CUDA graph, got one being captured; pass a head without sparse")

@@ -1,0 +1,1 @@
+"""What turns hidden states into logits: `LMHead`, LoRA factors, shards, and how a model's head is found."""

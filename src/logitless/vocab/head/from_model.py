@@ -1,0 +1,127 @@
+"""`LMHead.of`: finding a model's output head, and what its forward does to the logits afterwards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from .lm_head import LMHead
+from .peft import class_of, parts_of, unwrapped
+
+MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+DIVIDES = ("logits_scaling",)
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+TRIMS = "unpadded_vocab_size"  # the rows that are left where a model cuts its padding off
+# Models by type. Some have a transform in their configuration that their forward leaves out, or applies before the
+# head (MiniCPM3) ...
+LEAVES_OUT = frozenset({"mpt", "minicpm3", "gemma3", "aya_vision", "cohere2_vision"})
+# ... of those around a text model, these apply the text model's ...
+APPLIES_TEXT = frozenset(
+    {
+        "cohere_compass", "diffusion_gemma", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision",
+        "granite_docling", "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer",
+        "muse_spark", "paligemma",
+    }
+)  # fmt: skip
+# ... and some do what no head here does.
+REFUSED = {
+    "chameleon": "masks the logits of image tokens",
+    "gemma4_assistant": "has logits for some of its vocabulary only",
+    "gemma4_unified_assistant": "has logits for some of its vocabulary only",
+}
+# Whose forward hooks on a head gather its weight, make, move or watch it, and leave the logits as they are.
+HARMLESS_HOOKS = (
+    "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "deepspeed", "accelerate", "transformers", "trl",
+    "logitless",
+)  # fmt: skip
+
+
+def head_of(module: nn.Module) -> LMHead:
+    """The head of a model or a head layer; see `LMHead.of`."""
+    module = unwrapped(module)
+    find = getattr(module, "get_output_embeddings", None)
+    if find is None:
+        if not _is_layer(module):
+            raise ConfigError(
+                f"LMHead.of: {type(module).__name__} is no nn.Linear and has no get_output_embeddings(); "
+                "pass LMHead(weight, bias)"
+            )
+        _refuse_hooks(module)
+        weight, bias, adapters = parts_of(module)
+        return LMHead(weight, bias, adapters=adapters)
+    layer = find()
+    if layer is None:
+        raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
+    _refuse_hooks(layer)
+    weight, bias, adapters = parts_of(unwrapped(layer))
+    scale, softcap, rows = _transforms(module)
+    rows = None if rows is None or rows >= weight.shape[0] else rows
+    return LMHead(weight, bias, scale=scale, softcap=softcap, vocab_size=rows, adapters=adapters)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer or wraps one, and not a whole model."""
+    return isinstance(module, nn.Linear) or hasattr(module, "base_layer") or hasattr(module, "original_module")
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    """ConfigError where a forward hook may change what the head is called with or returns."""
+    if torch.compiler.is_compiling():
+        return  # a graph cannot ask where a function was written
+    for part in layer.modules():
+        for kind, hooks in (("pre-hook", part._forward_pre_hooks), ("hook", part._forward_hooks)):
+            for hook in hooks.values():
+                whose = _origin(hook)
+                if not any(whose == known or whose.startswith(f"{known}.") for known in HARMLESS_HOOKS):
+                    raise ConfigError(
+                        f"LMHead.of: the output head has a forward {kind} of {whose}, which may change its logits; "
+                        "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
+                    )
+
+
+def _origin(hook: Any) -> str:
+    """The module that a hook was written in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__module__", "") or ""
+
+
+def _transforms(model: Any) -> tuple[float, float | None, int | None]:
+    """(scale, softcap, vocab_size) that the model's forward applies to its logits."""
+    name, config = class_of(model).__name__, getattr(model, "config", None)
+    if config is None:
+        raise ConfigError(f"LMHead.of: {name} has no config to read softcap and scale from; pass LMHead(weight, bias)")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"LMHead.of: {name} is an encoder-decoder; pass LMHead(weight, bias, scale)")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kind = getattr(config, "model_type", "")
+    if kind in REFUSED:
+        raise ConfigError(f"LMHead.of: {name} {REFUSED[kind]}; pass LMHead(weight, bias) if your loss does not")
+    if kind in LEAVES_OUT:
+        return 1.0, None, None
+    scale, softcap, rows = _scale(text), _softcap(text), getattr(text, TRIMS, None)
+    if text is not config and kind not in APPLIES_TEXT and (scale, softcap, rows) != (1.0, None, None):
+        raise ConfigError(
+            f"LMHead.of: {name} holds a text model with scale {scale}, softcap {softcap} and {rows or 'all'} rows, and "
+            "whether it applies them is not known; pass LMHead(weight, bias, scale, softcap, vocab_size)"
+        )
+    return scale, softcap, rows
+
+
+def _scale(config: Any) -> float:
+    scale = 1.0
+    for name in MULTIPLIES + DIVIDES:
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        divides = name in DIVIDES and not getattr(config, "model_type", "").startswith("hyperclovax")
+        scale = scale / float(value) if divides else scale * float(value)
+    return scale
+
+
+def _softcap(config: Any) -> float | None:
+    return next((float(c) for name in SOFTCAPS if (c := getattr(config, name, None))), None)

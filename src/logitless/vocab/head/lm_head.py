@@ -1,0 +1,182 @@
+"""`LMHead`: what turns a hidden state into logits, without doing it; `LowRank`: what LoRA adds to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from .low_rank import LowRank, _check_whole
+from .shard import VocabShard, is_dtensor, localised
+from .sparse import SparseBackward
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """A language-model head: z = softcap(scale · (h · Wᵀ + b + adapters)) over the first `vocab_size` rows of W.
+
+    Dense equivalent:
+
+        z = F.linear(hidden, weight[:vocab_size], bias[:vocab_size])
+        z = scale * (z + sum(x.scaling * F.dropout(hidden, x.dropout) @ x.a.T @ x.b[:vocab_size].T for x in adapters))
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+
+    weight: (V, H), any floating dtype. bias: (V,) or None. adapters: `LowRank` additions, which stay factors: no
+    (V, H) product of them is formed. Rows of W past `vocab_size` (padding) do not exist: they get no probability
+    and no gradient. Holds references, copies nothing.
+    shard: where the vocabulary is split over ranks, which rows weight, bias and the adapters' b are; vocab_size counts
+    those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
+    bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
+    sparse: leaves out of backward what its bound allows, and says what; None: nothing.
+    Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise or
+    quantised.
+    """
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+    adapters: tuple[LowRank, ...] = ()
+    shard: VocabShard | None = None
+    sparse: SparseBackward | None = None
+
+    def __post_init__(self) -> None:
+        self._localise()
+        _check_weight(self.weight, self.shard)
+        _check_bias(self.bias, self.weight)
+        _check_adapters(self.adapters, self.weight)
+        rows, size = self.padded_rows, self.vocab_size
+        if size is not None and not (isinstance(size, int) and 1 <= size <= rows):
+            raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size}")
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
+        if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
+            raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
+        if self.sparse is not None and not isinstance(self.sparse, SparseBackward):
+            raise OptionError(f"LMHead: sparse must be a SparseBackward or None, got {type(self.sparse).__name__}")
+
+    @property
+    def rows(self) -> int:
+        """The number of vocabulary entries that exist, on all ranks."""
+        return self.vocab_size if self.vocab_size is not None else self.padded_rows
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of the weight, on all ranks, whether they exist or not."""
+        return self.weight.shape[0] if self.shard is None else self.shard.total
+
+    @property
+    def first(self) -> int:
+        """The vocabulary id of the weight's first row here."""
+        return 0 if self.shard is None else self.shard.offset
+
+    @property
+    def held(self) -> int:
+        """How many of the weight's rows here exist."""
+        return min(self.weight.shape[0], max(0, self.rows - self.first))
+
+    def _localise(self) -> None:
+        """Put a DTensor's local rows in its place."""
+        if not is_dtensor(self.weight) or self.shard is not None:
+            return
+        weight, shard = localised("LMHead: weight", self.weight)
+        if self.bias is not None:
+            if not is_dtensor(self.bias):
+                raise ConfigError("LMHead: bias must be a DTensor with Shard(0), as weight is, got a plain tensor")
+            object.__setattr__(self, "bias", localised("LMHead: bias", self.bias)[0])
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "shard", shard)
+        if isinstance(self.adapters, tuple):
+            object.__setattr__(self, "adapters", tuple(map(_localised_adapter, self.adapters)))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @classmethod
+    def of(cls, module: nn.Module, *, sparse: SparseBackward | None = None) -> LMHead:
+        """The head of a model or of its head layer: weight, bias, tied embedding, softcap, scale, LoRA factors.
+
+        Dense equivalent: `z` of the returned head equals `module(hidden)` or `model(...).logits`, padded rows
+        included where the model itself gives them logits; with LoRA dropout where the layer is training.
+        hidden is what the model calls its head with, as `logitless.hidden_states` returns it: mostly the body's
+        last_hidden_state (MiniCPM3 and Inkling divide that first, BERT transforms it).
+        module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
+        `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
+        every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
+        it does not know (DoRA, other adapters, quantised, sharded, with forward hooks), which it never ignores.
+        """
+        from .from_model import head_of  # lookup builds an LMHead
+
+        found = head_of(module)
+        return found if sparse is None else replace(found, sparse=sparse)
+
+
+def place(ids: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
+    """(rows here, whether these are the entries) for vocabulary ids, of `held` rows from id `first` on."""
+    rows = ids - first
+    return rows.clamp(0, max(0, held - 1)), (rows >= 0) & (rows < held)
+
+
+def _localised_adapter(x: LowRank) -> LowRank:
+    """The adapter of a head that is a DTensor: a whole on every rank, and of b the rows that are here."""
+    a, b = x.a, x.b
+    if is_dtensor(a):
+        placements: Any = a.placements  # pyright: ignore[reportAttributeAccessIssue]
+        if any(type(each).__name__ != "Replicate" for each in placements):
+            raise ConfigError(f"LowRank: a is sharded as {tuple(placements)}, expected Replicate(); redistribute it")
+        a = a.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return replace(x, a=a, b=localised("LowRank: b", b)[0] if is_dtensor(b) else b)
+
+
+def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
+    if isinstance(weight, Tensor):
+        _check_whole("LMHead: weight", weight)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
+    if not weight.is_floating_point():
+        raise DtypeError(f"LMHead: weight must be floating point, got {weight.dtype}; dequantise it first")
+    if shard is None and weight.shape[0] == 0:
+        raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
+    if shard is not None and shard.offset + weight.shape[0] > shard.total:
+        raise ShapeError(
+            f"LMHead: weight has {weight.shape[0]} rows from row {shard.offset} on, expected at most {shard.total} on "
+            "all ranks; give VocabShard the offset of this rank's first row and the total"
+        )
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
+    _check_whole("LMHead: bias", bias)
+    rows = weight.shape[0]
+    if tuple(bias.shape) != (rows,):
+        raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")
+    if bias.device != weight.device:
+        raise DeviceError(f"LMHead: bias is on {bias.device}, weight on {weight.device}; move one")
+
+
+def _check_adapters(adapters: tuple[LowRank, ...], weight: Tensor) -> None:
+    if not isinstance(adapters, tuple) or not all(isinstance(x, LowRank) for x in adapters):
+        got = type(adapters).__name__ if isinstance(adapters, LowRank) or not adapters else "something else"
+        raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
+    rows, width = weight.shape
+    for x in adapters:
+        _check_whole("LowRank: a", x.a)
+        _check_whole("LowRank: b", x.b)
+        if x.b.shape[0] != rows or x.a.shape[1] != width:
+            raise ShapeError(
+                f"LMHead: an adapter of a weight {(rows, width)} needs a (rank, {width}) and b ({rows}, rank), "
+                f"got {tuple(x.a.shape)} and {tuple(x.b.shape)}"
+            )
+        if x.a.device != weight.device:
+            raise DeviceError(f"LMHead: an adapter is on {x.a.device}, weight on {weight.device}; move one")

@@ -1,0 +1,59 @@
+"""`LowRank`: what LoRA adds to a head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from torch import Tensor
+
+from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from .shard import is_dtensor
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A low-rank addition to a head's product: scaling · (dropout(h) · aᵀ) · bᵀ.
+
+    Dense equivalent:
+
+        z = F.linear(hidden, weight) + scaling * F.linear(F.linear(F.dropout(hidden, dropout), a), b)
+
+    a: (R, H), b: (V, R), floating, trained or not; dropout: the share of hidden's elements that are left out, 0
+    outside training. Holds references, copies nothing. Raises ShapeError, DtypeError, DeviceError, OptionError.
+    LoRA: Hu et al., arXiv 2106.09685.
+    """
+
+    a: Tensor  # (R, H)
+    b: Tensor  # (V, R)
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, x in (("a", self.a), ("b", self.b)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
+            if not is_dtensor(x):  # what the head makes of one is known with its weight
+                _check_whole(f"LowRank: {name}", x)
+        a, b = tuple(self.a.shape), tuple(self.b.shape)
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
+            raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
+        if self.a.device != self.b.device:
+            raise DeviceError(f"LowRank: a is on {self.a.device}, b on {self.b.device}; move one")
+        if not isinstance(self.scaling, Real) or not math.isfinite(self.scaling):
+            raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
+        if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
+            raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
+
+
+def _check_whole(name: str, x: Tensor) -> None:
+    """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
+    if type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
+        raise ConfigError(
+            f"{name} is sharded (FSDP2, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
+            "module's own forward, as logitless.install does, or gather the parameter first"
+        )
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")

@@ -1,0 +1,92 @@
+"""`VocabShard`: which rows of a head this rank holds. A DTensor's own placement says it as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class VocabShard:
+    """The rows that this rank holds of a head whose vocabulary is split over the ranks of a group.
+
+    Dense equivalent:
+
+        weight = torch.cat(all ranks' weights, in the order of their offsets)  # (total, H)
+
+    group: a process group, or a device mesh with `dim`, the name of the mesh's dimension that the rows are split
+    over (not needed where there is one). offset: the vocabulary id of this rank's first row; total: the rows of all
+    ranks, padding included. Shards may differ in size or be empty; together they hold every row once, which is
+    checked when the ranks first meet in a call. Raises ConfigError, OptionError.
+    """
+
+    group: ProcessGroup | DeviceMesh
+    offset: int
+    total: int
+    dim: str | None = None
+    name: str = field(init=False, repr=False)  # of the process group, by which it is found again
+    key: str = field(init=False, repr=False)  # the shard as a string, which goes where a process group cannot
+
+    def __post_init__(self) -> None:
+        for name, x in (("offset", self.offset), ("total", self.total)):
+            if isinstance(x, bool) or not isinstance(x, int) or x < 0:
+                raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
+        object.__setattr__(self, "name", process_group("VocabShard", self.group, self.dim).group_name)
+        object.__setattr__(self, "key", f"{self.name}@{self.offset}@{self.total}")
+
+    @classmethod
+    def parse(cls, key: str) -> VocabShard:
+        """The shard whose `key` this is."""
+        name, offset, total = key.rsplit("@", 2)
+        return cls(group_named(name), int(offset), int(total))
+
+
+def group_named(name: str) -> Any:
+    """The process group that has this name, which goes where a group cannot."""
+    from torch.distributed import distributed_c10d as c10d
+
+    find: Any = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return find(name)
+
+
+def process_group(what: str, group: Any, dim: str | None) -> Any:
+    """The process group that `group` is, or that a mesh has along `dim`. Raises ConfigError."""
+    if dim is None and getattr(group, "group_name", None) is not None:  # what torch 2.11 can ask in a compiled caller
+        return group
+    if dim is None and not hasattr(group, "mesh_dim_names"):
+        got = type(group).__name__
+        raise ConfigError(f"{what}: group must be a process group that this rank is in, or a mesh; got {got}")
+    names = getattr(group, "mesh_dim_names", None) or ()
+    if dim is not None and dim not in names:
+        found = ", ".join(map(repr, names)) or "no named dimension"
+        raise ConfigError(f"{what}: expected a mesh with a dimension {dim!r}, got one with {found}")
+    if dim is None and group.ndim != 1:
+        raise ConfigError(f"{what}: expected dim, one of the mesh's {group.ndim} dimensions {tuple(names)}")
+    return group.get_group(dim)
+
+
+def is_dtensor(x: object) -> bool:
+    return type(x).__name__ == "DTensor" and hasattr(x, "placements")
+
+
+def localised(name: str, x: Any) -> tuple[Tensor, VocabShard]:
+    """A DTensor's local rows, differentiable, and which they are. Raises ConfigError."""
+    from torch.distributed import get_rank, get_world_size
+
+    placements, mesh = x.placements, x.device_mesh
+    if len(placements) != 1 or type(placements[0]).__name__ != "Shard" or placements[0].dim != 0:
+        raise ConfigError(
+            f"{name} is sharded as {tuple(placements)} over a mesh of {mesh.ndim} dimensions, expected Shard(0) over "
+            "one; call the pass inside the head module's own forward, as logitless.install does, or redistribute it"
+        )
+    group = mesh.get_group()
+    total, each = x.shape[0], -(-x.shape[0] // get_world_size(group))  # as torch.chunk splits
+    return x.to_local(), VocabShard(group, min(total, each * get_rank(group)), total)

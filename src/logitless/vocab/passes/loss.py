@@ -1,0 +1,182 @@
+"""`token_loss` and cross-entropy: a chunk's loss is known with its numbers, so its gradient is formed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...errors import GradientError, ShapeError
+from ...losses import supervised
+from ..call.call import Inputs, Needs, Problem, Spec, settled
+from ..stats import TokenStats
+from .autograd import FormedLoss, attach, needs_of, stats
+from .engine import loss_gradients
+
+LossFn = Callable[..., Tensor]
+
+
+def chunked_loss(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
+    """Σ over tokens of loss_fn(stats, *extra), or its mean over the tokens that count."""
+    inputs, counted = settled(spec, inputs)
+    needs = needs_of(inputs)
+    problem = Problem.checked(spec, inputs)
+    caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None, counted))
+    return _finish(problem, needs, caller, extra, caller.extra_grads)
+
+
+def chunked_cross_entropy(
+    spec: Spec, inputs: Inputs, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
+) -> Tensor:
+    """Cross-entropy over all tokens, with its slopes in closed form."""
+    inputs, counted = settled(spec, inputs)
+    needs = needs_of(inputs)
+    problem = Problem.checked(spec, inputs)
+    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
+    return _finish(problem, needs, evaluator, (), [])
+
+
+def loss_of_each(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...]) -> Tensor:
+    """loss_fn's value for every token, 0 where ignored; loss_fn sees only the tokens that count."""
+    inputs, counted = settled(spec, inputs)
+    problem = Problem.of(spec, inputs)
+    every = slice(None)
+    numbers = {name: problem.rows(x, every) for name, x in stats(spec, inputs).items()}
+    loss = loss_fn(TokenStats(numbers), *(problem.rows(x, every) for x in extra))
+    _check_loss(loss, problem.n_tokens)
+    if problem.index is None:
+        return loss if counted is None else torch.where(counted, loss, 0)
+    return loss.new_zeros(inputs.hidden.shape[0]).index_put((problem.index,), loss)
+
+
+def _finish(
+    problem: Problem,
+    needs: Needs,
+    evaluate: CrossEntropy | _Caller,
+    extra: tuple[Tensor, ...],
+    extra_grads: list[Tensor | None],
+) -> Tensor:
+    with torch.no_grad():
+        formed = FormedLoss(problem.spec, problem.index, needs, *loss_gradients(problem, needs, evaluate))
+    if not (needs.any or any(g is not None for g in extra_grads)):
+        return evaluate.total
+    return attach(formed, evaluate.total, problem.inputs, extra, extra_grads)
+
+
+def reduction_scale(problem: Problem, mean: bool, denominator: Tensor | None, counted: Tensor | None = None) -> Tensor:
+    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `counted` says which count."""
+    like = {"dtype": problem.compute, "device": problem.inputs.hidden.device}
+    ones = torch.ones((), **like) if counted is None else counted.to(problem.compute)
+    if not mean:
+        return ones
+    if denominator is not None:
+        return ones / denominator.detach().to(**like)
+    if counted is not None:
+        return ones / ones.sum().clamp(min=1)
+    return torch.full((), 1 / max(problem.n_tokens, 1), **like)
+
+
+def _of_rows(scale: Tensor, rows: slice) -> Tensor:
+    """`reduction_scale` of some tokens."""
+    return scale[rows] if scale.dim() else scale
+
+
+def cross_entropy_of(stats: TokenStats, smoothing: float, z_loss: float) -> Tensor:
+    """The per-token loss of `linear_cross_entropy`."""
+    loss = supervised.nll(stats.logprob)
+    if smoothing:
+        loss = supervised.label_smoothing(stats.logprob, stats.logsumexp, stats.mean_logit, smoothing)
+    return loss + supervised.z_loss(stats.logsumexp, z_loss) if z_loss else loss
+
+
+def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
+    """The statistics that it reads."""
+    lse = ("logsumexp",) if smoothing or z_loss else ()
+    return ("logprob", *lse, *(("mean_logit",) if smoothing else ()))
+
+
+class CrossEntropy:
+    """Evaluates cross-entropy and its slopes; closed form, since inside a custom operator autograd is off."""
+
+    def __init__(self, smoothing: float, z_loss: float, scale: Tensor) -> None:
+        self.smoothing, self.z_loss, self.scale = smoothing, z_loss, scale
+        self.total = scale.new_zeros(())
+
+    def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen = TokenStats(stats)
+        scale = _of_rows(self.scale, rows).expand_as(seen.logprob)
+        self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * scale).sum()
+        slope = {"logprob": (self.smoothing - 1) * scale}
+        if self.smoothing or self.z_loss:
+            slope["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
+        if self.smoothing:
+            slope["mean_logit"] = -self.smoothing * scale
+        return slope
+
+
+class _Caller:
+    """Evaluates the caller's loss function on a chunk and differentiates it with respect to the chunk's numbers."""
+
+    def __init__(
+        self, loss_fn: LossFn, problem: Problem, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor
+    ) -> None:
+        self.loss_fn, self.problem, self.extra, self.needs, self.scale = loss_fn, problem, extra, needs, scale
+        self.differentiate = torch.is_grad_enabled()
+        # in the compute dtype: fp16 would underflow before the loss scale arrives
+        self.extra_grads: list[Tensor | None] = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, scale.dtype))
+            if self.differentiate and x.requires_grad
+            else None
+            for x in extra
+        ]
+        self.total = scale.new_zeros(())
+
+    def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(self.differentiate):
+            leaves = {
+                name: x.detach().requires_grad_(self.needs.any and x.is_floating_point()) for name, x in stats.items()
+            }
+            parts = []
+            for x, full in zip(self.extra, self.extra_grads, strict=True):
+                part = self.problem.rows(x.detach(), rows)
+                parts.append(part if full is None else part.to(full.dtype).requires_grad_())
+            loss = self.loss_fn(TokenStats(leaves), *parts)
+            _check_loss(loss, rows.stop - rows.start)
+            summed = (loss.to(self.scale.dtype) * _of_rows(self.scale, rows)).sum()
+        self.total += summed.detach()
+        if not summed.requires_grad:
+            return {}
+        named = {name: x for name, x in leaves.items() if x.requires_grad}
+        targets = [*named.values(), *(x for x in parts if x.requires_grad)]
+        _check_leaves(summed, targets)
+        found = list(torch.autograd.grad(summed, targets, allow_unused=True))
+        wanted = [full for full in self.extra_grads if full is not None]
+        for full, g in zip(wanted, found[len(named) :], strict=True):
+            if g is not None:
+                self.problem.put(full, rows, g)
+        return {name: g for name, g in zip(named, found, strict=False) if g is not None}
+
+
+def _check_loss(loss: object, n: int) -> None:
+    if not isinstance(loss, Tensor) or tuple(loss.shape) != (n,):
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ShapeError(f"loss_fn: expected one loss per token, shape ({n},), got {got}; do not reduce inside loss_fn")
+
+
+def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:
+    """Raise where the loss depends on a tensor that requires grad but is no input: its gradient would be lost."""
+    mine = {id(x) for x in known}
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in mine:
+            raise GradientError(
+                f"loss_fn: expected only its arguments to require grad, got a captured tensor of shape "
+                f"{tuple(leaf.shape)} whose gradient would be lost; pass it in inputs=(...) or detach it"
+            )
+        stack.extend(parent for parent, _ in node.next_functions)

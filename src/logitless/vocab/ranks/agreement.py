@@ -1,0 +1,216 @@
+"""Ranks that share a head's vocabulary: what each holds, and what they make sure of before a call."""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import LogitlessError, RankError, told
+from ..head.shard import VocabShard
+from .collectives import Ranks
+
+ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
+FACTS, REFUSES = 16, 10  # numbers that a rank says at a meeting, and where it says that it cannot make the call
+WORDS = 1024  # bytes of its reason
+PRIME = 2**31 - 1  # bits of round numbers are multiples of high powers of two, whose sums overflow to 0
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which existing rows every rank holds."""
+
+    offsets: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def widest(self) -> int:
+        return max(1, *self.rows)
+
+    @property
+    def holding(self) -> list[int]:
+        """The ranks that hold rows, in the order of these: of equal logits the lower id comes first."""
+        return sorted((r for r, n in enumerate(self.rows) if n), key=lambda r: self.offsets[r])
+
+
+_LAYOUTS: dict[str, Layout] = {}  # by a shard's key: backward and the planner ask again
+
+
+def layout_of(shard: VocabShard, rows: int) -> Layout:
+    """The layout that the ranks have agreed on, or before they meet the even one. rows: that exist in all."""
+    known = _LAYOUTS.get(f"{shard.key}@{rows}")
+    if known is not None:
+        return known
+    each = -(-shard.total // Ranks(VocabShard.parse(shard.key).group).size)
+    offsets = tuple(range(0, max(1, shard.total), max(1, each)))
+    return Layout(offsets, tuple(max(0, min(each, rows - offset)) for offset in offsets))
+
+
+def whole_rows(z: Tensor, shard: VocabShard, rows: int) -> Tensor:
+    """The logits (C, V) of all ranks from those of the existing rows here, (C, held)."""
+    layout = layout_of(shard, rows)
+    sent = z.new_zeros(z.shape[0], layout.widest)
+    sent[:, : z.shape[1]] = z
+    each = Ranks(VocabShard.parse(shard.key).group).gather(sent)
+    return torch.cat([each[rank, :, : layout.rows[rank]] for rank in layout.holding], 1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What must be the same on all ranks, or fit together."""
+
+    shard: VocabShard
+    weight_rows: int  # this rank's, padding included
+    rows: int  # that exist on all ranks
+    options: str  # anything that says which statistics are wanted, and how
+    hidden: Tensor  # (N, H)
+    counted: Tensor  # () tokens
+    labels: Tensor | None
+    given: list[Tensor]  # temperatures, candidates, noise
+
+    def facts(self) -> Tensor:  # (FACTS,)
+        """Whole numbers; floats as their bits."""
+        h = self.hidden.detach()
+        own = sys.modules[__name__.partition(".")[0]].__version__
+        whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
+        whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0]]
+        values = [_mark([] if self.labels is None else [self.labels], h.device), _mark(self.given, h.device)]
+        real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
+        real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
+        bits = torch.stack(real).view(torch.int64)
+        return torch.cat([torch.tensor(whole, device=h.device), self.counted[None], bits.new_zeros(1), *values, bits])
+
+
+def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
+    """A number that other values, or the same in another order, have by rare chance alone; floats by their bits."""
+    whole = [(x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten() for x in tensors]
+    values = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *whole]) % PRIME
+    return (values * (torch.arange(values.shape[0], device=device) % 1009 + 1)).sum()[None]
+
+
+def on_all(head: Any, check: Callable[[], Value]) -> Value:
+    """What `check` returns; an error in it is raised on all ranks that share the head and would wait for this one.
+
+    This rank says so at the meeting of their call, so that a call without an error sends nothing more.
+    """
+    shard = getattr(head, "shard", None)
+    if shard is None or torch.compiler.is_compiling():
+        return check()
+    try:
+        return check()
+    except LogitlessError as error:
+        if isinstance(error, RankError):
+            raise
+        ranks = Ranks(VocabShard.parse(shard.key).group)
+        facts = torch.zeros(FACTS, dtype=torch.int64, device=head.weight.device)
+        facts[REFUSES] = 1
+        ranks.gather(facts)
+        _refuse(ranks, head.weight.device, error)
+
+
+def _refuse(ranks: Ranks, device: torch.device, own: LogitlessError | None) -> NoReturn:
+    """Raise the error of the first rank that has one, on all."""
+    words = "" if own is None else f"{type(own).__name__}|{own}"
+    sent = torch.tensor(list(words.encode()[:WORDS].ljust(WORDS)), dtype=torch.uint8, device=device)
+    said = [bytes(row).decode(errors="ignore").rstrip() for row in ranks.gather(sent).tolist()]
+    rank = next(r for r, x in enumerate(said) if x)
+    kind, _, text = said[rank].partition("|")
+    where = "" if len(set(said)) == 1 else f" (rank {rank} of the {ranks.size} that share the head)"
+    raise told(kind, text + where) from own
+
+
+def meet(call: Call) -> None:
+    """Make sure that all ranks make the same call on shards that fit: one small collective, the same error on all."""
+    ranks = Ranks(VocabShard.parse(call.shard.key).group)
+    table = ranks.gather(call.facts())
+    reals = table[:, 13:].contiguous().view(torch.float64).tolist()
+    columns = list(zip(*table[:, :13].tolist(), strict=True))
+    if any(columns[REFUSES]):
+        _refuse(ranks, table.device, None)
+    same: list[tuple[str, Any, str]] = [
+        ("version of logitless", [_named(x) for x in columns[0]], "install one version everywhere"),
+        ("version of torch", [_named(x) for x in columns[1]], "install one version everywhere"),
+        ("number of rows in all (total)", columns[4], "give each rank's VocabShard the same total"),
+        ("vocabulary", columns[5], "set vocab_size alike"),
+        ("hidden size", columns[6], "shard the head's rows, not its columns"),
+        ("options (want, temperature, top_k, budget, ...)", columns[7], "make the same call on every rank"),
+        ("number of tokens", columns[8], SAME_TOKENS),
+        ("number of tokens that count", columns[9], SAME_TOKENS),
+        ("labels", columns[11], SAME_TOKENS),
+        ("values of temperature, candidates, noise and denominator", columns[12], "make the same call on every rank"),
+    ]
+    for name, values, hint in same:
+        if len(set(values)) > 1:
+            raise RankError(
+                f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
+            )
+    _check_shards(columns[2], columns[3], call.shard.total)
+    _check_hidden(reals)
+    rows = [max(0, min(n, call.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
+    _LAYOUTS[f"{call.shard.key}@{call.rows}"] = Layout(tuple(columns[2]), tuple(rows))
+
+
+SAME_TOKENS = (
+    "ranks that share a vocabulary compute the same tokens: gather them first, or, of a head that FSDP2 shards, call "
+    "inside the head module's own forward"
+)
+
+
+def _check_shards(offsets: tuple[int, ...], rows: tuple[int, ...], total: int) -> None:
+    spans = sorted((offset, offset + n, rank) for rank, (offset, n) in enumerate(zip(offsets, rows, strict=True)) if n)
+    at, before = 0, -1
+    for start, stop, rank in [*spans, (total, total, -1)]:
+        if start < at:
+            raise RankError(
+                f"VocabShard: expected every row on one rank, got rows {start} to {min(at, stop) - 1} on ranks "
+                f"{before} and {rank}; each offset is the sum of the rows of the ranks before"
+            )
+        if start > at:
+            raise RankError(
+                f"VocabShard: expected rows 0 to {total - 1} on the ranks of the group, got none that holds rows {at} "
+                f"to {start - 1}; each offset is the sum of the rows of the ranks before"
+            )
+        at, before = stop, rank
+
+
+def _check_hidden(sums: list[list[float]]) -> None:
+    scale = max(norm for *_, norm in sums)
+    if not math.isfinite(scale):
+        return  # a diverged model has an error of its own
+    for part in (0, 1):
+        each = [row[part] for row in sums]
+        if max(each) - min(each) > ROUNDING * scale:
+            raise RankError(
+                "head: expected the same hidden states on every rank of its group, got sums "
+                f"{_by_rank([f'{x:.6g}' for x in each])}; {SAME_TOKENS}"
+            )
+
+
+def _by_rank(values: Iterable[Any]) -> str:
+    """Each value with the ranks that have it."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    some = [f"{value} on {_ranks(where)}" for value, where in list(ranks.items())[:4]]
+    return ", ".join(some) + (", ..." if len(ranks) > 4 else "")
+
+
+def _ranks(where: list[int]) -> str:
+    return f"rank {where[0]}" if len(where) == 1 else f"ranks {', '.join(map(str, where[:4]))}"
+
+
+def _release(version: str) -> int:
+    """1.2.3 as 1002003."""
+    parts = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")[:3]]
+    return sum(n * 1000**i for i, n in enumerate(reversed([*parts, 0, 0][:3])))
+
+
+def _named(release: int) -> str:
+    return ".".join(str(release // 1000**i % 1000) for i in (2, 1, 0))

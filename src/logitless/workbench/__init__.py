@@ -1,0 +1,1 @@
+"""Programs on top of the library: training, alignment, scoring, planning and profiling."""

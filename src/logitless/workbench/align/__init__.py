@@ -1,0 +1,1 @@
+"""`logitless align`: self-certainty, rewards and preferences through TRL's trainers."""

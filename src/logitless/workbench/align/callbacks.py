@@ -1,0 +1,76 @@
+"""What happens beside the steps of an alignment run: memory metrics, held-out rows, progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ...resident import peak_bytes
+from ...units import format_bytes
+from ..runs.files import append_line, read_lines
+from ..runs.progress import ProgressBar
+
+
+class MemoryMetrics(TrainerCallback):
+    """Adds memory/peak_bytes and memory/dense_would_need_bytes to each step's logs; comes first among callbacks."""
+
+    def __init__(self, dense_bytes: Callable[[int], int], longest: int) -> None:
+        self.dense_bytes, self.longest = dense_bytes, longest
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            logs["memory/peak_bytes"] = peak_bytes(args.device)
+            longest = int(logs.get("completions/max_length", self.longest))
+            logs["memory/dense_would_need_bytes"] = self.dense_bytes(longest)
+
+
+class HeldOutRows(TrainerCallback):
+    """The trainer's own evaluation of the held-out rows before the first step; `HeldOutAfter`: after the last."""
+
+    def __init__(self, evaluate: Callable[[], dict[str, float]], path: Any) -> None:
+        self.evaluate, self.path = evaluate, path
+        self.measured = any(record["step"] == 0 for record in read_lines(path))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == 0 and not self.measured:
+            self._record(args, {"step": 0})
+
+    def conclude(self, args: TrainingArguments, step: int) -> None:
+        """Measures and records what the trained policy does."""
+        self._record(args, {"step": step, "final": True})
+
+    def _record(self, args: TrainingArguments, record: dict[str, Any]) -> None:
+        found = self.evaluate()
+        if args.process_index == 0:
+            held_out = {k.removeprefix("eval_"): v for k, v in found.items() if isinstance(v, int | float)}
+            append_line(self.path, {**record, "held_out": held_out})
+
+
+class HeldOutAfter(TrainerCallback):
+    """The same after the last step; comes before the trackers of --report-to, whose runs end with the training."""
+
+    def __init__(self, held_out: HeldOutRows) -> None:
+        self.held_out = held_out
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            self.held_out.conclude(args, state.global_step)
+
+
+class AlignProgress(ProgressBar):
+    """Reward (or accuracy), self-certainty, KL and speed of the step."""
+
+    def line(self, latest: dict[str, Any]) -> str:
+        named = (
+            ("reward", "reward", ".3f"),
+            ("self-certainty", "self_certainty/mean", ".3f"),
+            ("KL", "kl", ".4f"),
+            ("accuracy", "rewards/accuracies", ".2f"),
+            ("margin", "rewards/margins", ".3f"),
+        )
+        shown = [f"{name} {latest[key]:{form}}" for name, key, form in named if latest.get(key) is not None]
+        return " · ".join([*shown, f"peak {format_bytes(latest['peak_memory_bytes'])}"])

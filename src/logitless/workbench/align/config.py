@@ -1,0 +1,137 @@
+"""`AlignConfig`: every option of an alignment run, as one frozen dataclass (no torch import)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ...errors import OptionError
+from ..runs.options import DEFAULT_MODEL, RunOptions, require
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method does, and the options that it has its own defaults for."""
+
+    what: str
+    beta: float  # weight of the KL to the reference
+    repetition_guard: float = 0.0
+    rewards: str = ""  # without --rewards
+    rollouts: bool = True  # samples completions; otherwise it learns from pairs
+
+
+METHODS: dict[str, Method] = {
+    "intuitor": Method("GRPO on the policy's own self-certainty", beta=0.04, repetition_guard=5.0),
+    "grpo": Method("group-relative policy optimisation", beta=0.04, rewards="python_lines"),
+    "rloo": Method("REINFORCE with a leave-one-out baseline", beta=0.05, rewards="python_lines"),
+    "dpo": Method("direct preference optimisation", beta=0.1, rollouts=False),
+}
+EXACT_KL = ("intuitor", "grpo")  # rloo puts its KL into the reward, dpo has none
+DEFAULT_MODEL_RATE, FULL_RATE, LORA_RATE = 1e-4, 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class AlignConfig(RunOptions):
+    """Options of `logitless align`; the command line mirrors them.
+
+    Lengths count tokens. Raises OptionError from `check`.
+    """
+
+    method: Literal["intuitor", "grpo", "rloo", "dpo"] = "intuitor"
+    """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs."""
+    model: str = DEFAULT_MODEL
+    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    data: str | None = None
+    """Prompts (pairs, for dpo) in a jsonl, parquet or `datasets` directory, or text to cut them from. Default: this
+    Python's own library."""
+    prompt_length: int = 64
+    """Of prompts that are cut from text, at most."""
+    completion_length: int = 32
+    """Of a sampled completion, at most."""
+    batch_size: int = 16
+    """Completions (for dpo: pairs) per forward pass and device."""
+    generations_per_prompt: int = 4
+    """Completions of one prompt, whose rewards are compared with each other."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations."""
+    max_steps: int = 32
+    """Optimiser steps."""
+    learning_rate: float | None = None
+    """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""
+    beta: float | None = None
+    """Weight of the KL to the model that the run starts from. Default: 0.04, rloo 0.05, dpo 0.1."""
+    exact_kl: bool = False
+    """For intuitor and grpo: the KL over the whole vocabulary, in the place of its estimate from the sampled tokens."""
+    temperature: float = 1.0
+    """Of sampling, of the log-probs, and of self-certainty."""
+    rewards: str | None = None
+    """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
+    Default: python_lines for grpo and rloo."""
+    self_certainty_weight: float = 1.0
+    """Of intuitor's own reward beside the others."""
+    repetition_guard: float | None = None
+    """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
+    lora_rank: int = 0
+    """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
+    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
+    """Where metrics go beside metrics.jsonl."""
+
+    @property
+    def kind(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def context_length(self) -> int:
+        return self.prompt_length + self.completion_length
+
+    @property
+    def kl_weight(self) -> float:
+        return self.kind.beta if self.beta is None else self.beta
+
+    @property
+    def guard_weight(self) -> float:
+        return self.kind.repetition_guard if self.repetition_guard is None else self.repetition_guard
+
+    @property
+    def rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.lora_rank:
+            return LORA_RATE
+        return DEFAULT_MODEL_RATE if self.model == DEFAULT_MODEL else FULL_RATE
+
+    def check(self) -> AlignConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        self.check_shared("prompt_length", "completion_length")
+        for name in ("beta", "repetition_guard", "self_certainty_weight"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < math.inf, name, "0 or more", value)
+        require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
+        if self.exact_kl and self.method not in EXACT_KL:
+            raise OptionError(
+                f"--exact-kl is of {' and '.join(EXACT_KL)}, whose loss has a KL; got it with {self.method}"
+            )
+        if self.exact_kl and not self.kl_weight:
+            raise OptionError("--exact-kl with --beta 0 has no KL to be exact about: leave one of them out")
+        if self.kind.rollouts:
+            self._check_groups()
+        elif self.rewards or self.repetition_guard:
+            raise OptionError("--method dpo learns from pairs: leave out --rewards and --repetition-guard")
+        if self.method != "intuitor" and self.self_certainty_weight != 1:
+            raise OptionError(f"--self-certainty-weight is intuitor's, got it with --method {self.method}")
+        if self.method == "intuitor" and not self.self_certainty_weight and not self.rewards:
+            raise OptionError("--self-certainty-weight 0 leaves intuitor without a reward: give --rewards")
+        return self
+
+    def _check_groups(self) -> None:
+        size = self.generations_per_prompt
+        require(size >= 2, "generations_per_prompt", "at least 2, to compare", size)
+        sampled = self.batch_size * self.gradient_accumulation_steps
+        if sampled % size:
+            raise OptionError(
+                f"--batch-size times --gradient-accumulation-steps is {sampled}: expected a multiple of "
+                f"--generations-per-prompt {size}"
+            )

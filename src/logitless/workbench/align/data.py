@@ -1,0 +1,170 @@
+"""Prompts and pairs: taken from a table that has them, or cut from text at line ends; training and held-out apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from ...errors import DataError
+from ..runs.corpus import Row, documents, first_line, json_records, passages, splits
+from ..runs.files import read_lines, write_lines
+from ..runs.packing import HELD_OUT_EVERY
+from ..runs.tokenizer import TextTokenizer
+from .config import AlignConfig
+
+ROWS_FILE = "rows.jsonl"
+HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
+MOST_ROWS = 4096  # cut from text; a longer run sees them again
+PER_DOCUMENT = 4  # where there are enough documents, so that rows come from many of them
+
+
+def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows). Raises DataError when there are none of either."""
+    columns = ("prompt",) if config.kind.rollouts else ("prompt", "chosen", "rejected")
+    table = _table(config.data, columns)
+    train, held = _cut(config, tokenizer, min(wanted, MOST_ROWS)) if table is None else _divide(table)
+    what = "prompts" if config.kind.rollouts else "pairs"
+    if not train or not held:
+        raise DataError(
+            f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
+            f"{len(held)}; give more text, or documents of more than {config.context_length} tokens"
+        )
+    return train, held[:HELD_OUT_ROWS]
+
+
+def save(path: Path, train: list[Row], held: list[Row]) -> None:
+    """Both lists as JSON lines, so that a resumed run sees the same rows."""
+    write_lines(path, [{"split": name, **row} for name, rows in (("train", train), ("held", held)) for row in rows])
+
+
+def load(path: Path) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) that `save` wrote."""
+    found: dict[str, list[Row]] = {"train": [], "held": []}
+    for row in read_lines(path):
+        found[row.pop("split")].append(row)
+    return found["train"], found["held"]
+
+
+def _cut(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
+    """Passages of text; every twentieth document is held out, as by `logitless train`, or the last rows of a few."""
+    texts, held_texts = documents(config.data)
+    kept = [text for text in texts if text]
+    held = [] if held_texts is None else [text for text in held_texts if text]
+    if held_texts is None and len(kept) >= HELD_OUT_EVERY:
+        held = kept[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+        kept = [text for i, text in enumerate(kept) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+    train_rows = _some(config, kept, tokenizer, wanted)
+    if held:
+        return train_rows, _some(config, held, tokenizer, HELD_OUT_ROWS)
+    tail = min(HELD_OUT_ROWS, max(1, len(train_rows) // HELD_OUT_EVERY))
+    return train_rows[:-tail], train_rows[-tail:]
+
+
+def _some(config: AlignConfig, texts: list[str], tokenizer: TextTokenizer, wanted: int) -> list[Row]:
+    """At most `wanted` passages, from documents in an order that the seed gives."""
+    random = Random(config.seed)
+    order = random.sample(range(len(texts)), len(texts))
+    most = max(PER_DOCUMENT, -(-wanted // max(1, len(texts))))
+    rows: list[Row] = []
+    for i in order:
+        if len(rows) >= wanted:
+            break
+        found = passages(texts[i], tokenizer, config.prompt_length, config.completion_length)
+        rows += random.sample(found, min(most, len(found)))
+    return rows[:wanted]
+
+
+def _divide(table: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[Row]]:
+    train, held = table
+    if held is not None:
+        return train, held
+    every = min(HELD_OUT_EVERY, max(2, len(train)))
+    return [row for i, row in enumerate(train) if i % every != every // 2], train[every // 2 :: every]
+
+
+def _table(data: str | None, columns: tuple[str, ...]) -> tuple[list[Row], list[Row] | None] | None:
+    """(rows, held-out rows or None) of a file or directory with a prompt column; None for text."""
+    path = Path(data or ".")
+    if data is None or not path.exists():
+        return None  # `documents` knows what to say
+    if path.suffix == ".jsonl" and path.is_file():
+        rows, held = [record for _, record in json_records(path)], None
+    elif path.suffix == ".parquet" and path.is_file():
+        rows, held = _parquet(path), None
+    elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        rows, held = (None if split is None else [dict(row) for row in split] for split in splits(path))
+    else:
+        return None
+    if not rows or "prompt" not in rows[0]:
+        return None
+    every: list[Row] = [*rows, *(held or [])]
+    for i, row in enumerate(every):
+        missing = [name for name in columns if not row.get(name)]
+        if missing:
+            raise DataError(f"--data {path}: row {i} has no {', '.join(missing)}; expected {', '.join(columns)}")
+        for name in columns:
+            if not _is_said(row[name]):
+                raise DataError(
+                    f"--data {path}: row {i}: {name} must be text or a list of messages with role and content, "
+                    f"got {type(row[name]).__name__}"
+                )
+    return rows, held
+
+
+def _is_said(value: Any) -> bool:
+    """Whether it is what TRL takes: text, or messages."""
+    if isinstance(value, list):
+        return all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
+    return isinstance(value, str)
+
+
+def _parquet(path: Path) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
+
+
+MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
+
+
+@torch.no_grad()
+def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[Row]:
+    """Rows with `chosen`, the real continuation, and `rejected`, a sample of the model's own (Chen et al.,
+    arXiv 2401.01335); rows that have both already stay as they are.
+    """
+    torch.manual_seed(config.seed)
+    was_training = model.training
+    model.eval()
+    pairs: list[Row] = []
+    for begin in range(0, len(rows), config.batch_size):
+        part = rows[begin : begin + config.batch_size]
+        if "chosen" in part[0]:
+            pairs += part
+            continue
+        samples = _samples([row["prompt"] for row in part], model, tokenizer, config)
+        for row, sample in zip(part, samples, strict=True):
+            if sample.strip():
+                pairs.append({"prompt": row["prompt"], "chosen": row["continuation"], "rejected": sample})
+    model.train(was_training)
+    return pairs
+
+
+def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
+    """One sampled continuation of each prompt."""
+    padding = model.generation_config.pad_token_id
+    ids = tokenizer.encode(prompts)
+    longest = max(map(len, ids))
+    left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)
+    made = model.generate(
+        input_ids=left, attention_mask=mask, do_sample=True, temperature=config.temperature, top_k=0,
+        max_new_tokens=config.completion_length, min_new_tokens=1,
+    )  # fmt: skip
+    return tokenizer.saved.batch_decode(made[:, longest:], skip_special_tokens=True)

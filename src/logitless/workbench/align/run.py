@@ -1,0 +1,160 @@
+"""`run`: a language model aligned by rewards or preferences, from an `AlignConfig` to a checkpoint and a summary."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from transformers import PrinterCallback
+
+from ...errors import DeviceError
+from ...integrations.trl.trainers import install
+from ...resident import reset_peak
+from ...versions import versions
+from ..runs.callbacks import GentleStop, Records
+from ..runs.checkpoints import last_checkpoint
+from ..runs.corpus import Row
+from ..runs.files import read_lines, write_json
+from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
+from ..runs.progress import say
+from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.tokenizer import TextTokenizer
+from ..runs.trainer import METRICS_FILE, on_processors, quiet, save_model
+from ..sft.default_model import default_model
+from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
+from .config import AlignConfig
+from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
+from .report import SCHEMA, numbers, plot
+from .trainers import Alignment, check_available, dense_bytes, trainer_of
+
+
+def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
+    """Aligns as `config` says and returns the summary, which also lies in the run's directory.
+
+    Writes checkpoint-N (to resume from), model (weights as safetensors, tokenizer), rows.jsonl (prompts or pairs),
+    metrics.jsonl, align.png, summary.json and run.json. Raises LogitlessError for bad input and Interrupted when
+    asked to stop. On the other ranks of a distributed launch the summary is empty.
+    """
+    console = console or Console(stderr=True)
+    quiet()
+    check_available(config.check())
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    state = PartialState(cpu=on_processors(config))
+    default_model(config.model, config.device, console)
+    source = resolve_trained(config.model, "align")
+    tokenizer = load_tokenizer(source)
+    place: list[Any] = [claim(config, config.method) if state.is_main_process else None]
+    broadcast_object_list(place)
+    with explained(place[0], "align"), warnings.catch_warnings():
+        # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
+        warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
+        parts, model = _set_up(config, place[0], source, tokenizer, console)
+        trainer = trainer_of(parts, model)
+        install(trainer, exact_kl=config.exact_kl, memory_budget=config.memory_budget_bytes)
+        weights = _steps(parts, trainer)
+        return _conclude(parts, trainer, weights) if state.is_main_process else {}
+
+
+def _set_up(
+    config: AlignConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console
+) -> tuple[Alignment, Any]:
+    state, path = PartialState(), place / ROWS_FILE
+    device: Any = state.device
+    model = build(config, source)
+    align_tokens(model, tokenizer)
+    reset_peak(device)
+    if state.is_main_process and not (config.resume and path.exists()):
+        what = "prompts" if config.kind.rollouts else "pairs"
+        say(console, f"taking {what} from {config.data or 'the standard library'} ...")
+        train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes))
+        if not config.kind.rollouts:
+            model = model.to(device)
+            train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
+        save(path, train, held_out)
+        record(config, place)
+    state.wait_for_everyone()
+    return Alignment(config, place, tokenizer, *load(path), console), model
+
+
+def _wanted(config: AlignConfig, ranks: int) -> int:
+    """How many prompts or pairs the run's steps look at."""
+    sequences = config.max_steps * config.batch_size * config.gradient_accumulation_steps * ranks
+    return sequences // config.generations_per_prompt if config.kind.rollouts else min(sequences, MOST_PAIRS)
+
+
+def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextTokenizer, console: Console) -> list[Row]:
+    if "chosen" not in rows[0]:
+        say(console, f"sampling {len(rows)} continuations of the model's own, to be rejected ...")
+    return with_rejected(rows, model, tokenizer, config)
+
+
+def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
+    """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
+    config, place, arguments = parts.config, parts.place, trainer.args
+    found = last_checkpoint(place)
+    per_step = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
+    records = Records(place / METRICS_FILE, per_step, found[1] if found else 0, every_metric=True)
+    held_out = HeldOutRows(trainer.evaluate, records.path)
+    bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
+    alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
+    itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
+    dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
+    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), HeldOutAfter(held_out)]
+    for callback in (records, *([stop] if alone else []), held_out, bar):
+        trainer.add_callback(callback)
+    trainer.remove_callback(PrinterCallback)
+    with bar, stop if alone else nullcontext():
+        if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
+            trainer._load_from_checkpoint(str(found[0]))
+            records.rewrite(arguments)
+            arguments.report_to = []  # the trackers' run has ended
+            held_out.conclude(arguments, found[1])
+        else:
+            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    if stop.asked and trainer.state.global_step < config.max_steps:
+        raise KeyboardInterrupt
+    return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Saves the model, draws the plot and writes the summary."""
+    config, place = parts.config, parts.place
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
+    save_model(place, parts.tokenizer, config.lora_rank, model, weights)
+    records = read_lines(place / METRICS_FILE)
+    plot(place / "align.png", config.method, records)
+    names = getattr(trainer, "reward_func_names", [])
+    summary = {
+        "schema": SCHEMA,
+        "method": config.method,
+        "model": config.model,
+        "data": config.data or "stdlib",
+        "rows": {"train": len(parts.train), "held_out": len(parts.held_out)},
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "device": str(model.device),
+        "dtype": dtype,
+        "learning_rate": config.rate,
+        "beta": config.kl_weight,
+        "exact_kl": config.exact_kl,
+        "temperature": config.temperature,
+        "rewards": dict(zip(names, trainer.reward_weights.tolist(), strict=True)) if names else {},
+        **numbers(config.method, records),
+        "versions": versions("torch", "transformers", "trl"),
+        "output_dir": str(place),
+        "checkpoint": str(place / "model"),
+    }
+    write_json(place / SUMMARY_FILE, summary)
+    return summary

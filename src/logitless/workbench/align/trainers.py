@@ -1,0 +1,116 @@
+"""TRL's trainer for a method: its arguments, its data, and its fused head on our pass."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import TrainingArguments
+
+from ...algebra.costs import dense_loss_bytes
+from ...errors import OptionError
+from ...versions import installing
+from ..runs.corpus import Row
+from ..runs.tokenizer import TextTokenizer
+from ..runs.trainer import arguments
+from .config import AlignConfig
+from .rewards import rewards_of
+
+# The name of the option changed within transformers 5.
+CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A run's place and parts, once its input is known to be good."""
+
+    config: AlignConfig
+    place: Path
+    tokenizer: TextTokenizer
+    train: list[Row]
+    held_out: list[Row]
+    console: Console
+
+
+def trainer_of(parts: Alignment, model: Any) -> Any:
+    """The GRPOTrainer, RLOOTrainer or DPOTrainer of a run."""
+    config = parts.config
+    shared = {
+        "beta": config.kl_weight,
+        "report_to": config.report_to,
+        "bf16": False if config.device == "cpu" else torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        CHECKPOINTING: False,  # `build` did it already
+        "per_device_eval_batch_size": config.batch_size,
+        "run_name": parts.place.name,
+    }
+    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
+    made = _of_pairs if config.method == "dpo" else _of_rollouts
+    trainer = made(parts, model, shared, data)
+    trainer.create_model_card = lambda **_: None  # TRL's, beside each checkpoint: it names a model [None]
+    return trainer
+
+
+def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[str, Any]) -> Any:
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    config = parts.config
+    kind, trainer_kind = (RLOOConfig, RLOOTrainer) if config.method == "rloo" else (GRPOConfig, GRPOTrainer)
+    functions, weights = zip(*rewards_of(config), strict=True)
+    given = arguments(
+        config, parts.place, config.rate, kind,
+        num_generations=config.generations_per_prompt, num_generations_eval=1,
+        max_completion_length=config.completion_length,
+        temperature=config.temperature, reward_weights=list(weights), **shared,
+    )  # fmt: skip
+    trainer = trainer_kind(
+        model=model, reward_funcs=list(functions), args=given, processing_class=parts.tokenizer.saved, **data
+    )
+    functions[0].bind(trainer)
+    return trainer
+
+
+def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[str, Any]) -> Any:
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    tokenizer = copy.deepcopy(parts.tokenizer.saved)
+    tokenizer.split_special_tokens = False  # TRL ends each answer with the end of text, written as text
+    given = arguments(parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared)
+    return DPOTrainer(model=model, args=given, processing_class=tokenizer, **data)
+
+
+def _dataset(parts: Alignment, rows: list[Row]) -> Any:
+    from datasets import Dataset
+
+    columns = ("prompt", "chosen", "rejected")
+    pairs = parts.config.method == "dpo"
+    return Dataset.from_list([{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows])
+
+
+def check_available(config: AlignConfig) -> None:
+    """OptionError where TRL, the library that --report-to names, or one of --rewards is not there."""
+    if find_spec("trl") is None:
+        raise OptionError(f"logitless align needs trl: {installing('train,rl')}")
+    if config.report_to != "none" and config.report_to not in sys.modules and find_spec(config.report_to) is None:
+        raise OptionError(f"--report-to {config.report_to} needs it installed: pip install {config.report_to}")
+    if config.kind.rollouts:
+        rewards_of(config)
+
+
+def dense_bytes(config: AlignConfig, vocab_size: int, itemsize: int, longest: int) -> int:
+    """What dense logits of one forward pass with gradient would need, with their log-softmax.
+
+    The completions' logits for rollouts; every token's of chosen and rejected for pairs. longest: tokens of a
+    completion, or of a pair's longer sequence.
+    """
+    sequences = config.batch_size * (1 if config.kind.rollouts else 2)
+    return dense_loss_bytes(sequences * longest, vocab_size, itemsize)

@@ -1,0 +1,110 @@
+"""`GradeConfig`: every option of alignment through soft tokens, as one frozen dataclass (no torch import)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..runs.options import SMALL_MODEL, RunOptions, require
+
+LEGACY = ("ste_legacy", "gumbel_legacy")
+METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
+GRADE_METHODS = (*METHODS_COMPARED, "all")
+FULL_RATE, LORA_RATE = 1e-6, 1e-5
+EMBEDDED: dict[str, Any] = {  # options with that model
+    "prompt_length": 16,
+    "completion_length": 20,
+    "batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 3e-3,
+    "max_steps": 32,
+    "beta": 0.02,  # straight-through gradients are a few times too small, which makes the KL weigh more
+    "evaluation_prompts": 128,
+}
+
+
+@dataclass(frozen=True)
+class GradeConfig(RunOptions):
+    """Options of `logitless align --method ste`, gumbel, reinforce or ppo; the command line mirrors them.
+
+    Lengths count tokens. Raises OptionError from `check`.
+    """
+
+    method: Literal["ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy", "all"] = "ste"
+    """ste and gumbel backpropagate the reward through the generated tokens, one-hot (straight-through) or soft;
+    reinforce is the score function with a moving-average baseline, and ppo four clipped steps with a value head, on the
+    same rewards. The two legacy methods keep every distribution over the vocabulary and T graphs, as a widely copied
+    implementation does, to compare with. all runs and compares them, the legacy ones where they fit."""
+    model: str = SMALL_MODEL
+    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    reward_model: str | None = None
+    """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
+    code, trained first on files of the standard library that no prompt comes from."""
+    reward_label: int = 1
+    """The classifier's label whose probability is the reward."""
+    data: str | None = None
+    """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
+    library."""
+    prompt_length: int = 32
+    """Of a prompt, at most."""
+    completion_length: int = 64
+    """Of a generated continuation."""
+    batch_size: int = 1
+    """Prompts per forward pass."""
+    gradient_accumulation_steps: int = 16
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: bool = True
+    """With --carry cached or recompute: recompute activations in backward instead of keeping them."""
+    carry: Literal["sweeps", "cached", "recompute"] = "sweeps"
+    """How the gradient goes through the generated tokens: backward sweeps over one pass, steps with a cache, or the
+    whole prefix anew for each token. All are exact; sweeps is the fastest, cached takes the least memory."""
+    max_steps: int = 40
+    """Optimiser steps."""
+    learning_rate: float | None = None
+    """Constant. Default: 1e-5 with LoRA, 1e-6 without."""
+    beta: float = 0.1
+    """Weight of the KL to the model that the run starts from, per continuation."""
+    tau_start: float = 2.0
+    """Temperature of the soft tokens at the first step ..."""
+    tau_end: float = 0.5
+    """... and at the last, linear between."""
+    top_k: int = 256
+    """Entries of the vocabulary that a soft token is made of."""
+    baseline_decay: float = 0.9
+    """Of reinforce's moving-average baseline."""
+    variance_samples: int = 8
+    """Draws of the noise that the variance of one batch's gradient is measured over, three times a run. 0: not."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    evaluation_prompts: int = 32
+    """Of the validation and of the test prompts, each."""
+    lora_rank: int = 16
+    """Train rank-r adapters (alpha 2r) on every linear layer but the head, and freeze the rest. 0: train everything."""
+    seeds: int = 1
+    """Of --method all: how many, from --seed on."""
+
+    def defaults(self) -> GradeConfig:
+        return GradeConfig(**EMBEDDED) if self.model == SMALL_MODEL else GradeConfig()
+
+    @property
+    def context_length(self) -> int:
+        return self.prompt_length + self.completion_length
+
+    @property
+    def rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return LORA_RATE if self.lora_rank else FULL_RATE
+
+    def check(self) -> GradeConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        self.check_shared("prompt_length", "completion_length", "top_k", "evaluation_prompts", "seeds")
+        for name in ("tau_start", "tau_end", "max_grad_norm"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, name, "positive", value)
+        require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
+        require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
+        require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)
+        require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
+        return self

@@ -1,0 +1,166 @@
+"""transformers models as what generation and rewards need: readers of soft tokens."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, NotFiniteError
+from ...integrations.transformers.lm_head import causal_lm, forward_with
+from ...relax import Reader, SoftTokens, soft_embedding
+from ...vocab.head.lm_head import LMHead
+from ...vocab.head.peft import unwrapped
+
+PROBES = 8  # rows of an embedding table that are compared with what its module returns
+
+
+def reader_of(model: Any, vocab_size: int, without_adapters: bool = False) -> Reader:
+    """A causal LM, wrapped by PEFT or not, as a `Reader` of the first `vocab_size` entries.
+
+    without_adapters: the model that the adapters were put on. Raises ConfigError for an embedding that is not a table.
+    """
+
+    def aside() -> AbstractContextManager[Any]:
+        return model.disable_adapter() if without_adapters else nullcontext()
+
+    def body(embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        with aside():
+            return _read(model, embeds, mask, past)
+
+    def head() -> LMHead:
+        with aside():
+            return replace(LMHead.of(model), vocab_size=vocab_size)
+
+    return Reader(body, table_of(causal_lm(model), vocab_size), head)
+
+
+def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    from transformers import DynamicCache
+
+    count = embeds.shape[1]
+    cache = DynamicCache(None if past is None else _layers(past, causal_lm(model).config.get_text_config(), embeds))
+    batch = {
+        "inputs_embeds": embeds,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:],
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    hidden = forward_with(model, batch, lambda _, hidden: hidden)
+    layers: Any = cache.layers
+    kept: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    _check_kept(causal_lm(model), kept)
+    return hidden, torch.cat([x[:, :, -count:].permute(2, 0, 1, 3).flatten(1) for x in kept], 1)
+
+
+def _check_kept(model: Any, kept: list[Any]) -> None:
+    """ConfigError unless every layer keeps keys and values, all of the shape that the configuration says."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    shapes = {None if x is None else (x.shape[1], x.shape[3]) for x in kept}
+    if len(kept) != 2 * config.num_hidden_layers or {x and x[0] for x in shapes} != {heads} or len(shapes) != 1:
+        found = ", ".join(sorted("none" if x is None else f"{x[0]}x{x[1]}" for x in shapes))
+        raise ConfigError(
+            f"{type(model).__name__}: methods on soft tokens need {config.num_hidden_layers} layers that keep keys and "
+            f"values of one shape, {heads} heads; got {len(kept) // 2} with heads x width {found}: use another model"
+        )
+
+
+def _layers(past: Tensor, config: Any, embeds: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (B, heads, m, width) of each layer, out of `past` (m, X)."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    parts = past.view(past.shape[0], config.num_hidden_layers, 2, embeds.shape[0], heads, -1)
+    keys, values = parts.permute(2, 1, 3, 4, 0, 5)
+    return list(zip(keys, values, strict=True))
+
+
+def table_of(model: Any, vocab_size: int) -> Tensor:
+    """The embedding's rows as the model's body reads them. ConfigError where rows are not all that it does."""
+    module = model.get_input_embeddings()
+    weight = module.weight
+    table = weight if weight.shape[0] == vocab_size else weight[:vocab_size]
+    scale = float(getattr(module, "scalar_embed_scale", 1.0))
+    ids = torch.arange(min(PROBES, vocab_size), device=table.device)
+    with torch.no_grad():
+        same = torch.allclose(module(ids).float(), (table[ids] * scale).float(), rtol=1e-2, atol=1e-6)
+    if not same:
+        raise ConfigError(f"{type(model).__name__}: its embedding is not a plain table, which soft tokens need")
+    return table if scale == 1.0 else table * scale
+
+
+@dataclass(frozen=True, eq=False)
+class SoftReward:
+    """A frozen sequence classifier that reads soft tokens: the probability of its label `label`.
+
+    Dense equivalent: `classifier(inputs_embeds=weights @ table).logits.softmax(-1)[:, label]`; of one label, sigmoid.
+    """
+
+    model: Any  # transformers' ...ForSequenceClassification, of the policy's vocabulary
+    table: Tensor  # (V, E)
+    label: int
+
+    @classmethod
+    def of(cls, model: Any, vocab_size: int, label: int) -> SoftReward:
+        """Raises ConfigError for a label that the model does not have."""
+        model.requires_grad_(False).eval()
+        if not 0 <= label < model.config.num_labels:
+            raise ConfigError(f"--reward-label {label}: the reward model has labels 0..{model.config.num_labels - 1}")
+        return cls(model, table_of(model, vocab_size), label)
+
+    def __call__(self, soft: SoftTokens, alive: Tensor) -> Tensor:
+        """(B,) fp32 in 0..1 of soft tokens (B, T), up to the end of each. Raises NotFiniteError."""
+        return self.of_rows(soft_embedding(soft, self.table), alive)
+
+    def of_ids(self, ids: Tensor, alive: Tensor) -> Tensor:
+        """The same for plain tokens (B, T)."""
+        return self.of_rows(self.table[ids], alive)
+
+    def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
+        """The same for embeddings (B, T, E)."""
+        logits = self._logits(rows, alive.long()).float()
+        value = logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)[:, self.label]
+        if not bool(value.isfinite().all()):
+            raise NotFiniteError("the reward model returned NaN or infinity: check its weights, and its dtype")
+        return value
+
+    def _logits(self, rows: Tensor, mask: Tensor) -> Tensor:
+        """transformers pools decoders at the last position when it is given embeddings, so padding comes first here."""
+        if not hasattr(self.model, "score"):
+            return self.model(inputs_embeds=rows, attention_mask=mask).logits
+        shift = mask.shape[1] - mask.sum(-1, keepdim=True)
+        order = (torch.arange(mask.shape[1], device=mask.device) - shift) % mask.shape[1]
+        rows, mask = rows.gather(1, order[..., None].expand_as(rows)), mask.gather(1, order)
+        body = getattr(self.model, self.model.base_model_prefix)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        hidden = body(inputs_embeds=rows, attention_mask=mask, position_ids=positions, use_cache=False)
+        return self.model.score(hidden.last_hidden_state[:, -1])
+
+
+def shared_vocabulary(policy: Any, reward: Any, tokenizer: Any, reward_tokenizer: Any) -> int:
+    """How many entries both models have. Raises ConfigError unless their tokenizers are one."""
+    if tokenizer.get_vocab() != reward_tokenizer.get_vocab():
+        ours, theirs = len(tokenizer.get_vocab()), len(reward_tokenizer.get_vocab())
+        raise ConfigError(
+            f"the reward model's tokenizer differs from the policy's ({theirs:,} entries against {ours:,}): soft "
+            "tokens need one vocabulary; train the reward model with the policy's tokenizer"
+        )
+    rows = [model.get_input_embeddings().weight.shape[0] for model in (policy, reward)]
+    highest = max(tokenizer.get_vocab().values())
+    if min(rows) <= highest:
+        raise ConfigError(f"expected embeddings of {highest + 1:,} rows or more, got policy and reward model of {rows}")
+    return min(*rows, unwrapped(policy).config.get_text_config().vocab_size)  # type: ignore[union-attr]
+
+
+def finite_norm(norm: float) -> float:
+    """The norm itself. Raises NotFiniteError for one that no clipping mends."""
+    if math.isfinite(norm):
+        return norm
+    raise NotFiniteError(
+        "the policy's gradient is NaN or infinite: a soft gradient has exploded; use --method ste, a higher --tau-end, "
+        "fewer --completion-length or a lower --learning-rate"
+    )

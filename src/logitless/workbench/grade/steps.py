@@ -1,0 +1,180 @@
+"""The steps of alignment through soft tokens: gradients, clipping, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ...models.positions import reach
+from ...relax import anneal
+from ...resident import peak_bytes
+from ..runs.callbacks import GentleStop
+from ..runs.checkpoints import last_checkpoint
+from ..runs.files import append_line, read_lines, write_lines, write_whole
+from ..runs.progress import say
+from ..runs.tokenizer import TextTokenizer
+from ..runs.trainer import METRICS_FILE
+from .config import GradeConfig
+from .data import Prompts, batch_of
+from .method import Batch, Method, Task, evaluate, gradient_variance
+from .models import finite_norm
+
+CHECKPOINTS_PER_RUN = 4
+STATE_FILE, LAST_FILE = "grade.pt", "trainer_state.json"
+EVALUATION_BATCH = 32
+VARIANCE_BATCH = 4  # prompts whose gradient's variance is measured
+LARGE = 100  # times the norm that gradients are clipped to: worth a line
+SHORT = {"validation": "val"}  # splits in the names of metrics
+
+
+@dataclass(eq=False)
+class Run:
+    """A run's place, parts and state."""
+
+    config: GradeConfig
+    place: Path
+    method: Method
+    tokenizer: TextTokenizer
+    prompts: Prompts
+    optimizer: torch.optim.Optimizer
+    console: Console
+    step: int = 0
+    norms: list[float] = field(default_factory=list)  # of this step's gradients, before they were clipped
+    warned: bool = False
+
+    @property
+    def task(self) -> Task:
+        return self.method.task
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.task.model.parameters() if p.requires_grad]
+
+    def apply(self) -> None:
+        """Clips the gradients, moves the parameters, clears the gradients. NotFiniteError where clipping is no help."""
+        most = self.config.max_grad_norm
+        leaves = [*self.trainable, *self.method.parameters()]
+        norm = finite_norm(float(torch.nn.utils.clip_grad_norm_(leaves, most)))
+        if norm > LARGE * most and not self.warned:
+            self.warned = True
+            say(
+                self.console,
+                f"step {self.step + 1}: a gradient of norm {norm:.3g} clipped to {most:g}; so are others, unsaid",
+            )
+        self.norms.append(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def batch(self, prompts: list[list[int]], *key: object) -> Batch:
+        """Prompts with noise that `key` and the run's seed give."""
+        config = self.config
+        draw = Random(f"{config.seed} {key}")
+        seeds = torch.tensor([draw.getrandbits(62) for _ in prompts])
+        room = reach(self.task.model.config) or config.context_length
+        longest = room - config.completion_length
+        return batch_of(prompts, seeds, self.tokenizer.eos_id, longest, self.task.model.device)
+
+
+def steps(state: Run) -> dict[str, float]:
+    """Trains to the end; returns how the policy did on the validation prompts before."""
+    config, path = state.config, state.place / METRICS_FILE
+    records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
+    write_lines(path, records)
+    if not records:
+        append_line(path, {"step": 0, **_looks(state)})
+    every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
+    with GentleStop(state.console) as stop:
+        stop.stepping = True
+        while state.step < config.max_steps and not stop.asked:
+            found, last = _step(state), state.step == config.max_steps
+            if state.step % every == 0 or last:
+                found |= _looks(state)
+            append_line(path, found)
+            if state.step % every == 0 or last or stop.asked:
+                save(state)
+    if state.step < config.max_steps:
+        raise KeyboardInterrupt
+    first = next(x for x in read_lines(path) if x["step"] == 0)
+    return {name: value for name, value in first.items() if name != "step"}
+
+
+def _step(state: Run) -> dict[str, Any]:
+    """One step of the method on the batches of the accumulation."""
+    config, began = state.config, time.perf_counter()
+    tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
+    parts, train = config.gradient_accumulation_steps, state.prompts["train"]
+    order = Random(f"{config.seed} order").sample(train, len(train))
+    batches = []
+    for part in range(parts):
+        at = (state.step * parts + part) * config.batch_size
+        chosen = [order[(at + i) % len(order)] for i in range(config.batch_size)]
+        batches.append(state.batch(chosen, "train", state.step, part))
+    state.norms.clear()
+    outcomes = state.method.step(batches, tau, state.apply)
+    state.step += 1
+    return {
+        "step": state.step,
+        "train/reward": fmean(x for outcome in outcomes for x in outcome.rewards),
+        "train/kl": fmean(x for outcome in outcomes for x in outcome.kls),
+        "grad_norm": fmean(state.norms),
+        "clipped": max(state.norms) > config.max_grad_norm,
+        "tau": tau,
+        "coverage": fmean(outcome.coverage for outcome in outcomes),
+        "seconds": time.perf_counter() - began,
+        "peak_memory_bytes": peak_bytes(state.task.model.device),
+    }
+
+
+def _looks(state: Run) -> dict[str, float]:
+    """The validation prompts' reward; at the start, half-way and at the end how much a batch's gradient varies."""
+    config = state.config
+    found = evaluation(state, "validation")
+    if config.variance_samples > 1 and state.step in (0, config.max_steps // 2, config.max_steps):
+        tau = anneal(state.step, config.max_steps, config.tau_start, config.tau_end)
+        batch = state.batch(state.prompts["train"][: min(VARIANCE_BATCH, config.batch_size)], "variance")
+        varied = gradient_variance(state.method, batch, tau, config.variance_samples)
+        found |= {"grad_variance": varied["variance"], "grad_mean_square": varied["mean_square"]}
+    return found
+
+
+def evaluation(state: Run, split: str) -> dict[str, float]:
+    """The policy on a split's prompts, with noise of its own that no step changes."""
+    prompts, size = state.prompts[split], EVALUATION_BATCH
+    batches = (state.batch(prompts[i : i + size], split, i) for i in range(0, len(prompts), size))
+    return {f"{SHORT.get(split, split)}/{name}": value for name, value in evaluate(state.task, batches).items()}
+
+
+def save(state: Run) -> None:
+    """checkpoint-N: what training changes, and where it stands; whole or not at all."""
+    weights = {name: p.detach().cpu() for name, p in state.task.model.named_parameters() if p.requires_grad}
+    values = {"weights": weights, "optimizer": state.optimizer.state_dict(), "method": state.method.state()}
+
+    def write(path: Path) -> None:
+        path.mkdir()
+        torch.save(values, path / STATE_FILE)
+        (path / LAST_FILE).write_text(json.dumps({"global_step": state.step}), encoding="utf-8")
+
+    write_whole(state.place / f"checkpoint-{state.step}", write)
+
+
+def restore(state: Run) -> None:
+    """Goes on from the last whole checkpoint, where there is one."""
+    found = last_checkpoint(state.place)
+    if found is None:
+        return
+    place, state.step = found
+    values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for name, parameter in state.task.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(values["weights"][name])
+    state.optimizer.load_state_dict(values["optimizer"])
+    state.method.load(values["method"])

@@ -1,0 +1,1 @@
+"""What a run needs on each GPU, by arithmetic alone."""

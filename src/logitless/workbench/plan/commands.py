@@ -1,0 +1,202 @@
+"""A setting as command lines of the tools that run it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from ...models.presets import PRESETS, TEKKEN_VOCAB
+from ...models.shapes import ModelShape
+from .setting import Setting, ceil_div
+
+TRL = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "intuitor": "grpo", "reinforce": "rloo"}
+ALIGN = {"dpo": "dpo", "grpo": "grpo", "intuitor": "intuitor", "reinforce": "rloo"}
+OPTIM = {
+    "adamw-fp32": "adamw_torch_fused",
+    "adamw-bf16": "adamw_torch_fused",
+    "adamw-8bit": "adamw_bnb_8bit",
+    "sgd": "sgd",
+}
+ACCELERATE = {
+    "zero1": ("--use_deepspeed", "--zero_stage 1"),
+    "zero2": ("--use_deepspeed", "--zero_stage 2"),
+    "zero3": ("--use_deepspeed", "--zero_stage 3", "--zero3_init_flag true"),
+    "fsdp2": ("--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
+}
+BETA = 0.04  # of the KL to a reference model (Shao et al., arXiv 2402.03300); 0: no reference model
+
+
+def launcher(setting: Setting) -> str:
+    """`accelerate launch` with the setting's GPUs, sharding and parallelism."""
+    parts = ["accelerate launch", f"--num_processes {setting.gpus}", "--num_machines 1", "--mixed_precision bf16"]
+    parts += ACCELERATE.get(setting.sharding, ("--multi_gpu",) if setting.gpus > 1 else ())
+    if setting.sharding in ACCELERATE:
+        parts.append(f"--gradient_accumulation_steps {setting.accumulation}")
+    split = {"tp": setting.tensor_parallel, "cp": setting.context_parallel}
+    if max(split.values()) > 1 and setting.sharding in ("ddp", "fsdp2"):
+        ranks = setting.gpus // (split["tp"] * split["cp"])
+        kind = "dp_replicate" if setting.sharding == "ddp" else "dp_shard"
+        parts.append("--use_parallelism_config")
+        sizes = {kind: ranks, **split}
+        parts += [f"--parallelism_config_{name}_size {size}" for name, size in sizes.items() if size > 1]
+    return " ".join(parts)
+
+
+def logitless_train(setting: Setting) -> str | None:
+    """`logitless train`'s command line: supervised training, the ranks by DDP or FSDP2, matrices or sequences split."""
+    further = any(setting.keeps(name) for name in ("reference", "critic", "reward_model"))
+    if setting.algorithm != "sft" or setting.prompt_length or setting.length < 2 or further or not _splits(setting):
+        return None  # every token but the first has a label, and there is one model
+    shape, stretched = setting.model, []
+    if 0 < shape.positions < setting.length:
+        if not shape.stretches:
+            return None
+        stretched.append(f"--rope-scaling yarn:{ceil_div(setting.length, shape.positions)}")
+    split = {"tensor": setting.tensor_parallel, "context": setting.context_parallel}
+    light = ["--offload-activations"] * setting.offload_activations
+    light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
+    light += [f"--attention {setting.attention}"] * (setting.attention != "flash")
+    light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
+    light += [f"--{name}-parallel {ranks}" for name, ranks in split.items() if ranks > 1]
+    fresh = shape.vocab >= TEKKEN_VOCAB and (shape.name in PRESETS or Path(shape.name).is_file())
+    parts = [f"--context-length {setting.length}", *stretched, "--loss chunked", *light]
+    return _own("train", _named(shape, fresh), setting, parts, "fsdp2")
+
+
+def _splits(setting: Setting) -> bool:
+    """Whether `logitless train` splits matrices and sequences so; parts of matrices on several ranks are FSDP2's."""
+    tensor, context, shape = setting.tensor_parallel, setting.context_parallel, setting.model
+    if setting.length % context or (context > 1 and (setting.attention == "eager" or shape.attention_softcap)):
+        return False
+    counts = (shape.kv_heads, shape.mlp) if not shape.moe_layers else (1,)
+    fits = all(count % tensor == 0 for count in counts)
+    return tensor == 1 or (fits and (setting.gpus == tensor or setting.sharding == "fsdp2"))
+
+
+def logitless_align(setting: Setting) -> str | None:
+    """`logitless align`'s command line, where its groups of responses fill whole batches."""
+    method, each, shape = ALIGN.get(setting.algorithm), setting.responses_per_prompt, setting.model
+    split = setting.tensor_parallel * setting.context_parallel > 1
+    further = any(setting.keeps(name) for name in ("critic", "reward_model"))
+    if method is None or split or further or not setting.prompt_length or 0 < shape.positions < setting.length:
+        return None
+    if setting.offload_activations or setting.mlp_tiles > 1 or setting.attention != "flash":
+        return None
+    parts = [f"--method {method}", f"--prompt-length {setting.prompt_length}"]
+    parts.append(f"--completion-length {setting.response_length}")
+    if method == "dpo":
+        if not setting.keeps("reference"):
+            return None
+    else:
+        if each < 2 or setting.micro_rows * setting.accumulation % each or setting.rollout_sequences < setting.rows:
+            return None
+        parts += [f"--generations-per-prompt {each}", f"--beta {BETA if setting.keeps('reference') else 0.0}"]
+    return _own("align", _named(shape), setting, parts)
+
+
+def _named(shape: ModelShape, fresh: bool = False) -> str:
+    """--model: what a command can start from; else DIR, for a directory or hub id with weights of this shape."""
+    path = Path(shape.name)
+    saved = any(path.glob("*.safetensors")) or (shape.name.count("/") == 1 and not path.exists())
+    return shlex.quote(shape.name) if fresh or saved else "DIR"
+
+
+def _own(command: str, model: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
+    """A command of logitless with the options that they share; None for what it leaves to others."""
+    if setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
+        return None
+    start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
+    return " ".join(
+        [
+            f"{start} {command} --model {model}",
+            *parts,
+            f"--batch-size {setting.micro_rows}",
+            f"--gradient-accumulation-steps {setting.accumulation}",
+            *["--gradient-checkpointing"] * setting.gradient_checkpointing,
+            *[f"--lora-rank {setting.lora_rank}"] * bool(setting.lora_rank),
+            f"--memory-budget {_size(setting.memory_budget)} --dtype bfloat16",
+        ]
+    )
+
+
+def _stepped(setting: Setting) -> Setting:
+    """The setting with the optimizer of logitless's commands: AdamW, its state in the dtype of what it trains."""
+    if setting.lora_rank:  # PEFT keeps adapters in fp32
+        return replace(setting, optimizer="adamw-fp32")
+    return replace(setting, optimizer="adamw-bf16", master_weights=False)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20}MiB" if count % (1 << 20) == 0 else str(count)
+
+
+def trl(setting: Setting) -> str | None:
+    """The flags of TRL's trainer, or None where it has none for the algorithm."""
+    name = TRL.get(setting.algorithm)
+    online = name in ("grpo", "rloo")
+    if name is None or setting.mlp_tiles > 1 or setting.attention == "nsa" or (setting.offload_activations and online):
+        return None
+    # TRL's master weights are fp32 parameters under bf16 autocast
+    wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"
+    parts = [
+        f"trl {name}",
+        f"--dtype {'float32' if wide else 'bfloat16'}",
+        f"--attn_implementation {'sdpa' if setting.attention == 'flash' else setting.attention}",
+        f"--per_device_train_batch_size {setting.micro_rows}",
+        f"--gradient_accumulation_steps {setting.accumulation}",
+        f"--gradient_checkpointing {_yes(setting.gradient_checkpointing)}",
+        "--bf16 true",
+        *["--activation_offloading true"] * setting.offload_activations,
+    ]
+    if setting.optimizer in OPTIM:
+        parts.append(f"--optim {OPTIM[setting.optimizer]}")
+    parts += _rollouts(setting) if online else _texts(setting)
+    if setting.lora_rank:
+        rank = setting.lora_rank
+        parts.append(f"--use_peft true --lora_r {rank} --lora_alpha {2 * rank} --lora_target_modules all-linear")
+    return " ".join(parts)
+
+
+def _rollouts(setting: Setting) -> list[str]:
+    """What TRL's online trainers generate, how many sequences at a time, and whether they keep a reference model."""
+    parts = [
+        f"--num_generations {setting.responses_per_prompt}",
+        f"--max_completion_length {setting.response_length}",
+        f"--beta {BETA if setting.keeps('reference') else 0.0}",
+    ]
+    if setting.rollout_sequences < setting.rows:
+        parts.append(f"--steps_per_generation {max(1, setting.rollout_sequences // setting.micro_rows)}")
+    return parts
+
+
+def _texts(setting: Setting) -> list[str]:
+    parts = [f"--max_length {setting.length}"]
+    if setting.algorithm == "sft" and setting.prompt_length:
+        parts.append("--completion_only_loss true")
+    if setting.algorithm == "dpo" and not setting.keeps("reference"):
+        parts.append("--precompute_ref_log_probs true")
+    return parts
+
+
+def _yes(on: bool) -> str:
+    return str(on).lower()
+
+
+def flags(setting: Setting) -> dict[str, str]:
+    """The command lines by tool, those that exist."""
+    lines = {
+        "logitless train": logitless_train(setting),
+        "logitless align": logitless_align(setting),
+        "TRL": trl(setting),
+        "accelerate": launcher(setting),
+    }
+    return {tool: line for tool, line in lines.items() if line is not None}
+
+
+def hint(setting: Setting) -> str | None:
+    """The options by which the plan would be of what a command of logitless runs, where its optimizer alone differs."""
+    own = _stepped(setting)
+    new = [tool for tool in flags(own) if tool not in flags(setting)]
+    options = f"--optimizer {own.optimizer}" + " --no-master-weights" * (own.master_weights < setting.master_weights)
+    return f"{new[0]} steps otherwise: {options} plans it" if new else None

@@ -1,0 +1,176 @@
+"""The search for a setting that fits: the most tokens a step first, then the least work done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ...units import counted
+from .algorithms import ROLLOUT
+from .plan import Plan, plan
+from .setting import GIB, Setting, ceil_div
+
+HEADROOM = {"conservative": (1, 5), "aggressive": (1, 50)}  # of a GPU's memory, kept free beyond the reserve
+LADDER = ("ddp", "zero1", "zero2", "fsdp2")  # each divides more, and communicates more
+SHORTEST = 128  # tokens of a response below which nobody trains
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A setting that fits, and why each knob stands where it does."""
+
+    name: str
+    plan: Plan
+    allowed: int  # bytes that the search let a GPU use
+    reasons: tuple[tuple[str, str, str], ...]  # knob, value, reason
+
+
+def fit(setting: Setting) -> dict[str, Fit | None]:
+    """A conservative and an aggressive setting; None where even the smallest does not fit.
+
+    `setting` says what is wished for: its batch and lengths are never exceeded, and what it already turns on stays.
+    """
+    setting.check()
+    return {name: _fit(setting, name) for name in HEADROOM}
+
+
+def _fit(wish: Setting, name: str) -> Fit | None:
+    part, of = HEADROOM[name]
+    allowed = wish.gpu_bytes - wish.reserve - wish.gpu_bytes * part // of
+    if not _possible(wish, allowed):
+        return None
+    for batch, response in _sizes(wish):
+        sized = replace(wish, batch_size=batch, response_length=response)
+        for rank, checkpointing, sharding, budget in _knobs(wish):
+            candidate = replace(
+                sized,
+                lora_rank=rank,
+                gradient_checkpointing=checkpointing,
+                sharding=sharding,
+                memory_budget=budget,
+            )
+            found = _rows(candidate, allowed)
+            if found is not None:
+                return Fit(name, plan(found), allowed, tuple(_reasons(found, wish, allowed)))
+    return None
+
+
+def _possible(wish: Setting, allowed: int) -> bool:
+    """Whether the smallest candidate fits: it saves a search that cannot succeed."""
+    batch, response = min(_sizes(wish), key=lambda pair: pair[0] * pair[1])
+    *_, (rank, checkpointing, sharding, budget) = _knobs(wish)
+    smallest = replace(
+        wish,
+        batch_size=batch,
+        response_length=response,
+        lora_rank=rank,
+        gradient_checkpointing=checkpointing,
+        sharding=sharding,
+        memory_budget=budget,
+    )
+    return _rows(smallest, allowed) is not None
+
+
+def _sizes(wish: Setting) -> list[tuple[int, int]]:
+    """(batch, response length), the most tokens first, then the longer response."""
+    batches = list(_halvings(wish.batch_size, 1))
+    responses = list(_halvings(wish.response_length, min(SHORTEST, wish.response_length)))
+    return sorted(product(batches, responses), key=lambda p: (-p[0] * (wish.prompt_length + p[1]), -p[1]))
+
+
+def _knobs(wish: Setting) -> Iterator[tuple[int, bool, str, int]]:
+    """(LoRA rank, checkpointing, sharding, memory budget), the least costly first."""
+    ranks = [wish.lora_rank] if wish.lora_rank else [0, LORA_RANK]
+    checkpointing = [True] if wish.gradient_checkpointing else [False, True]
+    start = LADDER.index(wish.sharding) if wish.sharding in LADDER else len(LADDER)
+    shardings = LADDER[start:] or (wish.sharding,)
+    budgets = (wish.memory_budget, max(1, wish.memory_budget // 4))
+    return product(ranks, checkpointing, shardings if wish.shards > 1 else (wish.sharding,), budgets)
+
+
+def _rows(candidate: Setting, allowed: int) -> Setting | None:
+    """The candidate with the largest rollout batch and micro-batch that fit; None if none does."""
+    phases = candidate.kind.phases
+    mine = ceil_div(candidate.batch_size * candidate.responses_per_prompt, candidate.shards)
+    if ROLLOUT in phases:
+        rollout = _largest(candidate, "rollout_batch", mine, lambda p: p.peaks[ROLLOUT] <= allowed)
+        if rollout is None:
+            return None
+        candidate = rollout
+    rest = [phase for phase in phases if phase != ROLLOUT]
+    fits = lambda p: max(p.peaks[phase] for phase in rest) <= allowed  # noqa: E731
+    return _largest(candidate, "micro_batch", candidate.rows, fits)
+
+
+def _largest(candidate: Setting, knob: str, most: int, fits: Callable[[Plan], bool]) -> Setting | None:
+    if not fits(plan(replace(candidate, **{knob: 1}))):
+        return None
+    tries = (replace(candidate, **{knob: value}) for value in _halvings(most, 1))
+    return next(setting for setting in tries if fits(plan(setting)))
+
+
+def _halvings(most: int, least: int) -> Iterator[int]:
+    """`most` and its halves, rounded down, to `least`."""
+    while most > least:
+        yield most
+        most //= 2
+    yield least
+
+
+def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str, str, str]]:
+    """(knob, value, why not the cheaper or larger one)."""
+
+    def unless(**changes: object) -> str:
+        other = plan(replace(found, **changes))  # pyright: ignore[reportArgumentType]
+        return f"would need {other.peak / GIB:.1f} GiB in {other.peak_phase}, {allowed / GIB:.1f} GiB are allowed"
+
+    whole = (
+        "as asked"
+        if found.batch_size == wish.batch_size
+        else f"{found.batch_size * 2} {unless(batch_size=2 * found.batch_size)}"
+    )
+    yield "batch-size", str(found.batch_size), whole
+    longer = 2 * found.response_length
+    asked = found.response_length == wish.response_length
+    yield (
+        "response-length",
+        str(found.response_length),
+        "as asked" if asked else f"{longer} {unless(response_length=longer)}",
+    )
+    if found.lora_rank and not wish.lora_rank:
+        yield "lora-rank", str(found.lora_rank), f"training all parameters {unless(lora_rank=0)}"
+    else:
+        yield "lora-rank", str(found.lora_rank), "as asked" if wish.lora_rank else "all parameters can be trained"
+    if not found.gradient_checkpointing:
+        why = "every activation fits: nothing is computed twice"
+    else:
+        why = "as asked" if wish.gradient_checkpointing else f"without it, it {unless(gradient_checkpointing=False)}"
+    yield "gradient-checkpointing", "on" if found.gradient_checkpointing else "off", why
+    if found.sharding != wish.sharding:
+        before = LADDER[LADDER.index(found.sharding) - 1]
+        yield "sharding", found.sharding, f"{before} {unless(sharding=before)}"
+    else:
+        yield "sharding", found.sharding, "one GPU" if found.shards == 1 else "as asked"
+    yield from _row_reasons(found, wish, unless)
+
+
+def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> Iterator[tuple[str, str, str]]:
+    if found.micro_rows == found.rows:
+        why = "the whole batch of a GPU at once"
+    else:
+        why = f"{2 * found.micro_rows} {unless(micro_batch=2 * found.micro_rows)}"
+    yield "micro-batch", str(found.micro_rows), why
+    steps = found.accumulation
+    make = "makes" if steps == 1 else "make"
+    whole = f"{counted(steps, 'pass')} of {counted(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
+    yield "accumulation", str(steps), whole
+    if found.rollout_batch:
+        everything = found.rollout_batch >= ceil_div(found.batch_size * found.responses_per_prompt, found.shards)
+        more = 2 * found.rollout_sequences
+        why = "all of a GPU's sequences at once" if everything else f"{more} {unless(rollout_batch=more)}"
+        yield "rollout-batch", str(found.rollout_sequences), why
+    budget = found.memory_budget >> 20
+    smaller = f"{wish.memory_budget >> 20} MiB {unless(memory_budget=wish.memory_budget)}"
+    yield "memory-budget", f"{budget}MiB", "as asked" if found.memory_budget == wish.memory_budget else smaller

@@ -1,0 +1,224 @@
+"""A plan for people and machines: tables by rich, JSON with a versioned schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...units import counted, format_bytes
+from .commands import flags, hint
+from .components import Component
+from .fit import Fit
+from .plan import Plan
+from .setting import Setting
+from .states import trained_parameters
+
+SCHEMA = 1
+
+
+def headline(setting: Setting, units: str) -> str:
+    """The setting on one line."""
+    s = setting
+    sequences = f"{s.batch_size} × {s.responses_per_prompt}" if s.responses_per_prompt > 1 else str(s.batch_size)
+    pairs = " pairs" if s.kind.sequences == 2 else ""
+    split = "".join(f", {name} {n}" for name, n in (("tp", s.tensor_parallel), ("cp", s.context_parallel)) if n > 1)
+    return (
+        f"{s.model.name} ({s.model.parameters:,} parameters) · {s.algorithm} · {sequences}{pairs} × {s.length:,} tokens"
+        f" · {s.gpus} × {format_bytes(s.gpu_bytes, units)} · {s.sharding}{split}"
+    )
+
+
+def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> None:
+    """Components, phases and the verdict, dense against logitless."""
+    setting = logitless.setting
+    console.print(f"[bold]{headline(setting, units)}[/bold]", highlight=False)
+    console.print(
+        f"{counted(setting.accumulation, 'forward pass')} of {counted(setting.micro_rows, 'row')}, "
+        f"{counted(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
+        highlight=False,
+    )
+    console.print(_components(dense, logitless, units), highlight=False)
+    console.print(_phases(dense, logitless, units), highlight=False)
+    for plan in (dense, logitless):
+        top = plan.largest
+        console.print(verdict(plan, units), highlight=False)
+        console.print(f"  largest single allocation: {top.name}, {format_bytes(top.largest, units)}", highlight=False)
+    for note in notes(setting):
+        console.print(f"[dim]{note}[/dim]", highlight=False)
+
+
+def notes(setting: Setting) -> list[str]:
+    """What a reader of the numbers should know about this setting."""
+    kind, found = setting.kind, []
+    if setting.algorithm in ("grpo", "intuitor") and setting.responses_per_prompt == 1:
+        found.append("one response per prompt: a group of one has no advantage; give --responses-per-prompt")
+    if setting.dense_logits == "all" and setting.prompt_length and not kind.soft_tokens:
+        found.append("dense: logits of the prompts too, as transformers and verl make them; see --dense-logits")
+    if kind.reference and setting.lora_rank and setting.reference == "auto":
+        found.append("no reference model: the base model without its adapters is one")
+    if setting.lora_rank and setting.model.adapted_experts and setting.model.moe_layers:
+        found.append("adapters of experts: PEFT folds them into a copy of all of a layer's experts at each pass")
+    if kind.soft_tokens:
+        found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
+    if setting.model.uncounted:
+        found.append(f"{setting.model.name}: parameters counted by transformers; activations as of a Llama's layers")
+    return found
+
+
+def verdict(plan: Plan, units: str = "GiB") -> str:
+    """Whether a plan fits, with its margin, as a line of rich markup."""
+    peak = f"peak {format_bytes(plan.peak, units)} in {plan.peak_phase}"
+    if plan.fits:
+        return (
+            f"[bold]{plan.way}[/bold] [green]fits[/green]: {peak}, {format_bytes(plan.margin, units)} left on each GPU"
+        )
+    return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {format_bytes(-plan.margin, units)} too much"
+
+
+def _table(*columns: str) -> Table:
+    """Columns from "<name" (left) and ">name" (right)."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        right = column[0] == ">"
+        table.add_column(column[1:], justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table
+
+
+def lives(component: Component, phases: Sequence[str]) -> str:
+    """ "always", or the phases as ranges: "forward … loss, backward"."""
+    if set(component.phases) == set(phases):
+        return "always"
+    runs: list[list[str]] = []
+    for before, phase in zip(("", *phases), phases, strict=False):
+        if phase in component.phases:
+            if runs and runs[-1][-1] == before:
+                runs[-1].append(phase)
+            else:
+                runs.append([phase])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}" for run in runs)
+
+
+def _components(dense: Plan, logitless: Plan, units: str) -> Table:
+    table = _table("<component", "<shape", ">dense", ">logitless", "<lives")
+    phases = logitless.setting.kind.phases
+    mine = {c.name: c for c in logitless.components}
+    theirs = {c.name: c for c in dense.components}
+    for name in dict.fromkeys([*theirs, *mine]):
+        left, right = theirs.get(name), mine.get(name)
+        some = right or left
+        assert some is not None
+        cells = ["–" if c is None else format_bytes(c.nbytes, units) for c in (left, right)]
+        table.add_row(name, some.shape, *cells, lives(some, phases))
+    return table
+
+
+def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
+    table = _table("<phase", ">dense", ">logitless", ">saved")
+    for phase, nbytes in logitless.peaks.items():
+        before = dense.peaks[phase]
+        saved = format_bytes(before - nbytes, units) if before != nbytes else "–"
+        cells = [format_bytes(plan.peaks[phase], units) for plan in (dense, logitless)]
+        cells = [
+            f"[bold]{c}[/bold]" if phase == p.peak_phase else c for c, p in zip(cells, (dense, logitless), strict=True)
+        ]
+        table.add_row(phase, *cells, saved)
+    return table
+
+
+def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: str = "GiB") -> None:
+    """Peaks over sequence lengths."""
+    table = _table(">tokens", ">dense", ">logitless", ">ratio", "<fits")
+    for length, dense, logitless in rows:
+        fits = " and ".join(plan.way for plan in (dense, logitless) if plan.fits) or "neither"
+        ratio = f"{dense.peak / logitless.peak:.1f} ×"
+        table.add_row(f"{length:,}", format_bytes(dense.peak, units), format_bytes(logitless.peak, units), ratio, fits)
+    console.print("[bold]peak on each GPU by sequence length[/bold]")
+    console.print(table, highlight=False)
+
+
+def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units: str = "GiB") -> None:
+    """Peaks with one option changed; the first row is the setting itself."""
+    table = _table("<what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
+    base = rows[0][2].peak
+    for name, dense, logitless in rows:
+        change = logitless.peak - base
+        sign = "+" if change > 0 else ""
+        cells = [
+            format_bytes(dense.peak, units),
+            format_bytes(logitless.peak, units),
+            f"{sign}{format_bytes(change, units)}" if change else "–",
+        ]
+        table.add_row(name, *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
+    console.print("[bold]what if[/bold]")
+    console.print(table, highlight=False)
+
+
+def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB") -> None:
+    """Each recommended setting with its reasons and command lines."""
+    for name, fit in found.items():
+        if fit is None:
+            console.print(
+                f"[bold]{name}[/bold]: [red]nothing fits[/red]: give more GPUs, more memory or a smaller model"
+            )
+            continue
+        console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
+        console.print(verdict(fit.plan, units), highlight=False)
+        table = _table("<option", "<value", "<why")
+        for row in fit.reasons:
+            table.add_row(*row)
+        console.print(table, highlight=False)
+        for tool, line in flags(fit.plan.setting).items():
+            console.print(f"[dim]{tool}[/dim]  {line}", highlight=False, soft_wrap=True)
+        if (more := hint(fit.plan.setting)) is not None:
+            console.print(f"[dim]{more}[/dim]", highlight=False, soft_wrap=True)
+        console.print()
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """One way's components, peaks and verdict."""
+    return {
+        "components": [asdict(c) for c in plan.components],
+        "peaks": plan.peaks,
+        "peak_bytes": plan.peak,
+        "peak_phase": plan.peak_phase,
+        "largest_allocation": {"name": plan.largest.name, "bytes": plan.largest.largest},
+        "margin_bytes": plan.margin,
+        "fits": plan.fits,
+    }
+
+
+def as_json(dense: Plan, logitless: Plan) -> dict[str, Any]:
+    """The whole plan; sizes in bytes on each GPU."""
+    setting = logitless.setting
+    return {
+        "schema": SCHEMA,
+        "setting": {key: value for key, value in asdict(setting).items() if key != "model"},
+        "model": {**asdict(setting.model), "parameters": setting.model.parameters},
+        "trained_parameters": trained_parameters(setting),
+        "accumulation": setting.accumulation,
+        "tokens_per_step": setting.tokens_per_step,
+        "notes": notes(setting),
+        "dense": plan_json(dense),
+        "logitless": plan_json(logitless),
+    }
+
+
+def fits_json(found: dict[str, Fit | None]) -> dict[str, Any]:
+    """The recommended settings; null where nothing fits."""
+    return {name: None if fit is None else _fit_json(fit) for name, fit in found.items()}
+
+
+def _fit_json(fit: Fit) -> dict[str, Any]:
+    keys = ("option", "value", "why")
+    return {
+        "setting": {key: value for key, value in asdict(fit.plan.setting).items() if key != "model"},
+        "allowed_bytes": fit.allowed,
+        "plan": plan_json(fit.plan),
+        "reasons": [dict(zip(keys, row, strict=True)) for row in fit.reasons],
+        "flags": flags(fit.plan.setting),
+    }

@@ -1,0 +1,185 @@
+"""`Setting`: every knob of a planned run, checked, with the counts that follow from it (no torch import)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...algebra.costs import DEFAULT_BUDGET
+from ...errors import OptionError
+from ...models.shapes import ModelShape
+from ...units import LARGEST
+from .algorithms import ALGORITHMS, Algorithm
+
+GIB = 1 << 30
+OPTIMIZERS = {  # bytes per trained parameter, as a fraction
+    "adamw-fp32": (8, 1),
+    "adamw-bf16": (4, 1),
+    "adamw-8bit": (65, 32),  # two bytes, and an fp32 scale for 256 of each
+    "sgd": (0, 1),
+    "none": (0, 1),
+}
+SHARDINGS = {  # what is divided among the data-parallel GPUs
+    "ddp": frozenset(),
+    "zero1": frozenset({"optimizer"}),
+    "zero2": frozenset({"optimizer", "gradients"}),
+    "zero3": frozenset({"optimizer", "gradients", "parameters"}),
+    "fsdp2": frozenset({"optimizer", "gradients", "parameters"}),
+}
+CHOICES = {
+    "algorithm": tuple(ALGORITHMS),
+    "optimizer": tuple(OPTIMIZERS),
+    "sharding": tuple(SHARDINGS),
+    "attention": ("flash", "eager", "nsa"),
+    "dense_logits": ("all", "response"),
+    "reference": ("auto", "yes", "no"),
+    "critic": ("auto", "yes", "no"),
+    "reward_model": ("auto", "yes", "no"),
+}
+AT_LEAST_ONE = (
+    "batch_size", "responses_per_prompt", "response_length", "gpus", "gpu_bytes", "tensor_parallel",
+    "context_parallel", "top_k", "memory_budget", "mlp_tiles",
+)  # fmt: skip
+AT_LEAST_ZERO = ("prompt_length", "validation_length", "micro_batch", "rollout_batch", "lora_rank", "reserve")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One planned run. Rows are sequences, for dpo pairs of them; lengths count tokens, sizes bytes."""
+
+    model: ModelShape
+    algorithm: str = "sft"
+    batch_size: int = 64  # prompts an optimizer step, on all GPUs together
+    responses_per_prompt: int = 1
+    prompt_length: int = 0
+    response_length: int = 2048
+    validation_length: int = 0  # longest response in validation; 0: no longer than in training
+    micro_batch: int = 0  # rows a forward pass, on each GPU; 0: all that a GPU has
+    rollout_batch: int = 0  # sequences generated at a time, on each GPU; 0: all that a GPU has
+    gpus: int = 1
+    gpu_bytes: int = 80 * GIB
+    reserve: int = 2 * GIB  # CUDA context, communication buffers, fragmentation
+    sharding: str = "ddp"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    optimizer: str = "adamw-fp32"
+    master_weights: bool = True
+    gradient_checkpointing: bool = False
+    offload_activations: bool = False  # what checkpointing keeps waits on the host
+    mlp_tiles: int = 1  # pieces of the sequence in which an MLP is computed
+    lora_rank: int = 0
+    attention: str = "flash"
+    reference: str = "auto"
+    critic: str = "auto"
+    reward_model: str = "auto"
+    critic_shape: ModelShape | None = None  # None: the model's
+    reward_shape: ModelShape | None = None
+    top_k: int = 256  # entries of a soft token
+    memory_budget: int = DEFAULT_BUDGET
+    dense_logits: str = "all"
+
+    def check(self) -> Setting:
+        """Itself, its model with the attention asked for, or OptionError for the first value without a meaning."""
+        for name, allowed in CHOICES.items():
+            _require(getattr(self, name) in allowed, name, f"one of {', '.join(allowed)}", getattr(self, name))
+        for name in AT_LEAST_ONE:
+            _require(1 <= getattr(self, name) <= LARGEST, name, "1 to 2^63-1", getattr(self, name))
+        for name in AT_LEAST_ZERO:
+            _require(0 <= getattr(self, name) <= LARGEST, name, "0 to 2^63-1", getattr(self, name))
+        split = self.tensor_parallel * self.context_parallel
+        _require(self.gpus % split == 0, "gpus", f"a multiple of tensor × context parallelism ({split})", self.gpus)
+        for shape in (self.model, self.critic_shape or self.model, self.reward_shape or self.model):
+            divides = shape.heads % self.tensor_parallel == 0
+            _require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
+        if self.mlp_tiles > 1 and self.model.moe_layers:
+            raise OptionError(f"--mlp-tiles needs dense MLPs: {self.model.name} has layers that route")
+        if self.reserve >= self.gpu_bytes:
+            raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
+        sparse, shape = self.attention == "nsa", self.model
+        if sparse and (shape.attention_softcap or shape.windowed_layers):
+            raise OptionError(
+                f"--attention nsa needs layers like Qwen3's: those of {shape.name} have a softcap or windows"
+            )
+        if sparse and self.tensor_parallel > 1:
+            raise OptionError(
+                f"--tensor-parallel {self.tensor_parallel} cannot split --attention nsa; use --sharding fsdp2"
+            )
+        return self if shape.sparse == sparse else replace(self, model=replace(shape, sparse=sparse))
+
+    @property
+    def kind(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def shards(self) -> int:
+        """GPUs among which ZeRO and FSDP2 divide."""
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch on each GPU, an optimizer step."""
+        ranks = self.gpus // (self.tensor_parallel * self.context_parallel)
+        return ceil_div(self.batch_size * self.responses_per_prompt, ranks)
+
+    @property
+    def micro_rows(self) -> int:
+        return min(self.micro_batch or self.rows, self.rows)
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes an optimizer step."""
+        return ceil_div(self.rows, self.micro_rows)
+
+    @property
+    def micro_sequences(self) -> int:
+        return self.micro_rows * self.kind.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward pass on each GPU."""
+        return self.micro_sequences * ceil_div(self.length, self.context_parallel)
+
+    @property
+    def response_tokens(self) -> int:
+        """Those of them that have a label."""
+        return self.micro_sequences * ceil_div(self.response_length, self.context_parallel)
+
+    @property
+    def rollout_sequences(self) -> int:
+        """Sequences generated at a time on each GPU; context parallelism does not divide them."""
+        mine = ceil_div(self.batch_size * self.responses_per_prompt, self.shards)
+        return min(self.rollout_batch or mine, mine)
+
+    @property
+    def rollout_length(self) -> int:
+        return self.prompt_length + max(self.response_length, self.validation_length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, all GPUs."""
+        return self.batch_size * self.responses_per_prompt * self.kind.sequences * self.length
+
+    def keeps(self, name: str) -> bool:
+        """Whether there is a `reference`, `critic` or `reward_model`."""
+        asked = getattr(self, name)
+        return getattr(self.kind, name) if asked == "auto" else asked == "yes"
+
+    def divided(self, count: int, what: str) -> int:
+        """The share of `count` on each GPU under the sharding."""
+        return ceil_div(count, self.shards) if what in SHARDINGS[self.sharding] else count
+
+
+def ceil_div(count: int, parts: int) -> int:
+    """Whole-number division, rounded up; exact for any size, unlike a float's."""
+    return -(-count // parts)
+
+
+def _require(holds: bool, name: str, expected: str, got: object) -> None:
+    if not holds:
+        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")

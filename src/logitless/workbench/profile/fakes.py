@@ -1,0 +1,234 @@
+"""A model on the meta device traced as a GPU or a CPU would run it: fake tensors, and what they cannot know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from ...errors import ConfigError
+from .labels import Labels
+from .lint import Lint
+from .storages import tensors_of
+
+aten = torch.ops.aten
+GPU = "meta"  # the device type that stands for a GPU: fake `cuda` tensors need a build with CUDA
+CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
+
+
+class Fakes:
+    """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
+
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN; but of vectors of `tokens` elements `ignored`
+    are false (the last label of each row).
+    """
+
+    def __init__(self, device: str, tokens: int, ignored: int, labels: Labels) -> None:
+        self.device, self.tokens, self.ignored, self.labels = device, tokens, ignored, labels
+        self.lint = Lint(device)
+        self._false: dict[int, int] = {}  # storages of what is false or 0, and how many answers each still owes
+        self._special = {
+            aten._local_scalar_dense.default: self._number,
+            aten.all.default: self._all,
+            aten.isnan.default: self._isnan,
+            aten.nonzero.default: self._nonzero,
+            aten.stack.default: self._stack,
+            aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
+            aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
+        }
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`."""
+        special = self._special.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if self.device != "cpu":
+            args, kwargs = self.lint.checked(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.device != "cpu":
+            self.lint.created(tensors_of(out), args)
+        return out
+
+    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if not isinstance(x, FakeTensor) or x.constant is not None:
+            return func(*args, **kwargs)
+        key = x.untyped_storage()._cdata
+        left = self._false.pop(key, 0)
+        if left > 1:
+            self._false[key] = left - 1
+        if x.dtype == torch.bool:
+            return not left
+        return float(not left) if x.is_floating_point() else int(not left)
+
+    def _all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if self.ignored and args[0].shape == (self.tokens,):
+            self._false[out.untyped_storage()._cdata] = 1
+        return out
+
+    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Numbers asked for in one list: all of them 0 where one is false."""
+        out = func(*args, **kwargs)
+        if any(self._false.pop(x.untyped_storage()._cdata, 0) for x in args[0]):
+            self._false[out.untyped_storage()._cdata] = out.numel()
+        return out
+
+    def _isnan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self._false[out.untyped_storage()._cdata] = 1
+        return out
+
+    def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if self.labels.root != "loss":
+            module = self.labels.here()[0]
+            raise ConfigError(f"{module} chooses its work by its data, which a trace lacks: measure a real run")
+        found = self.tokens - self.ignored if x.shape == (self.tokens,) else 0
+        return x.new_empty((found, x.dim()), dtype=torch.int64)
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model was built on the meta device: `with torch.device("meta")`."""
+    return any(p.device.type == "meta" and not isinstance(p, FakeTensor) for p in model.parameters())
+
+
+@contextmanager
+def faked(model: nn.Module, device: str) -> Iterator[None]:
+    """While it lasts, a meta model's parameters and buffers are fake tensors on `device`, "meta" or "cpu"."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    own = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    made: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # errors arrive as exceptions
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for table, name, x in own:
+            if id(x) not in made:
+                made[id(x)] = _like(x, device)
+            table[name] = made[id(x)]  # pyright: ignore[reportArgumentType]
+        stack.callback(_restore, own)
+        stack.enter_context(_untraced_masks())
+        stack.enter_context(_few_chunks())
+        stack.enter_context(_first_block())
+        if device == GPU:
+            stack.enter_context(_gpu_kernels())
+        yield
+
+
+def _like(x: Tensor, device: str) -> Tensor:
+    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
+
+
+def _restore(own: list[tuple[Any, str, Tensor]]) -> None:
+    for table, name, x in own:
+        table[name] = x
+
+
+@contextmanager
+def _untraced_masks() -> Iterator[None]:
+    """transformers builds an S×S mask for what it takes to be traced; a real run builds none."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+    else:
+        with patch.object(masks, "is_tracing", lambda tensor=None: False):
+            yield
+
+
+@contextmanager
+def _few_chunks() -> Iterator[None]:
+    """The streamed loss over its first chunks; 131,072 tokens have hundreds, and each allocates the same."""
+    from ...vocab.passes.engine import Pass
+
+    every = Pass.chunks
+    with patch.object(Pass, "chunks", lambda self: islice(every(self), CHUNKS)):
+        yield
+
+
+@contextmanager
+def _first_block() -> Iterator[None]:
+    """Sparse attention over whole rows, in which every query meets the first block, as it does, and no other."""
+    layers = sys.modules.get("logitless.models.nsa.layers")
+    if layers is None:
+        yield
+        return
+    from ...models.nsa import selected
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(selected, "_meetings", _meetings))
+        stack.enter_context(patch.object(layers, "documents", _rows))
+        yield
+
+
+def _rows(mask: Any, positions: Any, key: Tensor, length: int) -> list[tuple[int, int, int]]:
+    return [(row, 0, key.shape[2]) for row in range(key.shape[0])]
+
+
+def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tuple[int, Tensor, slice, Tensor]]:
+    from ...models.nsa.selected import ROWS
+
+    order = blocks[0].flatten().sort(stable=True).indices
+    most = min(ROWS // group, blocks.shape[1])  # every query selects the first block
+    for head in range(min(blocks.shape[0], CHUNKS)):  # a later meeting allocates what these do
+        unseen = torch.empty(most, min(size, keys), dtype=torch.bool, device=blocks.device)
+        yield head, order[:most], slice(0, min(size, keys)), unseen
+
+
+@contextmanager
+def _gpu_kernels() -> Iterator[None]:
+    """What GPUs have and the meta device has not: fused attention, fused AdamW, fp32 products of bf16 operands."""
+    from ...vocab.backends import logits as tiles
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_, **__: None))
+        stack.enter_context(patch.object(tiles, "has_out_dtype", lambda kind: kind in (GPU, "cuda")))
+        yield
+
+
+on_host = F.scaled_dot_product_attention
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What FlashAttention-2 (Dao, arXiv 2307.08691) allocates: no scores; a log-sum-exp per query and head.
+
+    query: (B, heads, S, D); key, value: (B, heads or fewer, S', D). Returns (B, heads, S, D).
+    """
+    if any(x.device.type != GPU for x in (query, key, value)):
+        return on_host(query, key, value, *args, **kwargs)
+    return _Attention.apply(query, key, value)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, _, sums = ctx.saved_tensors
+        groups = query.shape[1] // key.shape[1]
+        summed = torch.empty_like(query, dtype=torch.float32)  # dq is summed over blocks of keys
+        delta = torch.empty_like(sums)
+        grads = [torch.empty_like(query)]
+        for x in (key, value):
+            each = x.new_empty(x.shape[0], x.shape[2], x.shape[1] * groups, x.shape[3]).transpose(1, 2)
+            grads.append(each)
+        del summed, delta
+        if groups > 1:
+            grads[1:] = [each.unflatten(1, (-1, groups)).sum(2) for each in grads[1:]]
+        return tuple(grads)

@@ -1,0 +1,98 @@
+"""A recording's tables for people: stages, categories and the largest tensors."""
+
+from __future__ import annotations
+
+import io
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...units import format_bytes
+from .recording import CATEGORIES, LARGEST, Recording
+
+SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
+
+
+WIDE = 110  # columns of a console
+
+
+NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def show(recordings: dict[str, Recording], main: str, console: Console, units: str = "GiB") -> None:
+    """Stages and categories of every recording side by side; the largest tensors of `main`; findings."""
+    console.print(_stages(recordings, units), highlight=False)
+    for name, recording in recordings.items():
+        peak = recording.peak
+        console.print(
+            f"[bold]{name}[/bold] peaks at [bold]{format_bytes(peak.nbytes, units)}[/bold] in {peak.stage}: "
+            f"{peak.op} of {peak.module or 'the model'}",
+            highlight=False,
+        )
+        if recording.host > SHOWN_ON_HOST:
+            console.print(f"{name} keeps {format_bytes(recording.host, units)} on the host", highlight=False)
+    console.print(_categories(recordings, units), highlight=False)
+    console.print(f"[bold]largest tensors at the peak, {main}[/bold]")
+    console.print(_largest(recordings[main], units, console.width), highlight=False)
+    findings = dict.fromkeys(f for recording in recordings.values() for f in recording.findings)
+    for finding in findings:
+        console.print(f"[red]device[/red] {finding}", highlight=False, soft_wrap=True)
+
+
+def as_text(recording: Recording) -> str:
+    """One recording's tables as plain text."""
+    text = io.StringIO()
+    show({"this step": recording}, "this step", Console(file=text, width=120, color_system=None, legacy_windows=False))
+    return text.getvalue()
+
+
+def _columns(*names: str) -> Table:
+    """A table with columns from ">name" (to the right), "=name" (to the left, never folded) and "<name"."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        right = name[0] == ">"
+        table.add_column(name[1:], justify="right" if right else "left", no_wrap=name[0] != "<", overflow="fold")
+    return table
+
+
+def _stages(recordings: dict[str, Recording], units: str) -> Table:
+    table = _columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
+    names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
+    for name in names:
+        cells = []
+        for recording in recordings.values():
+            found = [s for s in recording.stages if s.name == name]
+            cells += (
+                [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
+                if (found)
+                else ["–", "–"]
+            )
+        table.add_row(name, *cells)
+    return table
+
+
+def _categories(recordings: dict[str, Recording], units: str) -> Table:
+    table = _columns("=at the peak", *(f">{name}" for name in recordings))
+    found = [recording.categories(recording.peak.event) for recording in recordings.values()]
+    for category in CATEGORIES:
+        if any(category in one for one in found):
+            cells = (format_bytes(one[category], units) if category in one else "–" for one in found)
+            table.add_row(category, *cells)
+    return table
+
+
+def _largest(recording: Recording, units: str, width: int) -> Table:
+    """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
+    wide = width >= WIDE
+    table = _columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
+    for a in recording.alive(recording.peak.event)[:LARGEST]:
+        shape = " × ".join(f"{n:,}" for n in a.shape)
+        cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
+        module = a.module.removeprefix("model.") or "the model"
+        if wide:
+            table.add_row(*cells, a.category, module, a.op)
+        else:
+            table.add_row(*cells)
+            table.add_row("", f"[dim]{a.category}, {module}: {a.op}[/dim]")
+    return table

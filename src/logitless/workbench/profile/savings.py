@@ -1,0 +1,58 @@
+"""What would make a step smaller: each remedy traced again, none guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import OptionError
+from .recording import Recording
+from .step import Step, traced
+
+RANK, TILES = 16, 8
+Change = Callable[[Step], Step | None]  # None: in use already
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A remedy, what it leaves of the peak, and what it saves."""
+
+    name: str
+    recording: Recording
+    saved: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The remedy for machines."""
+        return {"remedy": self.name, "saved_bytes": self.saved, **self.recording.as_json()}
+
+
+CHANGES: dict[str, Change] = {
+    "chunked-loss": lambda s: replace(s, loss="chunked") if s.loss != "chunked" else None,
+    "checkpointing": lambda s: replace(s, gradient_checkpointing=True) if not s.gradient_checkpointing else None,
+    "offload": lambda s: (
+        replace(s, gradient_checkpointing=True, offload_activations=True) if not s.offload_activations else None
+    ),
+    "tiled-mlp": lambda s: replace(s, mlp_tiles=TILES) if s.mlp_tiles == 1 else None,
+    "lora": lambda s: replace(s, lora_rank=RANK) if not s.lora_rank else None,
+    "half-context": lambda s: replace(s, context_length=s.context_length // 2) if s.context_length > 3 else None,
+}
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The remedies that were asked for; "all" is every one. Raises OptionError."""
+    for name in names:
+        if name != "all" and name not in CHANGES:
+            raise OptionError(f"--remedies must be all or some of {', '.join(CHANGES)}, got {name!r}")
+    return [name for name in CHANGES if name in names or "all" in names]
+
+
+def remedies(step: Step, base: Recording, names: Sequence[str], known: dict[str, Recording]) -> list[Remedy]:
+    """Each remedy that is not in use, traced, the largest saving first; `known`: recordings by loss."""
+    found = []
+    for name in chosen(names):
+        changed = CHANGES[name](step)
+        if changed is not None:
+            recording = known[changed.loss] if name == "chunked-loss" else traced(changed)
+            found.append(Remedy(name, recording, base.peak.nbytes - recording.peak.nbytes))
+    return sorted(found, key=lambda remedy: -remedy.saved)

@@ -1,0 +1,80 @@
+"""A profile for people and machines: tables by rich, JSON with a versioned schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from ...units import format_bytes
+from .measure import Measured
+from .recording import Recording
+from .recording_tables import _columns
+from .savings import Remedy
+from .step import Step
+
+SCHEMA = 1
+
+
+def headline(step: Step, parameters: int) -> str:
+    """The step on one line."""
+    parts = [
+        f"{step.model} ({parameters:,} parameters)",
+        f"{step.batch_size:,} × {step.context_length:,} tokens",
+        step.dtype,
+        f"attention {step.attention}",
+        f"optimizer {step.optimizer}",
+    ]
+    parts += ["gradient checkpointing"] * step.gradient_checkpointing
+    parts += ["offloaded"] * step.offload_activations
+    parts += [f"MLP in {step.mlp_tiles} tiles"] * (step.mlp_tiles > 1)
+    parts += [f"LoRA rank {step.lora_rank}"] * bool(step.lora_rank)
+    return " · ".join(parts)
+
+
+def show_remedies(found: Sequence[Remedy], base: Recording, console: Console, units: str = "GiB") -> None:
+    """Remedies by what they save."""
+    table = _columns("<remedy", ">peak", ">saved", "<peaks in")
+    table.add_row("as given", format_bytes(base.peak.nbytes, units), "–", base.peak.stage)
+    for remedy in found:
+        peak = remedy.recording.peak
+        table.add_row(remedy.name, format_bytes(peak.nbytes, units), format_bytes(remedy.saved, units), peak.stage)
+    console.print("[bold]remedies, each traced[/bold]")
+    console.print(table, highlight=False)
+
+
+def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
+    """Predicted against counted and measured peaks, stage by stage."""
+    machine = "resident set" if measured.device == "cpu" else "allocator"
+    table = _columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
+    rows = zip(measured.predicted.stages, measured.counted.stages, measured.readings, strict=True)
+    for predicted, counted, (_, most) in rows:
+        error = f"{100 * (predicted.peak / counted.peak - 1):+.2f} %"
+        cells = (format_bytes(n, units) for n in (predicted.peak, counted.peak))
+        table.add_row(predicted.name, *cells, error, format_bytes(most, units))
+    console.print(f"[bold]predicted against a real run on {measured.device}[/bold]")
+    console.print(table, highlight=False)
+    if measured.device == "cuda":
+        reserved, context = (format_bytes(n, units) for n in (measured.reserved, measured.context))
+        console.print(f"margin: {reserved} reserved beyond that, {context} of context and libraries", highlight=False)
+
+
+def as_json(
+    step: Step,
+    parameters: int,
+    recordings: dict[str, Recording],
+    found: Sequence[Remedy] = (),
+    measured: Measured | None = None,
+) -> dict[str, Any]:
+    """The whole profile; sizes in bytes, `timeline` as (event, bytes), an event being an allocation or a free."""
+    return {
+        "schema": SCHEMA,
+        "kind": "profile",
+        "step": asdict(step),
+        "parameters": parameters,
+        "runs": {name: recording.as_json() for name, recording in recordings.items()},
+        "remedies": [remedy.as_json() for remedy in found],
+        "real": None if measured is None else measured.as_json(),
+    }

@@ -1,0 +1,223 @@
+"""Documents of a corpus, one string at a time: text files, jsonl, parquet, a `datasets` directory, or this Python."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ...errors import DataError
+from .tokenizer import TextTokenizer
+from typing import Any
+
+TEXT_FIELDS = ("text", "content")
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
+    """(documents to train on, documents held out or None when the source names none).
+
+    data: None for the running interpreter's own standard library, or the path of a text file, a folder of files,
+    a .jsonl, a .parquet, or a directory written by `datasets`' `save_to_disk`. Raises DataError, here for a path
+    that is not there and while reading for a file that cannot be read.
+    """
+    if data is None:
+        return standard_library(), None
+    path = Path(data)
+    if not path.exists():
+        raise DataError(f"--data {data}: no such file or directory")
+    if path.is_file():
+        return _file(path), None
+    if not path.is_dir():
+        raise DataError(f"--data {data}: expected a file or a folder, got a device or a pipe; write it to a file")
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return _datasets_directory(path)
+    return _folder(path), None
+
+
+def standard_library() -> Iterator[str]:
+    """The *.py files of the interpreter's standard library, without its tests, in one order on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
+    for name in files:
+        if _SKIPPED.isdisjoint(name.parts):
+            text = _text_or_none(root / name)
+            if text:
+                yield text
+
+
+def _file(path: Path) -> Iterator[str]:
+    if path.suffix == ".jsonl":
+        return _jsonl(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    text = _text_or_none(path)
+    if text is None:
+        raise DataError(f"--data {path}: not UTF-8 text; expected a text, .jsonl or .parquet file")
+    return iter([text])
+
+
+def _folder(root: Path) -> Iterator[str]:
+    """Every readable file below `root`, in the order of their names; binary and hidden files are not documents."""
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    found = False
+    for path in files:
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            continue
+        if path.suffix in (".jsonl", ".parquet"):
+            found = True
+            yield from _file(path)
+        elif text := _text_or_none(path):
+            found = True
+            yield text
+    if not found:
+        raise DataError(f"--data {root}: no text, .jsonl or .parquet file in this folder")
+
+
+def _text_or_none(path: Path) -> str | None:
+    """A file's text, or None when it is binary; DataError when it cannot be opened."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from None
+    return None if "\0" in text else text
+
+
+def _jsonl(path: Path) -> Iterator[str]:
+    return (_text_field(record, where) for where, record in json_records(path))
+
+
+def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of each line of a .jsonl file. Raises DataError."""
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _json_record(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"--data {path}: not UTF-8 text") from None
+
+
+def _json_record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if "\\ud" in line.lower():  # an escape of half a character, which is JSON and no text
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"--data {where}: expected text, got half of a surrogate pair (an escape \\ud800 to \\udfff alone); "
+            "remove it or write \\ufffd"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", "nested too deeply")
+        raise DataError(f"--data {where}: not JSON ({why}); expected one object per line") from None
+    if not isinstance(record, dict):
+        raise DataError(f"--data {where}: expected an object with fields, got {type(record).__name__}")
+    return record
+
+
+def _text_field(record: dict[str, Any], where: str) -> str:
+    name = _text_column(list(record), where)
+    if not isinstance(record[name], str):
+        raise DataError(f"--data {where}: field {name!r} must be text, got {type(record[name]).__name__}")
+    return record[name]
+
+
+def _text_column(columns: Iterable[str], where: str) -> str:
+    names = list(columns)
+    for name in TEXT_FIELDS:
+        if name in names:
+            return name
+    raise DataError(
+        f"--data {where}: expected a field named {' or '.join(TEXT_FIELDS)}, got {', '.join(names) or 'none'}"
+    )
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            column = _text_column(file.schema_arrow.names, str(path))
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                yield from _strings(batch.column(0).to_pylist(), column, path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
+
+
+def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
+    for value in values:
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"--data {path}: column {column!r} must be text, got {type(value).__name__}")
+        yield value
+
+
+def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None]:
+    train, held_out = splits(path)
+    return _rows(train, path), None if held_out is None else _rows(held_out, path)
+
+
+def splits(path: Path) -> tuple[Any, Any]:
+    """(train, held out or None): the datasets of a directory that `save_to_disk` wrote. Raises DataError."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
+        raise DataError(f"--data {path}: not a readable datasets directory ({first_line(error)})") from None
+    if isinstance(loaded, Dataset):
+        return loaded, None
+    if not isinstance(loaded, DatasetDict) or "train" not in loaded:
+        raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
+    return loaded["train"], next((loaded[name] for name in ("validation", "test") if name in loaded), None)
+
+
+def _rows(dataset: Any, path: Path) -> Iterator[str]:
+    column = _text_column(dataset.column_names, str(path))
+    batches = dataset.select_columns([column]).iter(batch_size=256)
+    return chain.from_iterable(_strings(batch[column], column, path) for batch in batches)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+SHORTEST = 4  # tokens of a prompt or continuation that is worth having
+
+
+Row = dict[str, Any]  # prompt and continuation; a table's own columns
+
+
+def passages(text: str, tokenizer: TextTokenizer, prompt: int, continuation: int) -> list[Row]:
+    """Whole lines of a document as (prompt, what really follows), of at most these many tokens; none is in two."""
+    lines = text.splitlines(keepends=True)
+    sizes = [len(ids) for ids in tokenizer.encode(lines)] if lines else []
+    found: list[Row] = []
+    begin = 0
+    while begin < len(lines):
+        middle = _reach(sizes, begin, prompt)
+        end = _reach(sizes, middle, continuation)
+        if sum(sizes[begin:middle]) >= SHORTEST and sum(sizes[middle:end]) >= SHORTEST:
+            found.append({"prompt": "".join(lines[begin:middle]), "continuation": "".join(lines[middle:end])})
+        begin = max(end, begin + 1)
+    return [row for row in found if row["prompt"].strip() and row["continuation"].strip()]
+
+
+def _reach(sizes: list[int], begin: int, most: int) -> int:
+    """The end of the lines from `begin` that have at most `most` tokens together."""
+    end, total = begin, 0
+    while end < len(sizes) and total + sizes[end] <= most:
+        total += sizes[end]
+        end += 1
+    return end

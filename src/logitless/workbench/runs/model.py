@@ -1,0 +1,172 @@
+"""The model of a run: a preset, a config.json, a local directory or a hub id -> a transformers causal LM."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, OptionError
+from ...models.instances import config_of, with_adapters
+from ...models.nsa.options import saved_with_nsa
+from ...models.positions import check_reach, scale
+from ...models.presets import PRESETS, preset
+from .options import RunOptions, fields_of
+from .tokenizer import TextTokenizer, pretrained, tekken
+
+FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: its configuration, and the place of its weights (None: from scratch)."""
+
+    config: Any  # a transformers PreTrainedConfig
+    weights: str | None
+    tokenizer: str | None  # where its tokenizer lies; None: Tekken
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    def default_rate(self, lora_rank: int) -> float:
+        if lora_rank:
+            return LORA_RATE
+        return FROM_SCRATCH_RATE if self.weights is None else PRETRAINED_RATE
+
+
+def resolve(name: str) -> ModelSource:
+    """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
+    path = Path(name)
+    if name in PRESETS:
+        return ModelSource(config_of(preset(name), name), None, None)
+    if path.is_dir():
+        return _directory(path)
+    if path.is_file():
+        beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
+        return ModelSource(config_of(_read_json(path), name), None, None if beside is None else str(beside))
+    if not _is_hub_id(name):
+        preset(name)  # raises with the nearest names
+    return ModelSource(_load_config(name), name, name)
+
+
+def resolve_trained(name: str, wish: str) -> ModelSource:
+    """`resolve` of a model that has weights; ConfigError where there are none for what is wished for."""
+    known = name in PRESETS or Path(name).exists() or _is_hub_id(name)
+    source = resolve(name) if known else None
+    if source is None or source.weights is None:
+        expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
+        got = "nothing of this name" if source is None else "a configuration without weights"
+        raise ConfigError(f"--model {name}: expected {expected}, got {got}; logitless train writes such a directory")
+    return source
+
+
+def _is_hub_id(name: str) -> bool:
+    return "/" in name and not Path(name).is_absolute() and not name.startswith(".")
+
+
+def _directory(path: Path) -> ModelSource:
+    if not (path / "config.json").exists():
+        raise ConfigError(f"--model {path}: no config.json in this directory")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"--model {path}: no .safetensors weights; give {path / 'config.json'} to start from scratch")
+    return ModelSource(_load_config(str(path)), str(path), str(path))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
+
+
+def _load_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # network, JSON and validation errors of several libraries
+        raise ConfigError(f"--model {name}: {_line(error)}") from None
+
+
+def load_tokenizer(source: ModelSource) -> TextTokenizer:
+    """The model's tokenizer; ConfigError when one of its ids has no row in the model's vocabulary."""
+    tokenizer = tekken() if source.tokenizer is None else pretrained(source.tokenizer)
+    if tokenizer.size > source.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.size:,} entries, the model's vocabulary only {source.vocab_size:,}: "
+            "use a model with its own tokenizer beside its config.json, or a larger vocab_size"
+        )
+    return tokenizer
+
+
+def reaching(config: RunOptions, source: ModelSource) -> Any:
+    """The source's configuration, its positions scaled where asked; OptionError when they end before the context."""
+    wanted = deepcopy(source.config)
+    if config.rope_scaling:
+        scale(wanted, config.rope_scaling)
+    check_reach(wanted, config.context_length, config.model, "rope_scaling" in fields_of(config))
+    return wanted
+
+
+def build(config: RunOptions, source: ModelSource) -> Any:
+    """The transformers model to train, on the CPU, with adapters where asked; the same weights for the same seed."""
+    from transformers import set_seed
+
+    from ...models.long_context import lightened
+
+    wanted = reaching(config, source)
+    set_seed(config.seed)
+    model = _sparse(config, source, _transformers_model(config, source, wanted))
+    model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
+    return with_adapters(model, config.lora_rank) if config.lora_rank else model
+
+
+def _transformers_model(config: RunOptions, source: ModelSource, wanted: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    attention = config.attention if config.attention in ("sdpa", "eager") else None
+    shared = {"attn_implementation": attention, "trust_remote_code": False}
+    try:
+        if source.weights is None:
+            dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+            return AutoModelForCausalLM.from_config(wanted, dtype=dtype, **shared)
+        return AutoModelForCausalLM.from_pretrained(
+            source.weights, config=wanted, dtype=config.dtype, use_safetensors=True, **shared
+        )
+    except Exception as error:  # shapes, dtypes and missing files all surface as different classes
+        misfit = "mismatched" in str(error)
+        reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
+        raise ConfigError(f"--model {config.model}: {reason}") from None
+
+
+def _sparse(config: RunOptions, source: ModelSource, model: Any) -> Any:
+    """The model with native sparse attention, where that is asked for or its config says so."""
+    from ...models.nsa.layers import attach
+    from ...models.nsa.saved import load_parameters
+
+    has = saved_with_nsa(source.config)
+    if not has and config.attention != "nsa":
+        return model
+    if config.attention not in ("auto", "nsa"):
+        raise OptionError(
+            f"--attention {config.attention}: the config of {config.model} names nsa; leave --attention out, or take "
+            "nsa out of its config.json"
+        )
+    return load_parameters(model, source.weights) if has and source.weights else attach(model)
+
+
+def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
+    """The model's end and padding ids as its tokenizer has them, so that generation stops where documents do."""
+    saved = tokenizer.saved
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_id
+        config.bos_token_id = saved.bos_token_id
+        config.pad_token_id = tokenizer.eos_id if saved.pad_token_id is None else saved.pad_token_id
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

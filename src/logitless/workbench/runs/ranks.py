@@ -1,0 +1,94 @@
+"""Several ranks of one run: what they must agree on, errors that all of them raise, and ranks that are lost."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from ...errors import LogitlessError, OptionError, RankError, told
+from ...versions import version_of
+from ...vocab.ranks.collectives import reason_of
+
+Value = TypeVar("Value")
+LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
+LOST = ("connection closed by peer", "connection reset", "timed out", "timeout", "socket", "gloo", "nccl")
+
+
+def agree(**facts: Any) -> None:
+    """RankError, the same on all ranks, where ranks differ in a fact or in the versions of what they run on."""
+    mine = {"python": platform.python_version(), **{name: version_of(name) for name in LIBRARIES}, **facts}
+    each = gather_object([mine])
+    for name, value in each[0].items():
+        other = next((rank for rank, theirs in enumerate(each) if theirs.get(name) != value), None)
+        if other is not None:
+            raise RankError(
+                f"ranks disagree on {name}: {value} on rank 0, {each[other].get(name)} on rank {other}; start all with "
+                "the same installation, options and files"
+            )
+
+
+def first(work: Callable[[], Value]) -> Value:
+    """What the first rank's `work` returns, on every rank; its LogitlessError is raised on all of them."""
+    if not PartialState().use_distributed:
+        return work()
+    said: list[Any] = [None, None, ""]
+    if PartialState().is_main_process:
+        try:
+            said[0] = work()
+        except LogitlessError as error:
+            said[1:] = [type(error).__name__, str(error)]
+    broadcast_object_list(said)
+    if said[1] is not None:
+        raise told(said[1], said[2])
+    return said[0]
+
+
+def together(work: Callable[[], Value]) -> Value:
+    """What `work` returns here, once it has worked on every rank; else the first rank's LogitlessError, on all."""
+    if not PartialState().use_distributed:
+        return work()
+    value: Any = None
+    said = ("", "")
+    try:
+        value = work()
+    except LogitlessError as error:
+        said = (type(error).__name__, str(error))
+    each = gather_object([said])
+    failed = [rank for rank, (name, _) in enumerate(each) if name]
+    if not failed:
+        return value
+    name, text = each[failed[0]]
+    where = "" if len(set(each)) == 1 else f" (rank {failed[0]} of {len(each)})"
+    raise told(name, text + where)
+
+
+def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
+    """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do."""
+    if per_step % (batch_size * ranks):
+        raise OptionError(
+            f"a step of this run is {per_step} sequences, which {ranks} ranks with {batch_size} at a time cannot share "
+            f"evenly: launch a number of ranks that divides {per_step // batch_size}"
+        )
+    return per_step // (batch_size * ranks)
+
+
+@contextmanager
+def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Turns the failure of a collective, when another rank died or does not answer, into one line."""
+    try:
+        yield
+    except LogitlessError:
+        raise
+    except RuntimeError as error:
+        if not (dist.is_initialized() and any(sign in str(error).lower() for sign in LOST)):
+            raise
+        raise RankError(
+            f"rank {dist.get_rank()} lost another rank ({reason_of(error)}); the first error among the ranks' logs "
+            f"says why; {how_to_go_on()}"
+        ) from error

@@ -1,0 +1,94 @@
+"""Tokenizers: the Tekken vocabulary that mistral-common carries, or whatever a model's directory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+
+TEKKEN_FILE = "tekken_240911.json"
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Text -> ids, with what a run needs to know about the vocabulary; `saved` is transformers' own object."""
+
+    encode: Callable[[list[str]], list[list[int]]]  # plain text only: "</s>" in a document is text, not an end
+    saved: Any
+    size: int  # every id is below it
+    eos_id: int
+
+    def documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """Each non-empty document's ids with the end-of-document id behind, (length,) uint32."""
+        kept = (text for text in texts if text)
+        while batch := list(islice(kept, 64)):
+            for ids in self.encode(batch):
+                yield np.array([*ids, self.eos_id], dtype=np.uint32)
+
+
+def tekken() -> TextTokenizer:
+    """The 131,072-entry Tekken vocabulary, as a fast tokenizer that `AutoTokenizer` loads from a saved directory.
+
+    mistral-common's own encoder does the work here (faster); a test holds the two equal.
+    """
+    import mistral_common
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    path = Path(mistral_common.__file__).parent / "data" / TEKKEN_FILE
+    encoder = Tekkenizer.from_file(path)
+    # An empty template: this vocabulary is for plain text, and a chat template would promise more.
+    saved = convert_tekken_tokenizer(str(path), chat_template="")
+    saved.chat_template = None
+    saved.split_special_tokens = True
+    saved.init_kwargs["split_special_tokens"] = True
+    # A path into this machine's packages; the saved directory must stand by itself.
+    saved.init_kwargs.pop("vocab_file", None)
+    return TextTokenizer(
+        encode=lambda texts: [encoder.encode(text, bos=False, eos=False) for text in texts],
+        saved=saved,
+        size=encoder.n_words,
+        eos_id=encoder.eos_id,
+    )
+
+
+def pretrained(name: str) -> TextTokenizer:
+    """The tokenizer of a local directory or hub id; ConfigError when there is none or it has no end-of-text id."""
+    from transformers import AutoTokenizer
+
+    try:
+        saved = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"no usable tokenizer at {name}: {' '.join(str(error).split())[:200]}") from None
+    eos = saved.eos_token_id
+    if eos is None:
+        raise ConfigError(f"the tokenizer at {name} has no eos_token; set one in its tokenizer_config.json")
+    highest = max(chain(saved.get_vocab().values(), [eos]))
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos)
+
+
+def byte_pairs(texts: Iterable[str], size: int) -> Any:
+    """A tokenizer of `size` byte pairs learned from these texts, with a start, an end and a padding token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, split_special_tokens=True, **special)

@@ -1,0 +1,140 @@
+"""Part files of a run, one a block: whole or not there, so that a killed run goes on; at the end, one file."""
+
+from __future__ import annotations
+
+import glob
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...errors import OptionError
+from ..runs.files import write_json, write_whole
+from .block import COLUMNS, Scored
+
+KEY = b"logitless"  # of the files' metadata
+MANIFEST = "manifest.json"
+SUMS = ("rows", "scored", "nats", "bytes")
+WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The directory beside the file to write, with a part for each block that is done."""
+
+    place: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.place.with_name(f"{self.place.name}.parts")
+
+    def open(self, manifest: dict[str, Any]) -> bool:
+        """Begins, or goes on with, a run of these options; whether there was one. Raises OptionError."""
+        path = self.folder / MANIFEST
+        if path.exists():
+            self._check_same(json.loads(path.read_text(encoding="utf-8")), manifest)
+            return True
+        if self.place.exists():
+            raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob("*.parquet"):  # by a clean-up that was stopped: of some other run
+            left.unlink()
+        write_json(path, manifest)
+        return False
+
+    def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        for name in {**before, **now}:
+            was, is_now = (x.get(name, "absent") for x in (before, now))
+            if was != is_now:
+                raise OptionError(
+                    f"{self.folder} holds an unfinished run with {name} {was}, now {is_now}: give the same, "
+                    "remove it, or choose another --out"
+                )
+
+    def part(self, number: int) -> Path:
+        return self.folder / f"{number:08d}.parquet"
+
+    def write(self, number: int, block: Scored) -> None:
+        """A block's part, whole or not at all."""
+        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces)})
+        write_whole(self.part(number), lambda path: pq.write_table(table, path, **WRITING))
+
+    def whole(self, number: int) -> bool | None:
+        """Whether a part is there and every page of it is what was written; None where there is none."""
+        path = self.part(number)
+        if not path.exists():
+            return None
+        try:
+            _read(path)
+        except (OSError, ValueError, KeyError, pa.ArrowException):
+            return False
+        return True
+
+    def merge(self, count: int, metadata: dict[str, Any], of_document: Callable[[dict[str, Any]], None]) -> None:
+        """The file, whole or not at all, from `count` parts; `of_document` gets what is known of each in turn."""
+
+        def write(path: Path) -> None:
+            with ExitStack() as stack:
+                writer = None
+                for table in self._tables(count, of_document):
+                    if writer is None:
+                        schema = table.schema.with_metadata(
+                            {KEY: json.dumps(metadata), "vocab_size": str(metadata["vocab_size"])}
+                        )
+                        writer = stack.enter_context(pq.ParquetWriter(path, schema, **WRITING))
+                    if table.num_rows:
+                        writer.write_table(table)
+
+        write_whole(self.place, write)
+
+    def _tables(self, count: int, of_document: Callable[[dict[str, Any]], None]) -> Iterator[pa.Table]:
+        """The parts' rows, with positions that count from the document's first token."""
+        open_: dict[str, Any] | None = None
+        for number in range(count):
+            table, pieces = _read(self.part(number))
+            position, row = table["position"].to_numpy().copy(), 0
+            for piece in pieces:
+                if open_ is not None and open_["document"] == piece["document"]:
+                    position[row : row + piece["rows"]] += open_["rows"]
+                    open_ = {**piece, **open_, **{name: open_[name] + piece[name] for name in SUMS}}
+                else:
+                    if open_ is not None:
+                        of_document(open_)
+                    open_ = piece
+                row += piece["rows"]
+            yield table.set_column(table.schema.get_field_index("position"), "position", pa.array(position))
+        if open_ is not None:
+            of_document(open_)
+
+    def remove(self) -> None:
+        """Takes away the parts, and what was left of a file that a killed run had begun to merge."""
+        (self.folder / MANIFEST).unlink()  # first: without it nobody goes on with what a stopped clean-up leaves
+        shutil.rmtree(self.folder)
+        for path in self.place.parent.glob(f".{glob.escape(self.place.name)}.*.tmp{self.place.suffix}"):
+            path.unlink()
+
+
+def _table(block: Scored) -> pa.Table:
+    """The rows as an arrow table; null where a token has no score."""
+    unscored = ~block.scored
+    arrays = {}
+    for name, x in block.columns.items():
+        mask = unscored if name in COLUMNS else None
+        if x.ndim == 2:
+            values, kind = pa.array(x.reshape(-1)), pa.list_(pa.from_numpy_dtype(x.dtype), x.shape[1])
+            arrays[name] = pa.FixedSizeListArray.from_arrays(values, type=kind, mask=pa.array(unscored))
+        else:
+            arrays[name] = pa.array(x, mask=mask)
+    return pa.table(arrays)
+
+
+def _read(path: Path) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """A part's rows and what is known of its pieces; every page's checksum is compared."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        return file.read().replace_schema_metadata(None), json.loads(file.schema_arrow.metadata[KEY])

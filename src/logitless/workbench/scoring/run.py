@@ -1,0 +1,167 @@
+"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ...errors import DeviceError, OptionError
+from ...models.positions import reach
+from ...resident import peak_bytes, reset_peak
+from ..runs.model import ModelSource, build, load_tokenizer, resolve_trained
+from ..runs.progress import say
+from ..runs.rundir import Interrupted, OutOfSpace
+from ..runs.tokenizer import TextTokenizer
+from ..runs.trainer import quiet
+from ..sft.config import TrainConfig
+from ..sft.default_model import default_model
+from .block import Scorer, blocks, score_block
+from .config import MOST_CONTEXT, ScoreConfig
+from .documents import Documents
+from .parts import Parts
+from .progress import Progress
+from .summary import conclude
+
+NEVER = timedelta(days=100)  # ranks wait for the slowest one
+
+
+def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
+    """Scores as `config` says and returns the summary.
+
+    Writes config.place, whole or not at all; until then a part file per block of documents lies beside it, from
+    which the same call goes on where a killed one stopped. Documents that are no text are reported, counted and
+    passed over. Under torchrun each rank scores blocks of its own, and the first one merges them.
+    Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
+    """
+    console = console or Console(stderr=True)
+    quiet()
+    if config.check().device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    for path in (config.documents, config.json):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
+    rank, ranks = _ranks()
+    default_model(config.model, config.device, console)
+    source = resolve_trained(config.model, "score with")
+    scorer = _scorer(config, source, load_tokenizer(source), rank)
+    parts = Parts(config.place)
+    written = [path for path in (parts.place, parts.folder, config.documents, config.json) if path is not None]
+    documents = Documents(Path(config.data or ""), scorer.context, tuple(written))
+    if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
+        say(console, f"going on with the unfinished run in {parts.folder}")
+    _together(0)
+    reset_peak(scorer.device)
+    begin = time.perf_counter()
+    with _explained(config.place), Progress(console if rank == 0 else None) as progress:
+        count = _score(scorer, documents, parts, (rank, ranks), progress)
+        tokens = _together(progress.tokens)
+        if rank:
+            return {}
+        seconds = time.perf_counter() - begin
+        measured = {
+            "tokens_scored_now": tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1),
+            "peak_memory_bytes": peak_bytes(scorer.device),
+            "ranks": ranks,
+        }
+        return conclude(config, scorer, source.vocab_size, parts, count, measured)
+
+
+def _ranks() -> tuple[int, int]:
+    """(rank, ranks) of a torchrun launch, joined; (0, 1) without one."""
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=NEVER)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _together(number: int) -> int:
+    """The sum over ranks, once all are here."""
+    if not dist.is_initialized():
+        return number
+    total = torch.tensor([number])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, rank: int) -> Scorer:
+    """The model and what it is to do, checked."""
+    longest = reach(source.config) or MOST_CONTEXT
+    context = config.context_length or min(longest, MOST_CONTEXT)
+    stride = config.stride or max(1, context // 2)
+    if stride > context:
+        raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
+    if config.keep > source.vocab_size:
+        raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
+    model = build(TrainConfig(model=config.model, context_length=context, dtype=config.dtype), source)
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    return Scorer(
+        model=model.eval().to(device),
+        tokenizer=tokenizer,
+        device=device,
+        keep=config.keep,
+        context=context,
+        stride=stride,
+        bos=_bos(config.bos, tokenizer),
+        batch_tokens=config.batch_tokens,
+        memory_budget=config.memory_budget_bytes,
+    )
+
+
+def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
+    """The id to put before each document."""
+    saved = tokenizer.saved
+    if wanted == "yes" and saved.bos_token_id is None:
+        raise OptionError("--bos yes: the tokenizer has no begin-of-text token; use --bos no")
+    by_itself = wanted == "auto" and saved("a")["input_ids"][:1] == [saved.bos_token_id]
+    return saved.bos_token_id if wanted == "yes" or by_itself else None
+
+
+def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
+    """What an unfinished run must have in common with the one that goes on with it."""
+    files = {f"the file {name}": f"of {size} bytes" for name, size in documents.sizes().items()}
+    for path in sorted(Path(source.weights or "").glob("*.safetensors")):
+        files[f"the weights {path.name}"] = f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
+    decided = {"context_length": scorer.context, "stride": scorer.stride}
+    return {"schema": 2, **config.deciding(), **decided, **files}
+
+
+def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress) -> int:
+    """Writes the parts of this rank's blocks that are not there; returns how many blocks there are in all."""
+    count = 0
+    for number, block in enumerate(blocks(documents)):
+        count, share = number + 1, block[-1].done
+        if number % rank[1] == rank[0]:
+            whole = parts.whole(number)
+            if whole is False:
+                progress.say(f"{parts.part(number)} is damaged: scoring its documents again")
+            if not whole:
+                scored = score_block(scorer, block, partial(progress.scored, share=share))
+                parts.write(number, scored)
+                progress.problems(scored.pieces)
+        progress.passed(share)
+    return count
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    """Turns an interruption and a full disk into one line that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("the same command goes on where this one stopped") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OutOfSpace(f"no space left at {place}: free some, then the same command goes on") from error

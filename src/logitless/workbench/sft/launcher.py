@@ -1,0 +1,43 @@
+"""What starts a run's ranks: accelerate's launcher must ask for nothing that the run's own options do not say."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+from accelerate.utils import patch_environment
+
+from ...errors import OptionError
+from .config import TrainConfig
+
+Setting = tuple[str, str, str]  # the variable that says it, the only value that a run here can have, what to do
+ALWAYS: tuple[Setting, ...] = (
+    ("ACCELERATE_USE_DEEPSPEED", "false", "--sharding fsdp2 divides the model"),
+    ("ACCELERATE_USE_MEGATRON_LM", "false", "--sharding fsdp2 divides the model"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "options of logitless train divide the ranks"),
+    ("ACCELERATE_MIXED_PRECISION", "no", "--dtype bfloat16 keeps the weights in it and multiplies in it"),
+    ("ACCELERATE_DYNAMO_BACKEND", "no", "nothing is compiled"),
+)
+WITH_FSDP2: tuple[Setting, ...] = (
+    ("FSDP_VERSION", "2", "--sharding fsdp2 is that"),
+    ("FSDP_OFFLOAD_PARAMS", "false", "weights stay where they are multiplied"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "false", "--gradient-checkpointing does it"),
+)
+WITH_DDP: tuple[Setting, ...] = (("ACCELERATE_USE_FSDP", "false", "or add --sharding fsdp2"),)
+
+
+def by_options_alone(config: TrainConfig) -> AbstractContextManager[None]:
+    """A context in which accelerate sees no FSDP of its launcher's beside the run's own.
+
+    The launcher passes what it was told in environment variables, which are not kept with the run: a resumed run
+    would be another. Raises OptionError for a setting that would change the run.
+    """
+    for name, possible, hint in (*ALWAYS, *(WITH_FSDP2 if config.sharding == "fsdp2" else WITH_DDP)):
+        value = os.environ.get(name, possible).lower()
+        if value != possible:
+            setting = name.removeprefix("ACCELERATE_").lower()
+            raise OptionError(
+                f"accelerate was told {setting} {value}, logitless train goes by its own options: launch with "
+                f"{setting} {possible}; {hint}"
+            )
+    return patch_environment(accelerate_use_fsdp="false")

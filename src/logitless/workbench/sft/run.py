@@ -1,0 +1,238 @@
+"""`run`: a causal language model trained on text, from a `TrainConfig` to a checkpoint and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from transformers import PrinterCallback, Trainer
+
+from ...algebra.costs import logits_bytes
+from ...errors import DeviceError, OptionError
+from ...integrations.transformers.install import choose, install
+from ...models.context_parallel import Part, attach, check_config
+from ...models.nsa.options import saved_with_nsa
+from ...models.tensor_parallel import check_split
+from ...versions import versions
+from ..runs.callbacks import GentleStop, HeldOut, Records
+from ..runs.checkpoints import last_checkpoint
+from ..runs.files import read_json, read_lines, write_json
+from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
+from ..runs.packing import Collate, PackedRows, collate
+from ..runs.plots import plot_loss, plot_memory
+from ..runs.progress import ProgressBar, say
+from ..runs.ranks import accumulation, agree, first, lost, together
+from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, ranks_at_start, record
+from ..runs.tokenizer import TextTokenizer
+from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, save_model
+from .config import TrainConfig
+from .data import load, prepare
+from .launcher import by_options_alone
+from .mesh import CONTEXT, Layout, device_mesh
+from .sharded import STATE, ShardedTrainer
+from .stepcost import measure
+from .summary import SCHEMA, numbers
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's place and parts, once its input is known to be good."""
+
+    config: TrainConfig
+    place: Path
+    source: ModelSource
+    tokenizer: TextTokenizer
+    train: PackedRows
+    held_out: PackedRows
+    console: Console
+    layout: Layout
+
+
+def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
+    """Trains as `config` says and returns the summary, which also lies in the run's directory.
+
+    Writes checkpoint-N (to resume from), model (weights as safetensors, tokenizer), metrics.jsonl, loss.png,
+    memory.png, summary.json and run.json. Raises LogitlessError for bad input and Interrupted when asked to stop.
+    On the other ranks of a distributed launch the summary is empty.
+    """
+    console = console or Console(stderr=True)
+    quiet()
+    if config.check().device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    with by_options_alone(config):
+        return _run(config, console)
+
+
+def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
+    state = PartialState(cpu=on_processors(config), timeout=timedelta(seconds=config.rank_timeout))
+    # refused before the run has a place, and by all ranks where one of them cannot read its files
+    source, layout, tokenizer = together(lambda: _found(config, state.num_processes))
+    agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
+    place = first(lambda: claim(config, Path(config.model).stem))
+    with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
+        parts = _set_up(config, place, source, tokenizer, console, layout)
+        step_memory = _step_memory(parts) if state.is_main_process else {}
+        model = together(lambda: build(config, source))
+        align_tokens(model, tokenizer)
+        install(model, loss=config.loss_on_ranks, memory_budget=config.memory_budget_bytes)
+        weights = train_steps(parts, model)
+        return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
+
+
+def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer]:
+    source = resolve(config.model)
+    return source, _layout(config, source, ranks), load_tokenizer(source)
+
+
+def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
+    """What each rank gets; raises LogitlessError where the model or the ranks cannot be divided as asked."""
+    wanted = reaching(config, source)
+    layout = Layout.of(config, ranks)
+    if layout.tensor > 1:
+        check_split(wanted, layout.tensor, config.attention == "nsa" or saved_with_nsa(wanted))
+    if layout.context > 1:
+        check_config(wanted)
+    return layout
+
+
+def _set_up(
+    config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console, layout: Layout
+) -> Run:
+    tokens = place / TOKENS_FILE
+
+    def prepared() -> int:
+        if not (config.resume and tokens.exists()):
+            say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
+            prepare(config, tokenizer, source.vocab_size, tokens)
+            record(config, place, layout.data)
+        return ranks_at_start(place)
+
+    per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
+    given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
+    train, held_out = together(lambda: load(tokens, config.context_length))
+    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout)
+
+
+def _step_memory(parts: Run) -> dict[str, Any]:
+    """What one step needs, streamed and dense; before training, while the memory is free. Measured once per run."""
+    path = parts.place / "step_memory.json"
+    if not path.exists():
+        say(parts.console, "measuring one step's memory, streamed and dense ...")
+        own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
+        write_json(path, measure(own, parts.place / TOKENS_FILE))
+    return read_json(path)
+
+
+def train_steps(parts: Run, model: Any) -> dict[str, Any]:
+    """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
+    config, place, layout = parts.config, parts.place, parts.layout
+    found = last_checkpoint(place)
+    rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
+    divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
+    given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
+    per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
+    rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
+    records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)
+    mesh = device_mesh(layout, given.device.type, config.rank_timeout)
+    batch_of = _batches(layout, mesh, model)
+    held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
+    bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
+    alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
+    trainer = _trainer_for(parts, mesh, found)(
+        model=model,
+        args=given,
+        train_dataset=parts.train,
+        data_collator=batch_of,
+        processing_class=parts.tokenizer.saved,
+        callbacks=[records, *([stop] if alone else []), held_out, bar],
+    )
+    trainer.remove_callback(PrinterCallback)
+    with bar, stop if alone else nullcontext():
+        if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
+            trainer._load_from_checkpoint(str(found[0]))
+            records.rewrite(given)
+            held_out.conclude(given, found[1], model.to(given.device))
+        else:
+            trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    if stop.asked and trainer.state.global_step < config.max_steps:
+        raise KeyboardInterrupt
+    if isinstance(trainer, ShardedTrainer):
+        return trainer.whole_weights()
+    return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _batches(layout: Layout, mesh: Any, model: Any) -> Collate:
+    """What makes batches of rows: whole ones, or where ranks share them parts, which the model is then made for."""
+    if layout.context == 1:
+        return collate
+    group = mesh[CONTEXT].get_group()
+    attach(model, group)
+    part = Part.of(group)
+    return lambda rows: part.cut(collate(rows))
+
+
+def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
+    """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
+    layout = parts.layout
+    sharded = found is not None and (found[0] / STATE).exists()
+    shares = not layout.whole or layout.sharing > 1
+    if found is not None and not sharded and shares:
+        raise OptionError(
+            f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
+            "--sharding fsdp2, --tensor-parallel and --context-parallel"
+        )
+    return partial(ShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else Trainer
+
+
+def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
+    """Saves the model, draws the plots and writes the summary."""
+    config, place = parts.config, parts.place
+    if not parts.layout.whole:  # its parameters are on all ranks, and this is the first one alone
+        model = build(config, parts.source)
+        align_tokens(model, parts.tokenizer)
+        model.load_state_dict(weights)
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    vocab, dtype = parts.source.vocab_size, model.get_output_embeddings().weight.dtype
+    rows = min(config.batch_size, len(parts.train))
+    tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
+    size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
+    save_model(place, parts.tokenizer, config.lora_rank, model, weights)
+    records = read_lines(place / METRICS_FILE)
+    plot_loss(place / "loss.png", records, vocab)
+    plot_memory(place / "memory.png", step_memory, tokens, vocab)
+    summary = {
+        "schema": SCHEMA,
+        "model": config.model,
+        "data": config.data or "stdlib",
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "vocab_size": vocab,
+        "device": str(PartialState().device),
+        "ranks": PartialState().num_processes,
+        "sharding": config.sharding,
+        "tensor_parallel": config.tensor_parallel,
+        "context_parallel": config.context_parallel,
+        "dtype": str(dtype).removeprefix("torch."),
+        **numbers(records),
+        "loss": {
+            "asked": config.loss,
+            "method": choose(config.loss_on_ranks, size, budget),
+            "logits_bytes": size,
+            "memory_budget_bytes": budget,
+        },
+        "step_memory": {name: {k: v for k, v in r.items() if k != "curve"} for name, r in step_memory.items()},
+        "versions": versions("torch", "transformers"),
+        "output_dir": str(place),
+        "checkpoint": str(place / "model"),
+    }
+    write_json(place / SUMMARY_FILE, summary)
+    return summary

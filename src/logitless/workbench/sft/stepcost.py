@@ -1,0 +1,101 @@
+"""What one step's loss and gradients add to memory, streamed and dense, measured in a process of its own.
+
+A process of its own, because a resident set never shows what an allocator kept from earlier work, and because a
+dense loss that does not fit may take its process with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ...units import format_bytes
+from ..runs.options import from_dict
+from .config import TrainConfig
+
+METHODS = ("chunked", "dense")
+DENSE_COPIES = 3  # fp32 logits, their log-softmax, and the gradient of either
+
+
+def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
+    """{method: {peak_bytes, seconds, loss, curve} or {not_measured: why}} for the first batch's loss and backward."""
+    order = json.dumps({"config": config.to_dict(), "tokens": str(tokens)})
+    child = [sys.executable, "-m", "logitless.workbench.sft.stepcost"]
+    done = subprocess.run(child, input=order, capture_output=True, text=True, check=False)
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith('{"method"'):
+            record = json.loads(line)
+            found[record.pop("method")] = record
+    reason = "killed, most likely for memory" if done.returncode < 0 else _last_line(done.stderr)
+    return {method: found.get(method, {"not_measured": reason}) for method in METHODS}
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "the measuring process said nothing"
+
+
+def main() -> None:
+    """Reads an order from standard input and prints one JSON line per method."""
+    order = json.loads(sys.stdin.read())
+    config = from_dict(order["config"], "order", TrainConfig())
+    for method, result in measure_here(config, Path(order["tokens"])):
+        print(json.dumps({"method": method, **result}), flush=True)
+
+
+def measure_here(config: TrainConfig, tokens: Path) -> Any:
+    """Yields (method, result) in turn, in this process."""
+    import torch
+
+    from ...integrations.transformers.install import install
+    from ..runs.model import build, resolve
+    from ..runs.packing import collate
+    from .data import load
+
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    rows, _ = load(tokens, config.context_length)
+    batch = collate([rows[i] for i in range(min(config.batch_size, len(rows)))])
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    model = build(config, resolve(config.model)).to(device)
+    inner = model.get_base_model() if config.lora_rank else model
+    for method in METHODS:
+        install(model, loss=method, memory_budget=config.memory_budget_bytes)
+        needed = DENSE_COPIES * 4 * batch["input_ids"].numel() * inner.get_output_embeddings().weight.shape[0]
+        yield method, _one(model, batch, device, needed if method == "dense" else 0)
+
+
+def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
+    import torch
+
+    from ...resident import Watch, free_bytes, thin
+
+    free = free_bytes(device)
+    if needed > free:
+        return {"not_measured": f"{format_bytes(needed)} or more by arithmetic, {format_bytes(free)} are free"}
+    _step(model, {name: tensor[:1, :8] for name, tensor in batch.items()})  # libraries allocate on their first call
+    model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    try:
+        with Watch(device) as watch:
+            loss = _step(model, batch)
+    except torch.OutOfMemoryError:
+        return {"not_measured": f"out of memory; at least {format_bytes(needed)} by arithmetic"}
+    seconds = time.perf_counter() - start
+    model.zero_grad(set_to_none=True)
+    return {"peak_bytes": watch.peak, "seconds": round(seconds, 3), "loss": loss, "curve": thin(watch.curve)}
+
+
+def _step(model: Any, batch: dict[str, Any]) -> float:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The end of a run: its summary as data, as a table, and where everything lies."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...units import counted, format_bytes
+
+SCHEMA = 1
+
+
+def numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """First and last loss, held-out loss before and after, speed and peak memory from metrics.jsonl's records."""
+    steps = [r for r in records if "loss" in r]
+    held = [r["held_out_loss"] for r in records if "held_out_loss" in r]
+    return {
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "held_out_loss_before": held[0] if held and records[0].get("step") == 0 else None,
+        "held_out_loss_after": held[-1],
+        "steps": steps[-1]["step"],
+        "tokens": steps[-1]["tokens"],
+        "training_seconds": steps[-1]["seconds"],
+        "tokens_per_second": median(r["tokens_per_second"] for r in steps),
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in steps),
+    }
+
+
+def show(summary: dict[str, Any], run: Path, console: Console) -> None:
+    """The summary as a table for people, and the files that a run wrote."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    files = [
+        name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
+    ]
+    console.print()
+    title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {counted(summary['steps'], 'step')}"
+    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
+    console.print(table, highlight=False)
+    console.print(f"in {run}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
+    perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
+    return [
+        ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
+        ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} ({perplexity})"),
+        (
+            "speed",
+            f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
+        ),
+        ("loss method", _loss_method(summary["loss"], summary["tensor_parallel"])),
+        ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
+        *_step_rows(summary["step_memory"]),
+    ]
+
+
+def _loss_method(loss: dict[str, Any], ranks: int) -> str:
+    asked = f"{loss['asked']} → " if loss["asked"] == "auto" else ""
+    if ranks > 1:
+        return f"{asked}{loss['method']}: the head is split over {ranks} ranks"
+    fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
+    sizes = f"logits of {format_bytes(loss['logits_bytes'])} {fits} the budget of"
+    return f"{asked}{loss['method']}: {sizes} {format_bytes(loss['memory_budget_bytes'])}"
+
+
+def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
+    """One step's forward and backward, above the model: measured in a process of its own."""
+    rows = []
+    for method, name in (("chunked", "one step, streamed"), ("dense", "one step, dense")):
+        found = step_memory[method]
+        if "peak_bytes" in found:
+            text = f"+{format_bytes(found['peak_bytes'])} at the peak, loss {found['loss']:.5f}"
+        else:
+            text = f"not measured: {found['not_measured']}"
+        rows.append((name, text))
+    if all("peak_bytes" in found for found in step_memory.values()):
+        ratio = step_memory["dense"]["peak_bytes"] / max(1, step_memory["chunked"]["peak_bytes"])
+        rows.append(("", f"the dense loss takes {ratio:.1f} × the memory for the same step"))
+    return rows

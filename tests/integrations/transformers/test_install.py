@@ -1,0 +1,302 @@
+"""What `install` leaves as it was, what it takes, and what it refuses."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import logitless
+from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, ShapeError
+from logitless.integrations.transformers.install import choose
+from logitless.integrations.transformers.lm_head import causal_lm, forward_with, output_head, through_head
+from tests.support.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
+
+
+def tiny(**changes):
+    return TINY["qwen3-tied"].build(**changes)
+
+
+def installed(**options):
+    model = tiny()
+    logitless.install(model, **options)
+    return model
+
+
+def test_auto_is_dense_up_to_the_budget():
+    assert choose("auto", 100, 100) == "dense"
+    assert choose("auto", 101, 100) == "chunked"
+    assert choose("dense", 10**12, 1) == "dense"
+    assert choose("chunked", 1, 10**12) == "chunked"
+    batch = batch_for("")
+    logits = 4 * batch["labels"].numel() * 97
+    assert installed(loss="auto", memory_budget=logits)(**batch).logits is not None
+    assert installed(loss="auto", memory_budget=logits - 1)(**batch).logits is None
+    assert installed(loss="dense")(**batch).logits is not None
+
+
+def test_calls_that_ask_for_logits_are_unchanged():
+    own, ours, batch = tiny().eval(), installed().eval(), batch_for("")
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    torch.testing.assert_close(ours(ids, mask).logits, own(ids, mask).logits, rtol=0, atol=0)
+    kept, expected = (m(ids, mask, labels=labels[:, -4:], logits_to_keep=4) for m in (ours, own))
+    torch.testing.assert_close(kept.logits, expected.logits, rtol=0, atol=0)
+    assert kept.loss == expected.loss
+    assert own(ids).past_key_values is not None
+    assert ours(ids).past_key_values is not None
+    made, expected = (m.generate(ids[:1, :4], max_new_tokens=5, do_sample=False) for m in (ours, own))
+    assert made.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("given", ["positional", "embeddings", "tuple", "hidden", "cache", "shifted", "int items"])
+def test_ways_to_call(given):
+    own, ours, batch = tiny().eval(), installed().eval(), batch_for("")
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    if given == "positional":
+        found, expected = (m(ids, mask, None, None, None, labels) for m in (ours, own))
+    elif given == "embeddings":
+        embeddings = own.get_input_embeddings()(ids).detach()
+        found, expected = (m(inputs_embeds=embeddings, attention_mask=mask, labels=labels) for m in (ours, own))
+    elif given == "tuple":
+        found, expected = (m(**batch, return_dict=False, use_cache=False) for m in (ours, own))
+        assert isinstance(found, tuple)
+        assert len(found) == len(expected) - 1
+        assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+        return
+    elif given == "hidden":
+        found, expected = (m(**batch, output_hidden_states=True, output_attentions=True) for m in (ours, own))
+        assert len(found.hidden_states) == len(expected.hidden_states) == 3
+        assert len(found.attentions or ()) == len(expected.attentions or ())
+        torch.testing.assert_close(found.hidden_states[-1], expected.hidden_states[-1])
+    elif given == "cache":
+        found, expected = (m(**batch, use_cache=True) for m in (ours, own))
+        assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    elif given == "shifted":
+        shifted = labels.roll(-1, 1)
+        found, expected = (m(**batch, shift_labels=shifted) for m in (ours, own))
+        assert abs(expected.loss.item() - own(**batch).loss.item()) > 1e-3
+    else:
+        found, expected = (m(**batch, num_items_in_batch=29) for m in (ours, own))
+    assert found.logits is None
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+def test_uninstall_restores_and_install_is_idempotent():
+    model = tiny()
+    before, batch = dict(model.__dict__), batch_for("")
+    logitless.uninstall(model)  # nothing to undo
+    logitless.install(model)
+    logitless.install(model, loss="dense")
+    assert model(**batch).logits is not None
+    logitless.install(model)
+    assert model(**batch).logits is None
+    logitless.uninstall(model)
+    assert model.__dict__.keys() == before.keys()
+    assert model.forward == type(model).forward.__get__(model)
+    assert model(**batch).logits is not None
+    logitless.uninstall(model)
+
+
+def test_a_forward_of_the_instance_comes_back():
+    model = tiny()
+    calls = []
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return type(model).forward(model, *args, **kwargs)
+
+    model.forward = counting
+    logitless.install(model)
+    assert model(**batch_for("")).logits is None
+    assert calls == [1]
+    logitless.uninstall(model)
+    assert model.forward is counting
+
+
+def test_switched_off_beneath_another_wrapper():
+    model = installed()
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert model(**batch_for("")).logits is None
+    logitless.uninstall(model)
+    assert model(**batch_for("")).logits is not None
+    logitless.install(model)
+    assert model(**batch_for("")).logits is None
+
+
+def test_the_signature_and_names_stay():
+    own, ours = tiny(), installed()
+    assert inspect.signature(ours.forward) == inspect.signature(own.forward)
+    assert ours.state_dict().keys() == own.state_dict().keys()
+    assert type(ours) is type(own)
+    assert str(ours) == str(own)
+
+
+def test_copies_compute_with_their_own_weights():
+    model, batch = installed(), batch_for("")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert model(**batch).loss.item() == pytest.approx(torch.tensor(97.0).log().item())
+    assert twin(**batch).logits is None
+    assert twin(**batch).loss.item() == pytest.approx(tiny()(**batch).loss.item(), rel=1e-5)
+
+
+def test_saved_and_loaded(tmp_path):
+    model, batch = installed(), batch_for("")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded(**batch).logits is not None
+    assert loaded(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    buffer = io.BytesIO()
+    torch.save(model, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    buffer.seek(0)
+    pickled = torch.load(buffer, weights_only=False)
+    assert pickled(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    logitless.install(pickled)
+    assert pickled(**batch).logits is None
+
+
+def test_an_error_inside_leaves_the_model_whole():
+    model, batch = installed(), batch_for("")
+    before, modules = model.__dict__.keys(), dict(model._modules)
+    with pytest.raises(IndexError):
+        model(**{**batch, "input_ids": batch["input_ids"] + 1000})  # before the head is reached
+    with pytest.raises(LabelError):
+        model(**{**batch, "labels": batch["labels"] + 1000})
+    with pytest.raises(DtypeError, match="labels: expected integer ids in a tensor, got list"):
+        model(**{**batch, "labels": batch["labels"].tolist()})
+    with pytest.raises(ShapeError, match="labels"):
+        model(**{**batch, "labels": batch["labels"][:, 1:]})
+    model.lm_head = nn.Linear(15, 97, bias=False)
+    with pytest.raises(ShapeError):
+        model(**batch)
+    model.lm_head = modules["lm_head"]
+    assert model.__dict__.keys() == before
+    assert dict(model._modules) == modules
+    assert "forward" not in model.lm_head.__dict__
+    assert model(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_no_token_of_the_batch_counts(items):
+    model, batch = installed(), batch_for("")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with pytest.raises(LabelError, match="expected a token that counts, got 24 targets of -100") as caught:
+        model(**batch, num_items_in_batch=items)
+    assert "\n" not in str(caught.value)
+    assert model(**batch_for("")).loss.isfinite()
+
+
+@pytest.mark.parametrize("items", [7, torch.tensor(7)])
+def test_no_token_of_a_part_of_the_batch_counts(items):
+    """As in gradient accumulation, and on one of several ranks."""
+    model, batch = installed(), batch_for("")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = model(**batch, num_items_in_batch=items).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_nan_in_the_hidden_states():
+    model, batch = installed(), batch_for("")
+    weight = model.model.norm.weight
+    was = weight[3].item()
+    with torch.no_grad():
+        weight[3] = float("nan")
+    with pytest.raises(NotFiniteError, match="hidden states: expected finite numbers, got a loss of NaN") as caught:
+        model(**batch)
+    assert "\n" not in str(caught.value)
+    assert "forward" not in model.lm_head.__dict__
+    with torch.no_grad():
+        weight[3] = was
+    assert model(**batch).loss.isfinite()
+
+
+def test_a_loss_that_is_not_at_hand_is_looked_at_before_the_next():
+    """On a device whose numbers the host would have to wait for."""
+    from logitless.integrations.transformers.bad_batches import Watch
+
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    watch = Watch()
+    watch.before()
+    watch.after(torch.tensor(1.0).as_subclass(Elsewhere))
+    watch.before()
+    watch.after(torch.tensor(float("nan")).as_subclass(Elsewhere))
+    with pytest.raises(NotFiniteError):
+        watch.before()
+    watch.before()  # said once
+
+
+def test_compute_inside_the_heads_call():
+    model, batch = tiny(), batch_for("")
+    calls = []
+
+    def watch(module, args):
+        calls.append(args[0].shape)
+
+    watch.__module__ = "deepspeed.runtime"  # a hook that is not known to leave the logits alone is refused
+    model.lm_head.register_forward_pre_hook(watch)
+    hidden = model.base_model(batch["input_ids"]).last_hidden_state
+    want = logitless.token_stats(hidden, logitless.LMHead.of(model), batch["labels"]).logprob
+    found = through_head(
+        model, lambda head, h, labels: logitless.token_stats(h, head, labels).logprob, hidden, batch["labels"]
+    )
+    assert calls == [(2, 12, 16)]
+    torch.testing.assert_close(found, want)
+    assert "forward" not in model.lm_head.__dict__
+    assert causal_lm(model) is model
+    assert output_head(model) is model.lm_head
+
+
+def test_another_ending():
+    model, batch = installed(), batch_for("")
+    hidden = forward_with(model, batch, lambda inner, hidden: (inner is model, hidden))
+    assert hidden[0]
+    torch.testing.assert_close(hidden[1], logitless.hidden_states(model, batch))
+    assert model(**batch).logits is None
+
+
+def test_hidden_states_of_something_else():
+    with pytest.raises(DtypeError, match="batch: expected the model's inputs by name"):
+        logitless.hidden_states(tiny(), batch_for("")["input_ids"])
+    with pytest.raises(LogitlessError, match="got Linear without"):
+        logitless.hidden_states(nn.Linear(3, 4), {})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    own, ours, batch = tiny(), installed(), batch_for("")
+    ours.activation_checkpointing_enable({"use_reentrant": reentrant})
+    ours.train()
+    exact, found = gradients(own, lambda: own(**batch).loss), gradients(ours, lambda: ours(**batch).loss)
+    assert_same_gradients(found, exact, rtol=1e-3, floor=1e-5)
+
+
+def test_autocast():
+    own, ours, batch = tiny(), installed(), batch_for("")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = own(**batch).loss, ours(**batch).loss
+    assert found.item() == pytest.approx(expected.item(), rel=2e-3)
+    found.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma2-softcap", "phi-bias"])
+def test_compiled(name):
+    own, ours, batch = TINY[name].build(), TINY[name].build(), batch_for("")
+    logitless.install(ours, memory_budget=2**12)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    exact = gradients(own, lambda: own(**batch).loss)
+    found = gradients(ours, lambda: compiled(**batch).loss)
+    assert_same_gradients(found, exact, rtol=1e-3, floor=1e-5)

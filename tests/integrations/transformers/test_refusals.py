@@ -1,0 +1,134 @@
+"""What `install` refuses, in one line, leaving the model as it was."""
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import logitless
+from logitless.errors import ConfigError, OptionError
+from tests.support.integrations.tiny import TINY, batch_for
+
+
+def tiny():
+    return TINY["qwen3-tied"].build()
+
+
+def refused(kind, config, **changes):
+    shape = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, **changes}
+    return kind(config(**shape, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
+
+
+def bert():
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=97, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, pad_token_id=0)
+    )
+
+
+def with_other_loss():
+    model = tiny()
+    model.loss_function = nn.functional.cross_entropy
+    return model
+
+
+def with_a_hook():
+    model = tiny()
+    model.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    return model
+
+
+class OwnLoss(transformers.Qwen3ForCausalLM):
+    def forward(self, input_ids, labels=None):
+        return self.lm_head(self.model(input_ids).last_hidden_state).logsumexp(-1).mean()
+
+
+def with_own_loss():
+    return OwnLoss(tiny().config)
+
+
+REFUSED = {
+    "no model": (lambda: "qwen", "expected a transformers model, got str"),
+    "no transformers": (lambda: nn.Linear(3, 4), "got Linear without get_output_embeddings"),
+    "no head": (lambda: transformers.Qwen3Model(tiny().config), "Qwen3Model has no output head"),
+    "classification": (
+        lambda: refused(transformers.LlamaForSequenceClassification, transformers.LlamaConfig, num_labels=3),
+        "LlamaForSequenceClassification has no output head",
+    ),
+    "masked": (bert, "BertForMaskedLM"),
+    "encoder-decoder": (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+    "another loss": (with_other_loss, "loss is cross_entropy, expected transformers' ForCausalLMLoss"),
+    "a hook that doubles the logits": (with_a_hook, "the output head has a forward hook of tests"),
+    "a loss of its own": (with_own_loss, "OwnLoss computes its loss by itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_and_left_as_it_was(name):
+    make, message = REFUSED[name]
+    model = make()
+    before = dict(getattr(model, "__dict__", {}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        logitless.install(model)
+    assert "\n" not in str(caught.value)
+    assert getattr(model, "__dict__", {}) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": "streamed"}, {"memory_budget": 0}, {"label_smoothing": 2}, {"loss": "dense", "label_smoothing": 0.1}],
+)
+def test_bad_options(options):
+    model = tiny()
+    with pytest.raises(OptionError, match=next(reversed(options))):
+        logitless.install(model, **options)
+    assert "forward" not in model.__dict__
+
+
+def test_a_transform_that_nobody_told_us_of():
+    """Found at the first call, before a step is trained on the wrong loss."""
+
+    class Shifted(transformers.Qwen3ForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            hidden = self.model(input_ids).last_hidden_state
+            logits = 0.5 * self.lm_head(hidden)
+            loss = self.loss_function(logits, labels, self.vocab_size)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model, batch = Shifted(tiny().config), batch_for("")
+    logitless.install(model)
+    with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
+        model(batch["input_ids"], labels=batch["labels"])
+
+
+def test_a_hook_that_comes_after_install():
+    model, batch = tiny(), batch_for("")
+    logitless.install(model)
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with pytest.raises(ConfigError, match="the output head has a forward pre-hook of tests"):
+        model(**batch)
+    handle.remove()
+    assert model(**batch).logits is None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("first", ["install", "offload"])
+def test_an_offloaded_head(first):
+    """accelerate brings its weight for the head's own product only."""
+    model, batch = tiny(), batch_for("")
+    steps = {
+        "install": lambda: logitless.install(model),
+        "offload": lambda: accelerate.cpu_offload(model, execution_device=torch.device("cpu")),
+    }
+    for name in (first, *(steps.keys() - {first})):
+        steps[name]()
+    with pytest.raises(ConfigError, match=r"weight is offloaded \(on meta\), expected it on cpu; leave the head out"):
+        model(**batch)

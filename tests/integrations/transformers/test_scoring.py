@@ -1,0 +1,115 @@
+"""`logitless.score` against the model's own logits in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import logitless
+from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
+from tests.support.allocations import trace_allocations
+from tests.support.integrations.tiny import TINY
+
+KEEP = 4
+ONES = ("llama", "qwen3-tied", "gemma2-softcap", "gpt2-tied", "phi-bias", "granite-scaling", "qwen3-moe")
+
+
+def texts(side: str = "right", vocab: int = 97) -> dict[str, Tensor]:
+    """Three texts of 9, 6 and 1 tokens."""
+    ids = torch.randint(8, vocab, (3, 9))
+    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [1] + [0] * 8])
+    if side == "left":
+        mask = mask.flip(1)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def dense(model, ids: Tensor) -> Tensor:
+    """The logits that score tokens 1, 2, ... of one unpadded text, (n - 1, V)."""
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0, :-1].double()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ONES)
+def test_each_token_is_scored_by_the_position_before_it(name, side):
+    model, batch = TINY[name].build().double().eval(), texts(side)
+    record = logitless.score(model, batch, keep=KEEP)
+    mask = batch["attention_mask"].bool()
+    assert record.shape == (3, 9)
+    assert record.vocab_size == 97
+    for row, ids, real in zip(range(3), batch["input_ids"], mask, strict=True):
+        first = int(real.nonzero()[0])
+        written = record.token[row] >= 0
+        assert written.tolist() == [bool(r) and t > first for t, r in enumerate(real)]
+        mine, labels, z = record[row][written], ids[real][1:], dense(model, ids[real])
+        logp = z.log_softmax(-1)
+        label = z.gather(-1, labels[:, None])
+        assert mine.token.tolist() == labels.tolist()
+        expected = {
+            "logprob": logp.gather(-1, labels[:, None])[:, 0],
+            "behaviour_logprob": logp.gather(-1, labels[:, None])[:, 0],
+            "entropy": -(logp.exp() * logp).sum(-1),
+            "self_certainty": -logp.mean(-1) - torch.tensor(97.0).log().double(),
+            "logsumexp": z.logsumexp(-1),
+            "topk_logits": z.topk(KEEP).values,
+        }
+        for what, value in expected.items():
+            torch.testing.assert_close(
+                getattr(mine, what), value, rtol=1e-6, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
+            )
+        assert mine.rank.tolist() == (1 + (z > label).sum(-1)).tolist()
+
+
+def test_without_a_mask_every_token_is_text_and_a_model_in_training_stays_so():
+    model = TINY["llama"].build().train()
+    ids = texts()["input_ids"][:1]
+    record = logitless.score(model, {"input_ids": ids}, keep=0)
+    assert model.training
+    assert (record.token >= 0).sum() == 8
+    assert record.topk_ids.shape == (1, 9, 0)
+    assert record.topk_ids.dtype == torch.int32
+    assert record.perplexity.isfinite().all()
+
+
+def test_a_token_by_itself_has_no_score():
+    record = logitless.score(TINY["llama"].build(), {"input_ids": torch.tensor([[5]])})
+    assert record.token.tolist() == [[-1]]
+    assert record.perplexity.tolist() == [1.0]
+
+
+def test_memory_has_no_logits():
+    model = TINY["llama"].build(vocab=8192).eval()
+    batch = {"input_ids": torch.randint(8192, (4, 60))}
+    logits = 4 * 60 * 8192 * 4
+    found = trace_allocations(lambda: logitless.score(model, batch, keep=KEEP, memory_budget=1 << 19))
+    assert found.largest < logits / 8
+    assert found.peak < logits / 4
+    wrong = trace_allocations(lambda: model(**batch).logits)
+    assert wrong.largest >= logits
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (torch.ones(1, 3, dtype=torch.long), DtypeError, "by name in a dict"),
+        ({}, ShapeError, "expected a tensor"),
+        ({"input_ids": [[1, 2]]}, ShapeError, "return_tensors"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, ShapeError, "expected a tensor"),
+        ({"input_ids": torch.ones(0, 3, dtype=torch.long)}, ShapeError, "at least one token"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)}, ShapeError, "attention_mask"),
+    ],
+)
+def test_bad_input_is_named(inputs, error, message):
+    with pytest.raises(error, match=message):
+        logitless.score(TINY["llama"].build(), inputs)
+
+
+def test_more_entries_than_there_are():
+    with pytest.raises(OptionError, match="97"):
+        logitless.score(TINY["llama"].build(), texts(), keep=98)
+
+
+def test_an_id_without_a_row_in_the_head():
+    model = TINY["llama"].build(vocab_size=97)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:50].detach())
+    with pytest.raises(LabelError, match="labels"):
+        logitless.score(model, {"input_ids": torch.tensor([[1, 60]])})

@@ -1,0 +1,141 @@
+"""Under transformers' Trainer: the same losses, gradients and checkpoints as without us."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+import logitless
+from logitless.errors import ConfigError
+from tests.support.allocations import largest_allocation
+from tests.support.integrations.tiny import TINY
+
+ROWS, LENGTH, VOCAB = 16, 12, 97
+
+
+def data(rows: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> list[dict[str, torch.Tensor]]:
+    """Rows with unlike numbers of tokens that count, so that a mean of means shows."""
+    ids = torch.randint(8, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = [row.masked_fill(torch.arange(length) < i % 7, -100) for i, row in enumerate(ids)]
+    return [{"input_ids": row, "labels": y} for row, y in zip(ids, labels, strict=True)]
+
+
+def trainer(place, model, steps: int = 3, rows=None, **options) -> Trainer:
+    shared = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(output_dir=str(place), max_steps=steps, **{**shared, **options})
+    rows = rows or data()
+    made = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:6])
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def losses(made: Trainer) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_trains_and_evaluates_as_before(tmp_path, smoothing):
+    own = trainer(tmp_path / "own", TINY["qwen3-tied"].build(), label_smoothing_factor=smoothing)
+    ours = trainer(tmp_path / "ours", TINY["qwen3-tied"].build(), label_smoothing_factor=smoothing)
+    logitless.install(ours)
+    own.train(), ours.train()
+    assert losses(ours) == pytest.approx(losses(own), rel=1e-4)
+    assert len(losses(own)) == 3
+    assert ours.evaluate()["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-4)
+    for found, expected in zip(ours.model.parameters(), own.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+    logitless.uninstall(ours)
+    assert (ours.label_smoother is None) == (not smoothing)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(own.evaluate()["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_no_logits_under_trainer(tmp_path, smoothing):
+    vocab, rows = 8192, 8
+    batch = data(rows, 32, vocab)
+    found = {}
+    for method in ("dense", "chunked"):
+        model = TINY["qwen3-tied"].build(vocab)
+        made = trainer(tmp_path, model, 1, batch, label_smoothing_factor=smoothing, save_strategy="no")
+        logitless.install(made, loss=method, memory_budget=2**19)
+        found[method] = largest_allocation(made.train), largest_allocation(made.evaluate)
+    logits = 4 * 2 * 32 * vocab
+    assert min(found["dense"]) >= logits
+    assert found["chunked"][0] <= logits / 2  # the head's gradient, 512 KiB
+    assert found["chunked"][1] <= logits / 2
+
+
+def test_installed_before_the_trainer_and_resumed(tmp_path):
+    """Four steps at once, and two, a stop and two more."""
+    model = TINY["qwen3-tied"].build()
+    logitless.install(model)
+    whole = trainer(tmp_path / "whole", model, 4)
+    whole.train()
+    model = TINY["qwen3-tied"].build()
+    logitless.install(model)
+    first = trainer(tmp_path / "parts", model, 4)
+    first.args.max_steps = 2
+    first.args.lr_scheduler_type = "constant"
+    first.train()
+    model = TINY["qwen3-tied"].build()
+    logitless.install(model)
+    rest = trainer(tmp_path / "parts", model, 4)
+    rest.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    assert rest.state.global_step == 4
+    assert len(losses(rest)) == 4
+    assert losses(rest)[:2] == losses(first)
+    assert losses(whole)[0] == losses(first)[0]
+
+
+def test_a_trainer_of_trl_has_an_adapter_of_its_own():
+    kind = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer", "model": None, "compute_loss": None})
+    with pytest.raises(ConfigError, match=r"TRL's SFTTrainer: use logitless.integrations.trl.install"):
+        logitless.install(kind())
+
+
+@pytest.fixture
+def fresh_accelerate():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_beneath_accelerates_autocast(fresh_accelerate):
+    model = TINY["qwen3-tied"].build()
+    logitless.install(model)
+    batch = {name: torch.stack([row[name] for row in data()[:2]]) for name in data()[0]}
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
+    found = prepared(**batch)
+    assert found.logits is None
+    assert found.loss.dtype == torch.float32
+    accelerator.backward(found.loss)
+    assert prepared.lm_head.weight.grad.isfinite().all()
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert unwrapped(**batch).logits is None
+    logitless.uninstall(unwrapped)
+    assert unwrapped(**batch).logits is not None
+
+
+def test_smoothing_survives_changes_of_options(tmp_path):
+    made = trainer(tmp_path, TINY["qwen3-tied"].build(), label_smoothing_factor=0.2)
+    expected = made.evaluate()["eval_loss"]
+    for again in (made, made.model, made):
+        logitless.install(again, memory_budget=2**12)
+        assert made.label_smoother is None
+        assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    logitless.install(made, loss="dense")
+    assert made.label_smoother is not None
+    assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)

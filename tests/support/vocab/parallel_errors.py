@@ -1,0 +1,244 @@
+"""Bad input on ranks that share a vocabulary: the same error on every rank, no hang, and the next call works."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import logitless as ll
+from logitless import relax
+from logitless.errors import (
+    BackendError,
+    ConfigError,
+    DtypeError,
+    LabelError,
+    LogitlessError,
+    NotFiniteError,
+    OptionError,
+    RankError,
+    ShapeError,
+)
+from logitless.vocab.passes import engine
+
+V, H, N = 11, 4, 6
+BOUND = 60.0  # seconds, on a loaded machine; a collective that nobody ends would take the group's five minutes
+
+
+def mine(group: Any, sizes: tuple[int, ...] | None = None, offset: int | None = None, total: int = V) -> ll.LMHead:
+    """This rank's part of a head."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = sizes or (*[2] * (size - 1), V - 2 * (size - 1))
+    start = sum(sizes[:rank]) if offset is None else offset
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    rows = weight[:1].expand(sizes[rank], H) if offset is not None else weight[start : start + sizes[rank]]
+    return ll.LMHead(rows.clone().requires_grad_(), shard=ll.VocabShard(group, start, total))
+
+
+def call(head: ll.LMHead, n: int = N, seed: int = 0, **options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, H, generator=generator)
+    return ll.linear_cross_entropy(hidden, head, torch.arange(n), **options)
+
+
+def refused(group: Any, attempt: Callable[[], Any], *fragments: str, kind: type = RankError) -> None:
+    """`attempt` raises on this and every other rank, with one message, soon; then a right call works."""
+    start = time.monotonic()
+    with pytest.raises(LogitlessError) as caught:
+        attempt()
+    message = str(caught.value)
+    assert time.monotonic() - start < BOUND
+    assert type(caught.value) is kind, message
+    assert "\n" not in message
+    assert all(fragment in message for fragment in fragments), message
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, message, group=group)
+    assert set(messages) == {message}
+    assert call(mine(group)).isfinite()
+
+
+def unlike_calls(group: Any) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last = rank == size - 1
+    refused(group, lambda: call(mine(group), n=N - last), "number of tokens", f"{N - 1} on rank {size - 1}", "gather")
+    refused(group, lambda: call(mine(group), seed=int(last)), "the same hidden states", "FSDP2")
+    hidden, labels = torch.ones(N, H), torch.arange(N)
+    refused(group, lambda: ll.token_stats(hidden, mine(group), labels.roll(int(last))), "the same labels")
+    ignored = labels.masked_fill(labels < last, -100)
+    refused(group, lambda: ll.token_stats(hidden, mine(group), ignored), "number of tokens that count")
+    refused(group, lambda: call(mine(group), z_loss=0.1 * last), "the same options", "the same call on every rank")
+    for options in (
+        {"z_loss": 0.1 + last},
+        {"label_smoothing": 0.1 + 0.1 * last},
+        {"reduction": ("sum", "mean")[last]},
+    ):
+        refused(group, lambda: call(mine(group), **options), "the same options")  # noqa: B023
+    each = {"reduction": "none", "label_smoothing": 0.1 + 0.1 * last}
+    refused(group, lambda: call(mine(group), **each), "the same options")
+    for kind in ("sum", "none"):
+        one = partial(ll.token_loss, lambda stats: -stats.logprob, hidden, reduction=kind if last else "mean")
+        refused(group, lambda: one(mine(group), labels), "the same options")  # noqa: B023
+    refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options")
+    unlike = "the same values of temperature, candidates, noise and denominator"
+    refused(group, lambda: call(mine(group), denominator=3 + last), unlike)
+    for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
+        refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
+    frozen = mine(group)
+    frozen.weight.requires_grad_(not last)
+    refused(group, lambda: call(frozen), "the same options")
+
+    def released(name: str, version: str) -> None:
+        with patch(f"{name}.__version__", version):
+            call(mine(group))
+
+    ours, torchs = ("0.0.7", "2.13.0") if last else ("0.0.6", "2.12.1+cpu")
+    refused(group, lambda: released("logitless", ours), "version of logitless", f"0.0.7 on rank {size - 1}", "install")
+    refused(group, lambda: released("torch", torchs), "version of torch", "2.12.1 on rank", "2.13.0 on rank")
+
+
+def unlike_samples(group: Any) -> None:
+    """Ranks that would draw by other rules wait for each other in other collectives, or draw other tokens."""
+    last, hidden = dist.get_rank(group) == dist.get_world_size(group) - 1, torch.ones(N, H)
+    seeds, positions = torch.arange(N), torch.arange(N)
+
+    def draw(*message: str, **options: Any) -> None:
+        refused(group, lambda: ll.sample_tokens(hidden, mine(group), **options), *message)
+
+    for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.1}.items():
+        draw("the same options", **({name: value} if last else {}))
+    draw("the same options", keep=2 + last)
+    draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
+    unlike = "the same values of temperature, candidates, noise and denominator"
+    draw(unlike, temperature=1.0 + last)
+    draw(unlike, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
+    draw(unlike, noise=relax.Noise(seeds + last, positions))
+    draw(unlike, noise=relax.Noise(seeds, positions.roll(int(last))))
+
+
+def unlike_shards(group: Any) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last, each = rank == size - 1, V // size
+    refused(group, lambda: call(mine(group, (each,) * size, each * rank)), f"none that holds rows {each * size} to 10")
+    refused(
+        group, lambda: call(mine(group, (4,) * size, min(2 * rank, 4))), "on one rank", "rows 2 to 3 on ranks 0 and 1"
+    )
+    refused(group, lambda: call(mine(group, total=V + last)), "number of rows in all (total)", f"12 on rank {size - 1}")
+    small = mine(group)
+    small = ll.LMHead(small.weight, shard=small.shard, vocab_size=V - last)
+    refused(group, lambda: call(small), "the same vocabulary", "set vocab_size alike")
+    label, hidden = torch.full((N,), V), torch.ones(N, H)
+    refused(group, lambda: ll.token_stats(hidden, mine(group), label), "labels: expected ids in 0..10", kind=LabelError)
+
+
+def bad_shards(group: Any) -> None:
+    """What one rank alone can see."""
+    shard, local = ll.VocabShard, mine(group).weight
+    if group is dist.group.WORLD:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+        refused(group, lambda: shard(mesh, 0, V, dim="cp"), "dimension 'cp'", "'dp', 'tp'", kind=ConfigError)
+        refused(group, lambda: shard(mesh, 0, V), "dim, one of the mesh's 2 dimensions", kind=ConfigError)
+        assert shard(mesh, 0, V, dim="tp").name == mesh.get_group("tp").group_name
+        weight = distribute_tensor(torch.randn(V, H), mesh, [Replicate(), Shard(0)])
+        refused(group, lambda: ll.LMHead(weight), "expected Shard(0) over one", "install", kind=ConfigError)
+        flat = DeviceMesh("cpu", torch.arange(4))
+        wide = distribute_tensor(torch.randn(V, H), flat, [Shard(1)])
+        refused(group, lambda: ll.LMHead(wide), "sharded as (Shard(dim=1),)", kind=ConfigError)
+        tall = distribute_tensor(torch.randn(V, H), flat, [Shard(0)])
+        refused(group, lambda: ll.LMHead(tall, torch.ones(V)), "bias must be a DTensor", kind=ConfigError)
+    refused(group, lambda: shard(None, 0, V), "a process group that this rank is in", kind=ConfigError)
+    refused(group, lambda: shard(group, 0, V, dim="tp"), "dimension 'tp'", "no named dimension", kind=ConfigError)
+    refused(group, lambda: shard(group, -1, V), "offset must be a number of rows", kind=OptionError)
+    refused(group, lambda: ll.LMHead(local[:1], shard=shard(group, V, V)), "from row 11 on", kind=ShapeError)
+    whole = ll.LMHead(torch.randn(V, H))
+    hidden = torch.ones(N, H)
+    for head, ref in ((whole, mine(group)), (mine(group), ll.LMHead(local[:0], shard=shard(group, 1, V)))):
+        error = caught(lambda: ll.token_stats(hidden, head, want=("kl",), reference=(hidden, ref)))  # noqa: B023
+        assert type(error) is ConfigError
+        assert "reference: expected its rows sharded as the head's" in str(error)
+    with patch.object(engine, "load", lambda name: torch.nn):
+        assert isinstance(caught(lambda: call(mine(group))), BackendError)
+
+
+def one_rank_alone(group: Any) -> None:
+    """An argument that one rank refuses: the others do not wait for it, and say where to look."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    last, where = rank == size - 1, f"(rank {size - 1} of the {size} that share the head)"
+    hidden, labels, head = torch.ones(N, H), torch.arange(N), mine(group)
+    dropped = replace(head, adapters=(ll.LowRank(torch.ones(2, H), torch.ones(len(head.weight), 2), dropout=0.5),))
+
+    def wrong(attempt: Callable[[], Any], message: str, kind: type) -> None:
+        refused(group, attempt, message, where, kind=kind)
+
+    short = labels[: N - last]
+    for one in (head, dropped):
+        wrong(lambda: ll.token_stats(hidden, one, short), "labels: expected shape (6,)", ShapeError)  # noqa: B023
+        wrong(lambda: ll.linear_cross_entropy(hidden, one, short), "labels: expected shape (6,)", ShapeError)  # noqa: B023
+        wrong(lambda: ll.sample_tokens(hidden, one, keep=V + last), "keep: expected a whole number", OptionError)  # noqa: B023
+        wrong(lambda: relax.gumbel_topk(hidden, one, 1.0, k=V + last), "k: expected a whole number", OptionError)  # noqa: B023
+    wrong(lambda: ll.token_stats(hidden[:, : H - last], head, labels), "hidden: expected (..., 4)", ShapeError)
+    wrong(lambda: call(head, reduction=["mean", "wrong"][last]), "reduction", OptionError)
+    wrong(lambda: call(head, **({"weight": 1} if last else {})), "unknown option 'weight'", OptionError)
+    wrong(lambda: call(head, denominator=1.0 - last), "denominator: expected a positive number", OptionError)
+    given = [torch.ones(N), torch.ones(N + 1)][last]
+    own = lambda stats, w: -w * stats.logprob  # noqa: E731
+    wrong(lambda: ll.token_loss(own, hidden, head, labels, inputs=(given,)), "inputs: expected leading", ShapeError)
+    wrong(lambda: ll.sample_tokens(hidden, head, top_p=1.0 + last), "top_p", OptionError)
+    wrong(lambda: ll.sample_tokens(hidden, head, temperature=0.0 - last), "temperature", OptionError)
+    nan = hidden.clone().fill_(torch.nan if last else 1.0)
+    wrong(lambda: relax.gumbel_topk(nan, head, 1.0, k=2), "hidden: expected finite numbers", NotFiniteError)
+    refused(group, lambda: ll.token_stats(hidden, head, labels.float()), "labels: expected integer", kind=DtypeError)
+    both = [lambda: call(head, reduction="wrong"), lambda: ll.token_stats(hidden, head, short[:1])][last]
+    refused(group, both, "reduction", "(rank 0 of", kind=OptionError)
+
+
+def caught(attempt: Callable[[], Any]) -> Exception:
+    with pytest.raises(LogitlessError) as raised:
+        attempt()
+    return raised.value
+
+
+def silent_rank(group: Any) -> None:
+    """A rank that never comes: the others fail when the group's own timeout has passed."""
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=3)) if group is dist.group.WORLD else None
+    if impatient is not None and dist.get_rank() == 0:
+        start = time.monotonic()
+        error = caught(lambda: call(mine(impatient)))
+        assert type(error) is RankError
+        assert "rank 0 got none from at least one" in str(error)
+        assert 2 < time.monotonic() - start < BOUND
+    dist.barrier(group)
+
+
+def killed_rank(group: Any) -> None:
+    """A rank dies between two steps: the others' next call fails, long before the timeout of five minutes."""
+    head = mine(group)
+    call(head).backward()
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    error = caught(lambda: [call(head).backward() for _ in range(2)])
+    assert type(error) is RankError
+    assert "from all 4 ranks of its group" in str(error)
+    assert "\n" not in str(error)
+    assert time.monotonic() - start < BOUND
+
+
+CASES = {
+    "unlike calls": unlike_calls,
+    "unlike samples": unlike_samples,
+    "unlike shards": unlike_shards,
+    "bad shards": bad_shards,
+    "one rank alone": one_rank_alone,
+    "silent rank": silent_rank,
+}

@@ -1,0 +1,181 @@
+"""What `test_parallel.py` runs on every rank: heads whose rows are split, beside the dense oracle of the whole head."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import logitless as ll
+from logitless.vocab.ranks.collectives import Ranks
+from logitless.vocab.reference import dense_token_stats
+from tests.support.allocations import largest_allocation
+from tests.support.vocab import parallel_errors, parallel_tokens
+from tests.support.vocab.comparing import ALONE, EVERYTHING, assert_near, assert_near_in_norm, operands
+from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, check, same_on_all, split
+from tests.support.vocab.sharding import Case, run
+
+
+def every_statistic(group: Any) -> None:
+    candidates = torch.randint(V - 3, (7, 4))
+    for sizes in (EVEN, UNEVEN):
+        one = split(group, sizes, reference=True, ranks=(2, 1), scale=0.7, vocab_size=V - 2)
+        one.ops.labels[3] = -100
+        check(one, EVERYTHING, top_k=8, candidates=candidates, temperature=1.3, jsd_beta=0.3)
+        check(one, EVERYTHING, whole_reference=True)
+    capped = split(group, UNEVEN, reference=True, softcap=4.0, ranks=(2,))
+    check(capped, EVERYTHING, top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
+    capped.ops.labels = None
+    check(capped, ("entropy", "kl", "max_logit", "mean_logit"), top_k=3)
+
+
+def each_price(group: Any) -> None:
+    """A frozen head, products of the fold; one-hots alone; bias or adapters alone; small slices of several chunks."""
+    for want in (("logprob",), ("entropy",), ("kl",), ("reverse_kl",), ("sum_sq_prob",), ("self_certainty",), ("jsd",)):
+        one = split(group, UNEVEN, reference=True, bias=False, ranks=(2,))
+        one.ops = one.ops.training("hidden", "a")
+        check(one, want)
+        check(one, want, memory_budget=1)
+    one = split(group, UNEVEN)
+    check(one, ("max_logit", "label_logit", "mean_logit", "rank"), top_k=2)
+    for names in (("bias",), ("weight",), ("hidden",), ()):
+        one.ops = one.ops.training(*names)
+        check(one, ("logprob", "entropy"), memory_budget=1)
+
+
+def hard_rows(group: Any) -> None:
+    """Logits of -inf, whole shards of them; a peaked row; ties across ranks; no token; none that counts."""
+    one = split(group, UNEVEN, lead=(2, 3))
+    with torch.no_grad():
+        one.ops.bias[:9] = -torch.inf
+        one.ops.labels[0, 0] = 12
+    one.ops = one.ops.training("hidden", "weight")
+    check(one, ("logprob", "entropy", "rank", "max_logit"))
+    ours, alone = (ll.token_stats(one.ops.hidden, head, want=(), top_k=V) for head in (one.head, one.ops.head))
+    assert torch.equal(ours.top_k_ids, alone.top_k_ids)
+    one = split(group, EVEN, spread=0.0, bias=False)
+    with torch.no_grad():
+        one.ops.hidden.copy_(torch.randint(9, one.ops.hidden.shape))  # whole numbers, of which sums are exact:
+        one.ops.weight.copy_(torch.arange(5.0).expand_as(one.ops.weight))  # every logit of a token is the same
+    stats = ll.token_stats(one.ops.hidden, one.head, top_k=9, want=("logsumexp",))
+    assert torch.equal(stats.top_k_ids, torch.arange(9).expand(7, 9))
+    check(split(group, UNEVEN, spread=60.0), ("logprob", "entropy", "kl")[:2])
+    none = split(group, UNEVEN)
+    none.ops.labels[:] = -100
+    check(none, ALONE)
+    check(split(group, UNEVEN, lead=(0,)), ALONE)
+
+
+def losses(group: Any) -> None:
+    """Cross-entropy and a loss of one's own, formed in the forward pass, with a second backward; and per token."""
+    one = split(group, UNEVEN, reference=True, ranks=(2,), lead=(3, 4))
+    one.ops.labels[0, 1:] = -100
+    exact = one.ops.to(torch.float64)
+    weights = torch.rand(3, 4, dtype=torch.float64)
+
+    def own(stats: Any, w: Tensor) -> Tensor:
+        return w * (stats.kl - stats.logprob.square()) + stats.entropy
+
+    def compared(ours: Tensor, dense: Tensor, times: float = 1.0) -> None:
+        same_on_all(ours, group)
+        assert_near(ours.detach(), dense.detach(), 1e-10)
+        wanted = torch.autograd.grad(dense * times, list(exact.leaves.values()), retain_graph=True)
+        for factor in (1.0, times):  # the second backward computes anew
+            grads = torch.autograd.grad(ours * factor, list(one.ops.leaves.values()), retain_graph=True)
+        found = one.whole(dict(zip(one.ops.leaves, grads, strict=True)))
+        for name, grad in zip(exact.leaves, wanted, strict=True):
+            assert_near_in_norm(found[name], grad, 1e-9, f"d {name}", floor=1e-12)
+
+    labels, want = one.ops.labels, ("logprob", "entropy", "kl")
+    dense = dense_token_stats(exact.hidden, exact.head, labels, want=want, reference=exact.reference)
+    keep = labels != -100
+    for whole in (True, False):
+        ours = ll.token_loss(
+            own, one.ops.hidden, one.head, labels, inputs=(weights,), want=want,
+            reference=one.ops.reference if whole else one.reference, memory_budget=None if whole else 1,
+        )  # fmt: skip
+        expected = weights * (dense["kl"] - dense["logprob"].square()) + dense["entropy"]
+        compared(ours, expected[keep].mean(), 3.0)
+    z = exact.hidden @ exact.weight.T + exact.bias
+    z = z + sum(x.scaling * exact.hidden @ x.a.T @ x.b.T for x in exact.adapters)
+    expected = torch.nn.functional.cross_entropy(z[keep], labels[keep], label_smoothing=0.1)
+    expected = expected + 0.01 * z[keep].logsumexp(-1).square().mean()
+    compared(ll.linear_cross_entropy(one.ops.hidden, one.head, labels, label_smoothing=0.1, z_loss=0.01), expected, 2.0)
+    each = ll.linear_cross_entropy(one.ops.hidden, one.head, labels, reduction="none")
+    compared(each.sum() / 5, -dense["logprob"][keep].sum() / 5)
+
+
+def rounding(group: Any) -> None:
+    """fp32 and bf16 operands: as near to the oracle as one process is; gradients of bf16 are rounded once."""
+    for dtype in (torch.float32, torch.bfloat16):
+        one = split(group, UNEVEN, reference=True, dtype=dtype)
+        check(one, EVERYTHING, top_k=5, tolerance=4e-5 if dtype == torch.float32 else 8e-3)
+        labels = one.ops.labels
+        ours = ll.token_stats(one.ops.hidden, one.head, labels, want=("logprob", "kl"), reference=one.reference)
+        alone = ll.token_stats(
+            one.ops.hidden, one.ops.head, labels, want=("logprob", "kl"), reference=one.ops.reference
+        )
+        assert_near(ours.logprob.detach(), alone.logprob.detach().double(), 3e-6)
+        assert_near(ours.kl.detach(), alone.kl.detach().double(), 3e-6)
+        mine, other = (torch.autograd.grad(x.logprob.sum(), one.ops.hidden)[0] for x in (ours, alone))
+        assert_near(mine, other.double(), 1e-5 if dtype == torch.float32 else 8e-3)
+    near = split(group, UNEVEN, reference=True, dtype=torch.float32)
+    near.ops.ref = near.ops.to(torch.float32).training()
+    with torch.no_grad():
+        near.ops.ref.weight += 1e-4 * torch.randn_like(near.ops.weight)
+    exact = near.ops.to(torch.float64)
+    kl = dense_token_stats(exact.hidden, exact.head, None, want=("kl",), reference=exact.reference)["kl"].detach()
+    ours, alone = (
+        ll.token_stats(near.ops.hidden, head, None, want=("kl",), reference=reference).kl.detach()
+        for head, reference in ((near.head, near.reference), (near.ops.head, near.ops.reference))
+    )
+    assert kl.max() < 1e-6
+    off = [float(((x - kl) / kl).abs().max()) for x in (ours, alone)]
+    assert off[0] <= 2 * off[1] + 1e-4, off
+
+
+def traffic(group: Any) -> None:
+    """`explain` says to the byte what travels; no rank ever holds its part of the (N, V) logits."""
+    seen: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
+    call = Ranks._call
+
+    def counted(self: Ranks, collective: Any, *args: Any, **kwargs: Any) -> None:
+        seen[collective.__name__].append(args[-1].numel() * args[-1].itemsize)
+        call(self, collective, *args, **kwargs)
+
+    size = dist.get_world_size(group)
+    ops = operands(lead=(128,), v=2048, ranks=(2,), dtype=torch.float32, reference=True)
+    one = Split(ops, group, (2048 // size,) * size)
+    for want in (("logprob",), ("logprob", "entropy", "rank", "sum_sq_prob"), ("kl", "reverse_kl", "jsd", "max_logit")):
+        more: dict[str, Any] = {"want": want, "top_k": 3, "memory_budget": 1 << 16}
+        more["reference"] = one.reference if "kl" in want else None
+        more["candidates"] = torch.zeros(128, 2, dtype=torch.int64)
+        told = ll.explain(one.ops.hidden, one.head, one.ops.labels, **more).traffic
+        with patch.object(Ranks, "_call", counted):
+            stats = ll.token_stats(one.ops.hidden, one.head, one.ops.labels, **more)
+            torch.autograd.grad(sum(getattr(stats, name).float().sum() for name in want), one.ops.hidden)
+        assert told is not None
+        assert told.collectives == sum(map(len, seen.values()))
+        assert (told.gathered, told.summed) == tuple(sum(sizes) for sizes in seen.values())
+        seen = {name: [] for name in seen}
+
+    def step() -> None:
+        ll.linear_cross_entropy(one.ops.hidden, one.head, one.ops.labels, memory_budget=1 << 16).backward()
+
+    assert largest_allocation(step) < 4 * 128 * one.sizes[0] // 2
+
+
+CASES: dict[str, Case] = {
+    "every statistic": every_statistic,
+    "each price": each_price,
+    "hard rows": hard_rows,
+    "losses": losses,
+    "rounding": rounding,
+    "traffic": traffic,
+    **parallel_tokens.CASES,
+    **parallel_errors.CASES,
+}
+
+if __name__ == "__main__":
+    run(CASES, last=parallel_errors.killed_rank)

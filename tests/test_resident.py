@@ -1,0 +1,37 @@
+"""The process's own memory: peaks, and how much a piece of work adds."""
+
+import mmap
+import time
+
+import torch
+
+from logitless.resident import INTERVAL, Watch, free_bytes, peak_bytes, thin
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_a_watch_sees_a_peak_that_is_gone_at_the_end():
+    with Watch(CPU) as watch:
+        held = mmap.mmap(-1, 64 * MIB)  # not what an allocator may have at hand
+        for page in range(0, 64 * MIB, mmap.PAGESIZE):
+            held[page] = 1
+        time.sleep(10 * INTERVAL)
+        held.close()
+        time.sleep(10 * INTERVAL)
+    assert 60 * MIB <= watch.peak <= 100 * MIB
+    assert watch.curve[-1][1] < 40 * MIB
+    assert [seconds for seconds, _ in watch.curve] == sorted(seconds for seconds, _ in watch.curve)
+
+
+def test_peaks_and_free_memory_are_the_machines():
+    assert 50 * MIB < peak_bytes(CPU) < 1 << 40
+    assert 50 * MIB < free_bytes(CPU) < 1 << 44
+
+
+def test_a_thin_curve_keeps_the_highest_points():
+    curve = [(float(i), i % 7) for i in range(1000)]
+    short = thin(curve, 10)
+    assert len(short) <= 11
+    assert all(used == 6 for _, used in short)
+    assert thin(curve[:5], 10) == curve[:5]

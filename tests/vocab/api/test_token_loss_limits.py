@@ -1,0 +1,169 @@
+"""`token_loss` at its limits: captured tensors, wrong losses, no tokens, constant losses, no gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from logitless.errors import GradientError, ShapeError
+from tests.support.vocab.comparing import operands
+from tests.support.vocab.token_losses import (
+    CHUNK,
+    PPO_WANT,
+    REDUCTIONS,
+    assert_same,
+    call,
+    check,
+    grads,
+    leaves_of,
+    ppo,
+    rollout,
+)
+
+CAPTURED = {
+    "parameter": lambda p: p,
+    "computed": lambda p: p.exp() + 1,
+    "reshaped": lambda p: p.expand(1, 1)[0, 0],
+}
+
+
+@pytest.mark.parametrize("budget", [None, CHUNK])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("how", CAPTURED)
+def test_captured_tensor_that_requires_grad(how, reduction, budget, backend):
+    """Its gradient would be lost; as an input it is not."""
+    ops, _ = rollout()
+    captured = CAPTURED[how](nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    options = {"reduction": reduction, "memory_budget": budget, "backend": backend}
+    with pytest.raises(GradientError, match=r"captured .*inputs=") as caught:
+        call(lambda s: captured * s.logprob, ops, **options)
+    assert "\n" not in str(caught.value)
+    with torch.no_grad():
+        call(lambda s: captured * s.logprob, ops, **options)
+    call(lambda s: captured.detach() * s.logprob, ops, **options)
+    check(lambda s, a: a * s.logprob, ops, (captured.expand(7).detach().requires_grad_(),), **options)
+
+
+def test_captured_tensor_with_everything_else_frozen(backend):
+    captured = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ops, _ = rollout()
+    with pytest.raises(GradientError, match="captured"):
+        call(lambda s: captured * s.logprob, ops.training(), backend=backend)
+
+
+def test_captured_tensor_in_a_later_chunk(backend):
+    ops, _ = rollout()
+    captured = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def from_the_second_on(s):
+        calls.append(1)
+        return s.logprob * (captured if len(calls) > 1 else 1)
+
+    with pytest.raises(GradientError, match="captured"):
+        call(from_the_second_on, ops, memory_budget=CHUNK, backend=backend)
+
+
+def test_captured_tensor_keeps_its_gradient_without_reduction(backend):
+    ops, _ = rollout()
+    captured = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    each = call(lambda s: captured * s.logprob, ops, reduction="none", backend=backend)
+    (grad,) = torch.autograd.grad(each.sum(), captured)
+    torch.testing.assert_close(grad, each.detach().sum() / 2)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (lambda s: s.logprob.mean(), r"\(\)"),
+        (lambda s: s.logprob[:, None], r"\(\d, 1\)"),
+        (lambda s: s.logprob[:1], r"\(1,\)"),
+        (lambda s: 3.0, "float"),
+        (lambda s: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_per_token(wrong, got, reduction, backend):
+    ops, _ = rollout()
+    with pytest.raises(
+        ShapeError, match=rf"loss_fn: expected one loss per token, shape \(\d,\), got .*{got}"
+    ) as caught:
+        call(wrong, ops, reduction=reduction, backend=backend)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("lead", [(5,), (2, 0), (0,)])
+def test_no_token_that_counts(lead, reduction, backend):
+    ops = operands(lead)
+    ops.labels.fill_(-100)
+    inputs = tuple(torch.randn(lead, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss = call(ppo, ops, inputs, want=PPO_WANT, reduction=reduction, backend=backend)
+    assert loss.shape == (lead if reduction == "none" else ())
+    assert loss.eq(0).all()
+    (loss.sum() * 3).backward()
+    for x in leaves_of(ops, inputs):
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert x.grad.eq(0).all()
+
+
+def test_no_token_at_all_without_labels(backend):
+    ops = operands((0,))
+    ops.labels = None
+    loss = call(lambda s: s.entropy, ops, want=("entropy",), backend=backend)
+    assert loss == 0
+    assert all(g.eq(0).all() for g in grads(loss, ops))
+
+
+@pytest.mark.parametrize("budget", [None, CHUNK])
+def test_a_loss_of_the_inputs_alone(budget, backend):
+    ops, (weights, _) = rollout()
+    loss = call(lambda s, w: w.square(), ops, (weights,), memory_budget=budget, backend=backend)
+    *rest, found = grads(loss, ops, (weights,))
+    assert all(g.eq(0).all() for g in rest)
+    counted = (ops.labels != -100).double()
+    torch.testing.assert_close(found, 2 * weights.detach() * counted / 5)
+
+
+@pytest.mark.parametrize("budget", [None, CHUNK])
+def test_a_constant_loss_keeps_a_live_graph(budget, backend):
+    ops, (weights, _) = rollout()
+    options = {"memory_budget": budget, "backend": backend}
+    loss = call(lambda s, w: torch.full_like(s.logprob.detach(), 2.5), ops, (weights,), **options)
+    assert loss == 2.5
+    assert all(g.eq(0).all() for g in grads(loss, ops, (weights,)))
+
+
+def test_an_unused_statistic_gets_no_gradient(backend):
+    ops, _ = rollout()
+    alone = call(lambda s: -s.logprob, ops, backend=backend)
+    beside = call(lambda s: -s.logprob, ops, want=("logprob", "entropy", "max_logit", "rank"), top_k=3, backend=backend)
+    assert_same(grads(beside, ops), grads(alone, ops))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_derivatives_are_refused(reduction, backend):
+    ops, inputs = rollout()
+    loss = call(ppo, ops, inputs, want=PPO_WANT, reduction=reduction, backend=backend).sum()
+    with pytest.raises(GradientError, match="create_graph=True") as caught:
+        grads(loss, ops, inputs, create_graph=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_without_gradients(reduction, backend):
+    ops, inputs = rollout()
+    expected = call(ppo, ops, inputs, want=PPO_WANT, reduction=reduction, backend=backend)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            got = call(ppo, ops, inputs, want=PPO_WANT, reduction=reduction, backend=backend)
+        assert not got.requires_grad
+        assert_same([got], [expected.detach()])
+
+
+def test_operands_and_inputs_are_never_written_to(backend):
+    ops, inputs = rollout()
+    before = [x.detach().clone() for x in leaves_of(ops, inputs)]
+    loss = call(ppo, ops, inputs, want=PPO_WANT, backend=backend)
+    (loss * 2).backward()
+    assert_same([x.detach() for x in leaves_of(ops, inputs)], before, 0.0)

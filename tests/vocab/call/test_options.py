@@ -1,0 +1,198 @@
+"""What a call refuses about its options: names, numbers, and statistics without what they need."""
+
+import re
+
+import numpy
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import logitless as ll
+from logitless.errors import BackendError, GradientError, OptionError, ShapeError
+from tests.support.vocab.refusing import (
+    BIAS,
+    HIDDEN,
+    LABELS,
+    NAN,
+    WEIGHT,
+    H,
+    V,
+    refused,
+    refused_everywhere,
+)
+
+
+@pytest.mark.parametrize(
+    ("got", "nearest"),
+    [("entropie", "'entropy'"), ("logprobs", "'logprob'"), ("self_certain", "'self_certainty'"), ("KL", None)],
+)
+def test_unknown_statistic(got, nearest):
+    fragments = ("want: expected names among logprob, ", f"got {got!r}", *([f"did you mean {nearest}"] * bool(nearest)))
+    refused_everywhere(OptionError, fragments, want=("logprob", got))
+    refused_everywhere(OptionError, fragments, want=got)
+
+
+@pytest.mark.parametrize(("got", "nearest"), [("temprature", "'temperature'"), ("candidate", "'candidates'")])
+def test_unknown_option(got, nearest):
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    fragments = (f"{got!r}", f"did you mean {nearest}?")
+    refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, **{got: 1}), *fragments)
+    refused(OptionError, lambda: ll.explain(*args, **{got: 1}), *fragments)
+
+
+def test_unknown_option_like_no_other():
+    args = (lambda s: s.logprob, HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    refused(OptionError, lambda: ll.token_loss(*args, xyz=1), "'xyz'", "they are want, temperature")
+
+
+@pytest.mark.parametrize("got", [0, 0.0, -1.0, NAN, float("inf"), "1", None])
+def test_temperature(got):
+    refused_everywhere(
+        OptionError, ("temperature: expected a positive number or tensor", f"got {got!r}"), temperature=got
+    )
+
+
+@pytest.mark.parametrize("got", [None, "x", 2**70, 1.5, True])
+def test_ignore_index(got):
+    refused_everywhere(OptionError, ("ignore_index: expected an integer", f"got {got!r}"), ignore_index=got)
+
+
+def test_numbers_of_other_libraries():
+    args = HIDDEN, ll.LMHead(WEIGHT), LABELS
+    plain = ll.linear_cross_entropy(*args, label_smoothing=0.1, z_loss=0.2)
+    options = {"label_smoothing": torch.tensor(0.1), "z_loss": numpy.float64(0.2), "ignore_index": numpy.int64(-100)}
+    torch.testing.assert_close(ll.linear_cross_entropy(*args, **options), plain)
+
+
+@pytest.mark.parametrize("got", [None, "x", -1, NAN])
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "denominator"])
+def test_numbers_of_cross_entropy(name, got):
+    def call():
+        return ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), LABELS, **{name: got})
+
+    if name == "denominator" and got is None:
+        call()
+    else:
+        refused(OptionError, call, f"{name}: expected a ", f"got {got!r}")
+
+
+def test_want_that_is_no_tuple():
+    refused_everywhere(OptionError, ("want: expected names of statistics", "got None"), want=None)
+
+
+@pytest.mark.parametrize("got", [0.0, -1.0, NAN, float("inf")])
+def test_one_wrong_temperature_among_many(got):
+    temperature = torch.ones(2, 3)
+    temperature[1, 1] = got
+    refused_everywhere(OptionError, ("temperature: expected positive", "got some"), temperature=temperature)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 2), (6,), (1, 2, 3)])
+def test_temperature_shape(shape):
+    fragments = ("temperature: expected a number or a shape that broadcasts to (2, 3)", f"got {shape}")
+    refused_everywhere(ShapeError, fragments, temperature=torch.ones(shape))
+
+
+def test_temperature_that_wants_a_gradient():
+    temperature = torch.ones(2, 3, requires_grad=True)
+    refused_everywhere(GradientError, ("temperature", "gradient", "detach()"), temperature=temperature)
+
+
+@pytest.mark.parametrize("got", [V + 1, -1, True, False, 2.0, None])
+def test_top_k(got):
+    refused_everywhere(OptionError, ("top_k: expected a whole number in 0..9", f"got {got!r}"), top_k=got)
+
+
+@pytest.mark.parametrize("got", [0, 0.0, 1, 1.0, -0.5, 1.5, NAN])
+def test_jsd_beta(got):
+    refused_everywhere(OptionError, ("jsd_beta: expected 0 < beta < 1", f"got {got}"), jsd_beta=got)
+
+
+@pytest.mark.parametrize("got", [0, -1, NAN])
+def test_memory_budget(got):
+    fragments = ("memory_budget: expected a positive number of bytes or None", f"got {got}")
+    refused_everywhere(OptionError, fragments, memory_budget=got)
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    refused(OptionError, lambda: ll.linear_cross_entropy(*args, memory_budget=got), *fragments)
+
+
+def test_infinite_memory_budget():
+    refused_everywhere(OptionError, ("memory_budget: expected", "got inf"), memory_budget=float("inf"))
+
+
+def test_backend_by_another_name():
+    fragments = ("backend: expected one of eager", "or None", "got 'egaer'", "did you mean 'eager'?")
+    refused_everywhere(BackendError, fragments, backend="egaer")
+    refused_everywhere(BackendError, ("backend: expected one of", "got 'cuda'"), backend="cuda")
+    refused_everywhere(BackendError, ("backend: expected one of", "got 3"), backend=3)
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    refused(BackendError, lambda: ll.linear_cross_entropy(*args, backend="egaer"), *fragments)
+
+
+@pytest.mark.parametrize("name", ["logprob", "label_logit", "rank"])
+def test_statistics_of_the_label_without_labels(name):
+    fragments = (f"want: {name} is the label's", "labels is None", "pass labels or drop it")
+    refused_everywhere(OptionError, fragments, labels=None, want=(name,))
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_divergences_without_a_reference(name):
+    refused_everywhere(OptionError, (f"want: {name} compares", "reference=(hidden, head)"), want=(name, "logprob"))
+
+
+@pytest.mark.parametrize("got", ["average", "MEAN", None])
+def test_reduction(got):
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    fragments = ("reduction: expected 'mean', 'sum' or 'none'", f"got {got!r}")
+    refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, reduction=got), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("entropy", "add 'entropy' to want"),
+        ("kl", "add 'kl' to want"),
+        ("top_k_ids", "pass top_k=k"),
+        ("top_k_logits", "pass top_k=k"),
+        ("candidate_logits", "pass candidates=ids"),
+        ("entropie", "statistics are logprob, "),
+    ],
+)
+def test_a_statistic_that_was_not_asked_for(name, todo):
+    stats = ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    with pytest.raises(AttributeError, match=re.escape(todo)) as caught:
+        getattr(stats, name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not hasattr(stats, name)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_under_torch_func(transform):
+    """autograd.Function would complain of its own workings there."""
+    head = ll.LMHead(WEIGHT)
+
+    def call(hidden):
+        return ll.token_stats(hidden, head, LABELS[0]).logprob.sum()
+
+    calls = {
+        "grad": lambda: torch.func.grad(call)(HIDDEN[0]),
+        "vmap": lambda: torch.func.vmap(call)(HIDDEN),
+        "jvp": lambda: torch.func.jvp(call, (HIDDEN[0],), (HIDDEN[0],)),
+    }
+    refused(GradientError, calls[transform], "got a call under torch.func", "use torch.autograd.grad")
+
+
+@pytest.mark.parametrize("what", ["hidden", "weight", "bias", "adapter", "inputs"])
+def test_forward_mode(what):
+    """A tangent would be lost without a word."""
+    with forward_ad.dual_level():
+        x = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "adapter": torch.ones(V, 2), "inputs": torch.ones(2, 3)}
+        ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), LABELS)
+        x[what] = forward_ad.make_dual(x[what], torch.ones_like(x[what]))
+        head = ll.LMHead(x["weight"], x["bias"], adapters=(ll.LowRank(torch.ones(2, H), x["adapter"]),))
+        calls = [lambda: ll.token_loss(lambda s, r: r * s.logprob, x["hidden"], head, LABELS, inputs=(x["inputs"],))]
+        if what != "inputs":
+            calls.append(lambda: ll.linear_cross_entropy(x["hidden"], head, LABELS))
+        for call in calls:
+            refused(GradientError, call, "got a dual one", "use torch.autograd.grad")

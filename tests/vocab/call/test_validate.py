@@ -1,0 +1,181 @@
+"""What a call refuses about its tensors: shapes, dtypes, devices, ids and the head's own."""
+
+import pytest
+import torch
+from torch import nn
+
+import logitless as ll
+from logitless.errors import DeviceError, DtypeError, LabelError, LogitlessError, OptionError, ShapeError
+from tests.support.vocab.refusing import (
+    BUILTINS,
+    HIDDEN,
+    LABELS,
+    REF,
+    WEIGHT,
+    H,
+    V,
+    everywhere,
+    ids,
+    refused,
+    refused_everywhere,
+)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "got"), [((-1,), -1), ((0, V), V), ((-100, 1, -99), -99), ((10**12,), 10**12), ((-(2**40),), -(2**40))]
+)
+def test_labels_outside_the_vocabulary(wrong, got, grad):
+    head = ll.LMHead(WEIGHT.clone().requires_grad_(grad))
+    calls = everywhere(head=head, labels=ids(*wrong))
+    calls["linear_cross_entropy"] = lambda: ll.linear_cross_entropy(HIDDEN, head, ids(*wrong))
+    del calls["explain"]  # reads no labels
+    for call in calls.values():
+        refused(LabelError, call, "labels: expected ids in 0..8 or ignore_index=-100", f"got {got}", "fix the ids")
+
+
+def test_the_vocabulary_ends_at_vocab_size():
+    head = ll.LMHead(WEIGHT, vocab_size=V - 1)
+    ll.token_stats(HIDDEN, head, ids(V - 2))
+    refused(LabelError, lambda: ll.token_stats(HIDDEN, head, ids(V - 1)), "0..7", "got 8")
+
+
+def test_another_ignore_index_makes_the_usual_one_a_label():
+    refused(LabelError, lambda: ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), ids(-100), ignore_index=-1), "got -100")
+
+
+@pytest.mark.parametrize("got", [-1, -100, V])
+def test_candidates_outside_the_vocabulary(got):
+    candidates = LABELS[..., None].repeat(1, 1, 2)
+    candidates[1, 1, 1] = got
+    calls = everywhere(candidates=candidates)
+    del calls["explain"]
+    for call in calls.values():
+        refused(LabelError, call, "candidates: expected ids in 0..8", f"got {got}")
+    ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), ids(0, 1, 2, 3, -100), candidates=candidates)  # an ignored token's
+
+
+@pytest.mark.parametrize("shape", [(2, 3, H + 1), (2, 3, 1), (H, 3), ()])
+def test_hidden_width(shape):
+    fragments = ("hidden: expected (..., 4)", "(9, 4)", f"got {shape}")
+    refused_everywhere(ShapeError, fragments, hidden=torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (2, 3, 1), (2, 4), ()])
+def test_label_shape(shape):
+    labels = torch.zeros(shape, dtype=torch.long)
+    fragments = ("labels: expected shape (2, 3)", f"got {shape}")
+    refused_everywhere(ShapeError, fragments, labels=labels)
+    refused(ShapeError, lambda: ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), labels), *fragments)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6, 2), (2, 3, 1, 2), (2,)])
+def test_candidate_rank(shape):
+    fragments = ("candidates: expected shape (2, 3, 'K')", f"got {shape}")
+    refused_everywhere(ShapeError, fragments, candidates=torch.zeros(shape, dtype=torch.long))
+
+
+def test_candidate_leading_dimensions():
+    fragments = ("candidates: expected shape (2, 3, 2)", "got (3, 2, 2)")
+    refused_everywhere(ShapeError, fragments, candidates=torch.zeros(3, 2, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (2,), ()])
+def test_leading_dimensions_of_inputs(shape, reduction):
+    def call():
+        args = (lambda s, x: s.logprob * x, HIDDEN, ll.LMHead(WEIGHT), LABELS)
+        return ll.token_loss(*args, inputs=(torch.ones(shape),), reduction=reduction)
+
+    refused(ShapeError, call, "inputs: expected leading dimensions (2, 3)", f"got {shape}")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inputs_that_are_no_tensors(reduction):
+    args = (lambda s, x: s.logprob * x, HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    refused(
+        *(DtypeError, lambda: ll.token_loss(*args, inputs=(1.5,), reduction=reduction)),
+        *("inputs: expected", "got float"),
+    )
+    refused(DtypeError, lambda: ll.token_loss(*args, inputs=None, reduction=reduction), "inputs", "got NoneType")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inputs_elsewhere(reduction):
+    args = (lambda s, x: s.logprob * x, HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    inputs = (torch.ones(2, 3, device="meta"),)
+    refused(DeviceError, lambda: ll.token_loss(*args, inputs=inputs, reduction=reduction), "inputs", "meta", "cpu")
+
+
+def test_reference_shapes():
+    hidden, head = REF
+    for wrong in (hidden[:, :2], hidden.flatten(0, 1)):
+        fragments = ("reference hidden: expected leading dimensions (2, 3)", f"got {tuple(wrong.shape[:-1])}")
+        refused_everywhere(ShapeError, fragments, want=("kl", "logprob"), reference=(wrong, head))
+    other = ll.LMHead(torch.randn(V + 1, 5))
+    fragments = ("reference: expected a head over the same vocabulary (9 entries)", "got 10", "vocab_size")
+    refused_everywhere(ShapeError, fragments, want=("kl", "logprob"), reference=(hidden, other))
+    fragments = ("reference hidden: expected (..., 5)", "got (2, 3, 4)")
+    refused_everywhere(ShapeError, fragments, want=("kl", "logprob"), reference=(HIDDEN, head))
+    padded = ll.LMHead(torch.randn(V + 1, 5), vocab_size=V)
+    ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), LABELS, want=("kl",), reference=(hidden, padded))
+
+
+def test_reference_that_is_no_pair():
+    hidden, head = REF
+    refused_everywhere(OptionError, ("reference: expected (hidden, head)", "got Tensor"), reference=hidden)
+    refused_everywhere(OptionError, ("reference: expected (hidden, head)", "got LMHead"), reference=head)
+    refused_everywhere(DtypeError, ("expected an LMHead", "got Tensor", "LMHead.of"), reference=(hidden, head.weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_label_dtype(dtype):
+    fragments = ("labels: expected integer ids", f"got {dtype}")
+    refused_everywhere(DtypeError, fragments, labels=LABELS.to(dtype))
+    head = ll.LMHead(WEIGHT)
+    refused(DtypeError, lambda: ll.linear_cross_entropy(HIDDEN, head, LABELS.to(dtype)), *fragments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_candidate_dtype(dtype):
+    candidates = LABELS[..., None].to(dtype)
+    refused_everywhere(DtypeError, ("candidates: expected integer ids", f"got {dtype}"), candidates=candidates)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_hidden_dtype(dtype):
+    fragments = ("hidden: expected a floating-point tensor", f"got {dtype}")
+    refused_everywhere(DtypeError, fragments, hidden=HIDDEN.to(dtype))
+
+
+def test_what_is_no_tensor():
+    refused_everywhere(DtypeError, ("hidden: expected a floating-point tensor", "got list"), hidden=HIDDEN.tolist())
+    refused_everywhere(DtypeError, ("labels: expected integer ids", "got list"), labels=LABELS.tolist())
+    refused_everywhere(DtypeError, ("head: expected an LMHead", "got Tensor", "LMHead.of"), head=WEIGHT)
+    refused_everywhere(DtypeError, ("head: expected an LMHead", "got Linear"), head=nn.Linear(H, V))
+
+
+def test_candidates_that_are_no_tensor():
+    refused_everywhere(DtypeError, ("candidates: expected integer ids", "got list"), candidates=[[[1], [2], [3]]] * 2)
+
+
+@pytest.mark.parametrize("name", ["hidden", "labels", "candidates"])
+def test_devices(name):
+    tensors = {"hidden": HIDDEN, "labels": LABELS, "candidates": LABELS[..., None]}
+    tensors[name] = tensors[name].to("meta")
+    refused_everywhere(DeviceError, (name, "meta", "cpu", "move one"), **tensors)
+
+
+def test_devices_of_the_reference():
+    hidden, head = REF
+    there = (hidden.to("meta"), ll.LMHead(head.weight.to("meta")))
+    want = ("kl", "logprob")
+    refused_everywhere(DeviceError, ("reference", "meta", "cpu", "move one"), reference=there, want=want)
+    split = (hidden, there[1])
+    refused_everywhere(DeviceError, ("reference hidden", "cpu", "meta", "move one"), reference=split, want=want)
+
+
+@pytest.mark.parametrize(("error", "builtin"), BUILTINS.items())
+def test_errors_are_the_builtins_that_people_expect(error, builtin):
+    assert issubclass(error, LogitlessError)
+    assert issubclass(error, builtin)

@@ -1,0 +1,188 @@
+"""The edges of the domain: impossible entries, extreme logits, ties, one entry, no token, NaN."""
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, compare, operands
+
+DTYPES = [torch.float64, torch.float32]
+BUDGETS = [None, 60_000]
+FINITE_WHERE_IMPOSSIBLE = ("logprob", "logsumexp", "entropy", "max_logit", "sum_sq_prob", "rank")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("impossible", [[3], [0, 502], list(range(400)), list(range(50, 503)), list(range(1, 502))])
+def test_impossible_entries(impossible, budget, dtype, backend):
+    """-inf bias entries: single ones, and whole slices at the start, in the middle and at the end."""
+    ops = operands((9,), 7, 503, dtype=dtype, reference=True)
+    possible = torch.tensor([i for i in range(503) if i not in set(impossible)])
+    ops.labels = possible[torch.randint(len(possible), (9,))]
+    for biases in ((ops.bias,), (ops.bias, ops.ref.bias)):
+        with torch.no_grad():
+            for bias in biases:
+                bias[impossible] = -torch.inf
+        finite = ("kl", "jsd") if len(biases) == 1 else PAIRED
+        options = {"memory_budget": budget, "backend": backend}
+        compare(ops, (*FINITE_WHERE_IMPOSSIBLE, *finite), top_k=2, **options)
+        compare(ops, FINITE_WHERE_IMPOSSIBLE, candidates=ops.labels[:, None], temperature=0.7, **options)
+        for frozen in (("hidden",), ("weight", "bias")):
+            compare(ops.training(*frozen), ("logprob", "kl"), **options)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_infinite_results(budget, backend):
+    """What is infinitely far is +inf, not NaN."""
+    ops = operands((9,), 7, 503, dtype=torch.float32, reference=True)
+    ops.labels[:] = 1
+    ops.labels[4] = 300
+    options = {"reference": ops.reference, "memory_budget": budget, "backend": backend}
+    with torch.no_grad():
+        ops.bias[300] = -torch.inf
+        got = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=EVERYTHING, **options)
+        assert got.reverse_kl.eq(torch.inf).all()
+        assert got.self_certainty.eq(torch.inf).all()
+        assert got.mean_logit.eq(-torch.inf).all()
+        assert got.logprob[4] == got.label_logit[4] == -torch.inf
+        assert got.rank[4] == 503
+        assert got.logprob[[0, 8]].isfinite().all()
+        ops.bias[300], ops.ref.bias[300] = 0, -torch.inf
+        got = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=PAIRED, **options)
+        assert got.kl.eq(torch.inf).all()
+        assert got.reverse_kl.isfinite().all()
+        assert got.jsd.isfinite().all()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+def test_gradient_of_an_impossible_label(trainable, budget, backend):
+    ops = operands((5,), 7, 503).training(*trainable)
+    with torch.no_grad():
+        ops.bias[[0, 300]] = -torch.inf
+    ops.labels = torch.tensor([0, 1, 300, 2, 502])
+    compare(ops, ("logprob",), memory_budget=budget, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("label", [0, -1])
+def test_labels_at_both_ends(label, budget, dtype, backend):
+    ops = operands((9,), 7, 503, dtype=dtype)
+    ops.labels[:] = label % 503
+    compare(ops, ALONE, memory_budget=budget, backend=backend)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("spread", [300.0, 1e4])
+def test_extreme_logits(spread, budget, backend):
+    compare(operands((9,), 7, 503, spread=spread, reference=True), EVERYTHING, memory_budget=budget, backend=backend)
+    ops = operands((9,), 7, 503, dtype=torch.float32, spread=spread, reference=True)
+    ops.labels = ops.hidden.detach().matmul(ops.weight.detach().T).argmax(-1)
+    compare(ops, ("entropy", "max_logit", "label_logit"), memory_budget=budget, backend=backend, tolerance=1e-3)
+    stats = ll.token_stats(
+        *(ops.hidden, ops.head, ops.labels), want=EVERYTHING, reference=ops.reference, backend=backend
+    )
+    for name in EVERYTHING:
+        value = getattr(stats, name)
+        assert value.isfinite().all(), name
+        if name not in INTEGERS:
+            for grad in torch.autograd.grad(value.sum(), list(ops.leaves.values()), retain_graph=True):
+                assert grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_ties(budget, backend):
+    """Logits that are equal to the last bit: the rank counts the strictly greater, one entry is the best."""
+    ops = operands((31,), 3, 503, dtype=torch.float32)
+    with torch.no_grad():
+        ops.hidden.copy_(torch.randint(-2, 3, ops.hidden.shape))
+        ops.weight.copy_(torch.randint(-2, 3, ops.weight.shape))
+        ops.bias.zero_()
+    z = (ops.hidden @ ops.weight.T).detach()
+    z_label = z.gather(-1, ops.labels[:, None])
+    options = {"want": ("rank", "max_logit"), "top_k": 6, "memory_budget": budget, "backend": backend}
+    got = ll.token_stats(*(ops.hidden, ops.head, ops.labels), **options)
+    assert torch.equal(got.rank, 1 + (z > z_label).sum(-1))
+    assert torch.equal(got.top_k_logits, z.topk(6).values)
+    assert torch.equal(z.gather(-1, got.top_k_ids), got.top_k_logits)
+    assert all(len(set(row)) == 6 for row in got.top_k_ids.tolist())
+    for row in range(31):
+        (grad,) = torch.autograd.grad(got.max_logit[row], ops.bias, retain_graph=True)
+        assert grad.sum() == grad.max() == 1
+        assert z[row, grad.argmax()] == z[row].max()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_best_label_has_rank_one(budget, backend):
+    """However z[label] is computed, rounding does not make it greater than itself."""
+    ops = operands((200,), 65, 503, dtype=torch.float32)
+    ops.labels = (ops.hidden @ ops.weight.T + ops.bias).argmax(-1)
+    got = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=("rank",), memory_budget=budget, backend=backend)
+    assert got.rank.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_vocabulary_of_one(dtype, backend):
+    ops = operands((4,), 3, 1, dtype=dtype, reference=True)
+    compare(ops, EVERYTHING, top_k=1, candidates=torch.zeros(4, 2, dtype=torch.int64), backend=backend)
+    compare(ops.training("hidden"), EVERYTHING, backend=backend)
+
+
+NOTHING = {"no token": (0,), "no sequence": (0, 5), "no position": (3, 0), "all ignored": (3, 2), "one ignored": ()}
+
+
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+@pytest.mark.parametrize("lead", NOTHING.values(), ids=NOTHING)
+def test_nothing_to_do(lead, trainable, backend):
+    ops = operands(lead, reference=True).training(*trainable)
+    ops.labels[...] = -100
+    options = {"candidates": torch.zeros(*lead, 3, dtype=torch.int64), "reference": ops.reference}
+    stats = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=EVERYTHING, top_k=2, backend=backend, **options)
+    for name in EVERYTHING:
+        assert getattr(stats, name).shape == lead
+        assert getattr(stats, name).eq(0).all()
+    assert stats.top_k_ids.shape == stats.top_k_logits.shape == (*lead, 2)
+    assert stats.top_k_ids.eq(-1).all()
+    assert stats.candidate_logits.shape == (*lead, 3)
+    losses = [
+        ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend=backend),
+        ll.token_loss(lambda s: -s.logprob, ops.hidden, ops.head, ops.labels, backend=backend),
+        stats.logprob.sum() + stats.entropy.sum() + stats.kl.sum(),
+    ]
+    for loss in losses:
+        assert loss == 0
+        for x, grad in zip(ops.leaves.values(), torch.autograd.grad(loss, list(ops.leaves.values())), strict=True):
+            assert grad.shape == x.shape
+            assert grad.eq(0).all()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+def test_nan_stays_in_its_row(trainable, budget, backend):
+    ops = operands((9,), 7, 503, reference=True).training(*trainable)
+    options = {"top_k": 2, "reference": ops.reference, "memory_budget": budget, "backend": backend}
+    clean = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=EVERYTHING, **options)
+    with torch.no_grad():
+        ops.hidden[3] = torch.nan
+    others = torch.arange(9) != 3
+    stats = ll.token_stats(*(ops.hidden, ops.head, ops.labels), want=EVERYTHING, **options)
+    for name in EVERYTHING:
+        value = getattr(stats, name)
+        torch.testing.assert_close(value[others], getattr(clean, name)[others], rtol=1e-12, atol=1e-12)
+        assert name in INTEGERS or value[3].isnan(), name
+    assert torch.equal(stats.top_k_ids[others], clean.top_k_ids[others])
+    (grad,) = torch.autograd.grad(stats.logprob.sum() + stats.entropy.sum() + stats.kl.sum(), ops.hidden)
+    assert grad[others].isfinite().all()
+    assert grad[3].isnan().all()
+
+
+def test_nan_in_an_ignored_row_reaches_nothing(backend):
+    ops = operands((9,), reference=True)
+    ops.labels[3] = -100
+    with torch.no_grad():
+        ops.hidden[3] = ops.ref.hidden[3] = torch.nan
+    temperature = torch.ones(9)
+    temperature[3] = torch.nan
+    compare(ops, EVERYTHING, top_k=2, backend=backend)
+    compare(ops.training("hidden"), EVERYTHING, top_k=2, backend=backend)

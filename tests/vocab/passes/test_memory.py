@@ -1,0 +1,131 @@
+"""No path allocates N·V elements, forward or backward: what lives at once is the budget and the gradients."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.vocab.backends.eager.topk import LEAST_ROOM
+from tests.support.allocations import trace_allocations
+from tests.support.vocab.comparing import EVERYTHING, PAIRED, Operands, operands
+from tests.support.vocab.measuring import measure
+
+N, H, V = 128, 16, 8192
+WHOLE = 4 * N * V  # bytes of the logits: 4 MiB
+BUDGETS = [2**18, 2**20]
+TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ("bias",), ()]
+PER_TOKEN = 4 * N * 160  # a few (N, H) buffers and the per-token numbers, 160 words a token
+
+
+def problem(*trainable: str, reference: bool = False, dtype: torch.dtype = torch.float32, **transform) -> Operands:
+    return operands((N,), H, V, dtype=dtype, reference=reference, **transform).training(*trainable)
+
+
+def own_bytes(ops: Operands) -> int:
+    """The gradients, in fp32 where they accumulate and in the parameter's dtype where they are handed over."""
+    return sum(x.numel() * (4 + (0 if x.dtype == torch.float32 else x.itemsize)) for x in ops.leaves.values())
+
+
+def assert_lean(step, ops: Operands, budget: int, waiting: int = 0) -> None:
+    step()  # whatever is made once and kept
+    traced = trace_allocations(step)
+    allowed = budget + own_bytes(ops) + PER_TOKEN + waiting
+    assert traced.largest <= max(budget, 4 * V * H) < WHOLE
+    assert traced.peak <= allowed < WHOLE, f"{traced.peak / 2**20:.2f} of {allowed / 2**20:.2f} MiB"
+
+
+def backward(outputs, ops: Operands):
+    if not ops.leaves:
+        return None
+    up = [torch.rand_like(x) for x in outputs]
+    return torch.autograd.grad(outputs, list(ops.leaves.values()), up)
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
+@pytest.mark.parametrize(
+    ("want", "budget"),
+    [(("logprob",), 2**18), (("logprob", "entropy"), 2**18), (("logprob", "entropy"), 2**20), (EVERYTHING, 2**20)],
+    ids=["one", "two", "two-more", "all"],
+)
+def test_token_stats(want, trainable, budget, backend):
+    ops = problem(*trainable, reference=bool(set(PAIRED) & set(want)))
+
+    def step():
+        stats = ll.token_stats(
+            *(ops.hidden, ops.head, ops.labels),
+            want=want,
+            reference=ops.reference,
+            top_k=8,
+            memory_budget=budget,
+            backend=backend,
+        )
+        return backward([getattr(stats, name) for name in want if name != "rank"], ops)
+
+    assert_lean(step, ops, budget, waiting=N * LEAST_ROOM * (4 + 8))  # values and ids beside the best entries
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_token_loss(reduction, trainable, budget, backend):
+    ops = problem(*trainable, reference=True)
+
+    def step():
+        loss = ll.token_loss(
+            *(lambda s: s.kl - s.logprob - s.entropy, ops.hidden, ops.head, ops.labels),
+            want=("logprob", "entropy", "kl"),
+            reference=ops.reference,
+            reduction=reduction,
+            memory_budget=budget,
+            backend=backend,
+        )
+        return backward([loss], ops)
+
+    assert_lean(step, ops, budget)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy(dtype, trainable, budget, backend):
+    ops = problem(*trainable, dtype=dtype, softcap=20.0)
+
+    def step():
+        loss = ll.linear_cross_entropy(
+            *(ops.hidden, ops.head, ops.labels), label_smoothing=0.1, memory_budget=budget, backend=backend
+        )
+        return backward([loss], ops)
+
+    assert_lean(step, ops, budget)
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE[:-1], ids=str)
+def test_what_waits_for_backward(trainable, backend):
+    """Between forward and backward: per-token numbers, and for `token_loss` the gradients themselves."""
+    ops = problem(*trainable)
+    call = (ops.hidden, ops.head, ops.labels)
+    options = {"memory_budget": 2**18, "backend": backend}
+    stats = trace_allocations(lambda: ll.token_stats(*call, want=("logprob", "entropy"), **options))
+    assert stats.kept <= PER_TOKEN
+    loss = trace_allocations(lambda: ll.token_loss(lambda s: -s.logprob, *call, **options))
+    assert loss.kept <= PER_TOKEN + own_bytes(ops)
+
+
+def test_the_default_budget_bounds_large_calls(backend):
+    """Half a GiB of logits under 256 MiB of slices, whatever the planner makes of them."""
+    ops = operands((2048,), 2, 65_536, dtype=torch.float32).training()
+    traced = trace_allocations(lambda: ll.token_stats(ops.hidden, ops.head, ops.labels, backend=backend))
+    assert traced.peak <= 2**28 + 4 * 2048 * 160
+
+
+def test_no_operator_allocates_out_of_sight(backend):
+    """Torch's profiler, which sees scratch memory inside operators, finds the same peak."""
+    ops = problem("hidden", "weight", "bias")
+
+    def step():
+        loss = ll.token_loss(
+            *(lambda s: -s.logprob, ops.hidden, ops.head, ops.labels), memory_budget=2**18, backend=backend
+        )
+        return backward([loss], ops)
+
+    measured, traced = measure(step, memory=True), trace_allocations(step)
+    assert abs(measured.peak - traced.peak) < 4096

@@ -1,0 +1,58 @@
+"""Heads whose vocabulary is split over two and four ranks: one launch, a test for each case."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from logitless.algebra.costs import traffic_of
+from logitless.vocab.head.lm_head import place
+from logitless.vocab.passes.gradient import _scatter
+from tests.support.vocab.parallel_ranks import CASES
+from tests.support.vocab.sharding import assert_ok, launch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return launch("tests.support.vocab.parallel_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_split_over_ranks(found, case, size):
+    assert_ok(found, case, size)
+
+
+def test_a_rank_that_is_killed(found):
+    assert [found[str(rank)]["last"] for rank in range(4)] == ["ok", "ok", "ok", "never ended"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_on_a_part_of_the_vocabulary(tmp_path):
+    found = launch("tests.support.vocab.parallel_triton", tmp_path, TRITON_INTERPRET="1")
+    assert {found[rank]["kernels 2"] for rank in "01"} == {"ok"}
+
+
+def test_entries_of_other_ranks_burden_no_single_row():
+    """They add nothing, and go to all rows in turn: a kernel adds up serially what goes to the same row."""
+    held, seen = 8, []
+    head = SimpleNamespace(held=held)
+    factor = SimpleNamespace(scatter=lambda ids, c, tokens, entries: seen.append((ids, c)))
+    policy = SimpleNamespace(head=head, place=lambda ids: place(ids, 100, held), factors=[factor])
+    labels = torch.tensor([[3], [104], [500], [107], *[[i] for i in range(28)], *[[1000]] * 32])
+    grads = SimpleNamespace(pairs=[(None, None)], bias=torch.zeros(held))
+    _scatter(SimpleNamespace(policy=policy), labels, torch.ones(64, 1), grads)
+    ((ids, c),) = seen
+    assert ids[[1, 3]].flatten().tolist() == [4, 7]
+    assert c.flatten().nonzero().flatten().tolist() == [1, 3]
+    assert grads.bias.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
+    assert ids.flatten().bincount(minlength=held).max() <= 64 // held + 2
+
+
+def test_what_leaves_a_rank():
+    """Gathered bytes go to each of the others, of the rings that add up twice all but one part leaves each rank."""
+    told = traffic_of(("logprob", "entropy"), 100, chunks=2, widths=(64, 8))
+    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 128 + 100 * 4 * 4, 100 * 72 * 4)
+    assert told.sent(4) == 3 * told.gathered + 2 * 3 * told.summed // 4
+    assert told.sent(1) == 0

@@ -1,0 +1,44 @@
+"""`logitless align` by the launchers that people use."""
+
+from dataclasses import replace
+
+import pytest
+
+from logitless.workbench.runs.files import read_lines
+from tests.support.workbench.processes import finished, flags
+
+ALIGN = ("logitless.cli", "align")
+pytestmark = pytest.mark.slow
+
+
+def steps(place):
+    return [record["step"] for record in read_lines(place / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.mark.parametrize("method", ["intuitor", "dpo"])
+def test_torchrun_with_two_ranks(start, tmp_path, method):
+    """Two gloo ranks: one run, one summary, twice the completions or pairs."""
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", *ALIGN)
+    options = flags(replace(start, method=method, max_steps=3))
+    out = finished(*launch, *options, "--output-dir", tmp_path / "two")
+    assert out.count("held-out rows:") == 1
+    assert steps(tmp_path / "two") == [1, 2, 3]
+
+
+def test_accelerate_launch(start, tmp_path):
+    """One process, the most that accelerate's launcher starts on processors by itself; options from a file."""
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in start.to_dict().items() if value is not None))
+    launch = (
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        1,
+        "--num_machines",
+        1,
+        "--mixed_precision",
+        "no",
+    )
+    out = finished(*launch, "--dynamo_backend", "no", "-m", *ALIGN, "--config", path, "--output-dir", tmp_path / "run")
+    assert out.count("held-out rows:") == 1
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]

@@ -1,0 +1,206 @@
+"""Options, rewards and data of an alignment run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from logitless.errors import DataError, OptionError
+from logitless.workbench.align.config import METHODS, AlignConfig
+from logitless.workbench.align.data import load, rows_of, save
+from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
+from logitless.workbench.runs.corpus import passages
+from logitless.workbench.runs.options import from_dict, read_file
+from logitless.workbench.runs.tokenizer import pretrained
+from tests.support.workbench.micro import line_corpus
+
+
+class TestOptions:
+    def test_defaults_of_each_method(self):
+        given = {name: AlignConfig(method=name).check() for name in METHODS}
+        assert [c.kl_weight for c in given.values()] == [0.04, 0.04, 0.05, 0.1]
+        assert [c.guard_weight for c in given.values()] == [5.0, 0.0, 0.0, 0.0]
+        assert given["grpo"].rate == 1e-4
+        assert replace(given["grpo"], model="other/model").rate == 1e-6
+        assert replace(given["grpo"], lora_rank=2).rate == 1e-5
+        assert replace(given["dpo"], learning_rate=1.0).rate == 1.0
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"prompt_length": 0}, "--prompt-length must be at least 1"),
+            ({"max_steps": 0}, "--max-steps must be at least 1"),
+            ({"beta": -0.1}, "--beta must be 0 or more"),
+            ({"beta": float("nan")}, "--beta must be 0 or more"),
+            ({"temperature": 0.0}, "--temperature must be positive"),
+            ({"generations_per_prompt": 1}, "--generations-per-prompt must be at least 2"),
+            ({"batch_size": 6}, "is 6: expected a multiple of --generations-per-prompt 4"),
+            ({"method": "dpo", "rewards": "python_lines"}, "dpo learns from pairs"),
+            ({"method": "dpo", "repetition_guard": 1.0}, "dpo learns from pairs"),
+            ({"method": "grpo", "self_certainty_weight": 0.5}, "--self-certainty-weight is intuitor's"),
+            ({"method": "rloo", "exact_kl": True}, "--exact-kl is of intuitor and grpo"),
+            ({"exact_kl": True, "beta": 0.0}, "--exact-kl with --beta 0 has no KL"),
+            ({"self_certainty_weight": 0.0}, "leaves intuitor without a reward"),
+            ({"resume": Path("a"), "output_dir": Path("b")}, "leave out --output-dir"),
+        ],
+    )
+    def test_values_without_a_meaning(self, options, message):
+        with pytest.raises(OptionError, match=message):
+            AlignConfig(**options).check()
+
+    def test_a_file_and_a_record_hold_the_same_names(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text("method: rloo\nbeta: 1e-2\nrewards: python_lines=2\nreport-to: tensorboard\nmax_steps: 3\n")
+        wanted = AlignConfig(method="rloo", beta=0.01, rewards="python_lines=2", report_to="tensorboard", max_steps=3)
+        assert read_file(path, AlignConfig()) == wanted
+        assert from_dict(json.loads(json.dumps(wanted.to_dict())), "here", AlignConfig()) == wanted
+        path.write_text("context_length: 3\n")
+        with pytest.raises(OptionError, match="unknown option 'context_length'"):
+            read_file(path, AlignConfig())
+
+
+class TestRewards:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "x = 1", "return x", "if x:", "else:", "elif y > 1:", "except OSError as e:", "finally:", "case 3:",
+            "@property", "def f(a, b=2):", "f(x)", "class A(B): pass", 'x = "\\d"', "import os", "for i in x:",
+        ],
+    )  # fmt: skip
+    def test_statements(self, line):
+        assert is_statement(line)
+
+    @pytest.mark.parametrize(
+        "line", ["x", "42", '"text"', "f(x", "def f(", "x =", "foo bar", ")", "if x", "else", "\0", "x: :", "@", "None"]
+    )
+    def test_no_statements(self, line):
+        assert not is_statement(line)
+
+    def test_the_share_of_whole_lines(self):
+        texts = ["x = 1\n  y = 2\n", "x = 1\nfoo bar\n\n# note\n", "x = 1", "", "x\n", "x = 1\ny = "]
+        assert python_lines(completions=texts) == [1.0, 0.5, 0.0, 0.0, 0.0, 1.0]
+        assert python_lines([[{"role": "assistant", "content": "x = 1\n"}]]) == [1.0]
+
+    def test_repeated_n_grams(self):
+        ids = [[1, 2, 3, 4, 5], [7] * 6, [1, 2, 3, 1, 2, 3], [1, 2], []]
+        assert repetition_guard(completion_ids=ids) == pytest.approx([0, -0.75, -0.25, 0, 0])
+
+    def test_what_a_method_is_rewarded_with(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("my_rewards.py").write_text("def short(completions, **_):\n    return [-len(c) for c in completions]\n")
+
+        def named(**options):
+            return {f.__name__: weight for f, weight in rewards_of(AlignConfig(**options))}
+
+        assert named() == {"self_certainty": 1.0, "repetition_guard": 5.0}
+        assert named(method="grpo") == {"self_certainty": 0.0, "python_lines": 1.0}
+        given = named(rewards="my_rewards:short=0.25, python_lines", repetition_guard=0.0, self_certainty_weight=2.0)
+        assert given == {"self_certainty": 2.0, "short": 0.25, "python_lines": 1.0}
+        for rewards, message in (
+            ("python", "expected python_lines, repetition_guard or module:function"),
+            ("no_such_module:f", "No module named 'no_such_module'"),
+            ("my_rewards:long", "has no attribute 'long'"),
+            ("my_rewards:__name__", "expected a function, got str"),
+            ("python_lines=much", "NAME=WEIGHT with a number, got 'much'"),
+        ):
+            with pytest.raises(OptionError, match=message):
+                named(rewards=rewards)
+
+
+@pytest.fixture
+def tokenizer(micro):
+    return pretrained(str(micro.model.parent))
+
+
+def config(data, **options):
+    return AlignConfig(data=str(data), prompt_length=30, completion_length=16, **options)
+
+
+class TestData:
+    def test_passages_are_whole_lines_of_one_document_and_never_overlap(self, tokenizer):
+        text = "".join(f"line {i} of it\n" for i in range(40))
+        rows = passages(text, tokenizer, 40, 20)
+        assert len(rows) > 8
+        joined = "".join(row["prompt"] + row["continuation"] for row in rows)
+        assert text.startswith(joined)
+        for row in rows:
+            assert row["prompt"].endswith("\n")
+            assert len(tokenizer.encode([row["prompt"]])[0]) <= 40
+            assert len(tokenizer.encode([row["continuation"]])[0]) <= 20
+
+    @pytest.mark.parametrize("text", ["", "\n\n\n\n\n\n\n\n\n", "one line", "a\n", "x" * 100 + "\n" + "y" * 100])
+    def test_documents_without_a_passage(self, tokenizer, text):
+        assert passages(text, tokenizer, 40, 20) == []
+
+    def test_training_and_held_out_rows_come_from_different_documents(self, tokenizer, tmp_path):
+        data = line_corpus(tmp_path / "data", documents=60)
+        train, held = rows_of(config(data), tokenizer, 1000)
+        documents = [{row["prompt"].split()[0] for row in rows} for rows in (train, held)]
+        assert len(documents[0]) == 57
+        assert documents[1] == {"d10", "d30", "d50"}
+        assert rows_of(config(data), tokenizer, 1000) == (train, held)
+        assert rows_of(config(data, seed=1), tokenizer, 1000)[0] != train
+        assert len(rows_of(config(data), tokenizer, 7)[0]) == 7
+
+    def test_one_document_is_divided_at_its_passages(self, tokenizer, tmp_path):
+        path = tmp_path / "text.txt"
+        path.write_text("".join(f"line {i} of it\n" for i in range(60)))
+        train, held = rows_of(config(path), tokenizer, 1000)
+        assert train
+        assert held
+        assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
+
+    @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory", "splits"])
+    def test_tables_of_prompts(self, tokenizer, tmp_path, kind):
+        rows = [{"prompt": f"question {i}", "answer": i} for i in range(40)]
+        path = tmp_path / f"rows.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif kind == "directory":
+            Dataset.from_list(rows).save_to_disk(path)
+        else:
+            parts = {"train": Dataset.from_list(rows[:-2]), "test": Dataset.from_list(rows[-2:])}
+            DatasetDict(parts).save_to_disk(path)
+        train, held = rows_of(config(path, method="grpo"), tokenizer, 10)
+        assert sorted([*train, *held], key=lambda row: row["answer"]) == rows
+        assert [row["answer"] for row in held] == ([38, 39] if kind == "splits" else [10, 30])
+
+    def test_rows_survive_their_file(self, tmp_path):
+        train, held = [{"prompt": [{"role": "user", "content": "ä"}]}], [{"prompt": "b", "n": 1}]
+        save(tmp_path / "rows.jsonl", train, held)
+        assert load(tmp_path / "rows.jsonl") == (train, held)
+
+    @pytest.mark.parametrize(
+        ("text", "method", "message"),
+        [
+            ('{"prompt": "a"}\n', "grpo", "expected prompts to train on and some to hold out, got 1 and 0"),
+            ('{"prompt": "a"}\n{"prompt": ""}\n', "grpo", "row 1 has no prompt; expected prompt"),
+            ('{"prompt": "a", "chosen": "b"}\n', "dpo", "row 0 has no rejected; expected prompt, chosen, rejected"),
+            (
+                '{"prompt": "a"}\n{"prompt": 5}\n',
+                "grpo",
+                "row 1: prompt must be text or a list of mes.*, got int",
+            ),
+            ('{"prompt": ["a"]}\n', "grpo", "row 0: prompt must be text or a list of messages .*, got list"),
+            ('{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n', "dpo", "row 0: rejected must be .*, got dict"),
+            ('{"prompt": "a \\ud83d"}\n', "grpo", "rows.jsonl:1: expected text, got half of a surrogate pair"),
+            ('{"prompt": 1', "grpo", "rows.jsonl:1: not JSON"),
+            ('{"text": "one line"}\n', "grpo", "got 0 and 0; give more text"),
+            ('{"other": "a"}\n', "grpo", "expected a field named text or content, got other"),
+        ],
+    )
+    def test_tables_that_cannot_be_used(self, tokenizer, tmp_path, text, method, message):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            rows_of(config(path, method=method), tokenizer, 10)
+
+    def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
+        with pytest.raises(DataError, match="no such file or directory"):
+            rows_of(config(tmp_path / "none"), tokenizer, 10)

@@ -1,0 +1,215 @@
+"""Whole alignment runs: what they write, that they resume, and that they end in one line."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.errors import ConfigError, OptionError
+from logitless.workbench.align.config import METHODS, AlignConfig
+from logitless.workbench.align.run import run
+from logitless.workbench.runs.checkpoints import last_checkpoint
+from logitless.workbench.runs.files import read_lines
+from logitless.workbench.runs.rundir import Interrupted, stored
+from logitless.workbench.sft import run as sft
+from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.processes import flags, killed_at
+
+QUIET = Console(quiet=True)
+TRL_METRICS = {
+    "intuitor": ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "rewards/self_certainty/mean",
+                 "rewards/repetition_guard/mean", "self_certainty/mean", "num_tokens", "step_time"),
+    "grpo": ("reward", "kl", "entropy", "rewards/python_lines/mean", "self_certainty/mean", "num_tokens"),
+    "rloo": ("reward", "kl", "entropy", "rewards/python_lines/mean", "self_certainty/mean", "num_tokens"),
+    "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "entropy",
+            "mean_token_accuracy", "num_tokens"),
+}  # fmt: skip
+MEMORY = ("memory/peak_bytes", "memory/dense_would_need_bytes")
+
+
+def steps(place: Path) -> list[dict]:
+    return [record for record in read_lines(place / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def finished(start, tmp_path_factory) -> tuple[Path, dict]:
+    place = tmp_path_factory.mktemp("runs") / "intuitor"
+    return place, run(replace(start, max_steps=8, output_dir=place), QUIET)
+
+
+def test_an_intuitor_run_writes_everything(finished, start):
+    place, summary = finished
+    assert json.loads((place / "summary.json").read_text()) == summary
+    assert summary["schema"] == 1
+    assert summary["rewards"] == {"self_certainty": 1.0, "repetition_guard": 5.0}
+    assert summary["beta"] == 0.04
+    assert [record["step"] for record in steps(place)] == list(range(1, 9))
+    assert (place / "align.png").read_bytes().startswith(b"\x89PNG")
+    assert AutoModelForCausalLM.from_pretrained(place / "model").config.use_cache
+    assert len(AutoTokenizer.from_pretrained(place / "model")) == summary["vocab_size"]
+    assert summary["held_out_before"]["reward"] is not None
+    assert summary["held_out_after"]["self_certainty/mean"] > 0
+    assert summary["memory"]["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
+    assert summary["memory"]["peak_bytes"] > 2**27
+    assert (place / "checkpoint-8").exists()
+    assert not (place / "README.md").exists()
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])
+def test_the_other_methods(start, method, tmp_path):
+    summary = run(replace(start, method=method, output_dir=tmp_path / "run"), QUIET)
+    assert summary["steps"] == 4
+    assert (tmp_path / "run" / "align.png").exists()
+    assert not (tmp_path / "run" / "README.md").exists()
+    for record in steps(tmp_path / "run"):
+        assert set(TRL_METRICS[method] + MEMORY) <= set(record)
+    rows = read_lines(tmp_path / "run" / "rows.jsonl")
+    assert {row["split"] for row in rows} == {"train", "held"}
+    if method == "dpo":
+        assert all(row["chosen"] and row["rejected"] for row in rows)
+        assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+def test_the_exact_kl(start, tmp_path):
+    """In the first step policy and reference are the same, and so are the completions of a run without the option."""
+    config = replace(start, max_steps=3, beta=1.0)
+    summary = run(replace(config, exact_kl=True, output_dir=tmp_path / "exact"), QUIET)
+    assert summary["exact_kl"] is True
+    run(replace(config, output_dir=tmp_path / "sampled"), QUIET)
+    exact, sampled = steps(tmp_path / "exact"), steps(tmp_path / "sampled")
+    assert exact[0]["self_certainty/mean"] == pytest.approx(sampled[0]["self_certainty/mean"], rel=1e-5)
+    assert exact[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert exact[2]["kl"] > 1e-9
+    assert exact[2]["kl"] != pytest.approx(sampled[2]["kl"], rel=1e-3)
+
+
+def test_metrics_have_trls_names(finished):
+    for record in steps(finished[0]):
+        assert set(TRL_METRICS["intuitor"] + MEMORY) <= set(record)
+
+
+def test_adapters_and_rewards_of_ones_own(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_rewards.py").write_text("def short(completion_ids, **_):\n    return [-len(c) for c in completion_ids]\n")
+    config = replace(
+        start, lora_rank=2, learning_rate=None, rewards="own_rewards:short=0.1", report_to="none", repetition_guard=0.0
+    )
+    summary = run(replace(config, output_dir=tmp_path / "run", max_steps=2), QUIET)
+    assert 0 < summary["trainable_parameters"] < summary["parameters"] / 2
+    assert summary["rewards"] == {"self_certainty": 1.0, "short": pytest.approx(0.1)}
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    assert steps(tmp_path / "run")[0]["rewards/short/mean"] < 0
+
+
+def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
+    place = tmp_path / "more"
+    run(replace(start, max_steps=2, output_dir=place), QUIET)
+    again = replace(stored(place, AlignConfig()), resume=place)
+    with pytest.raises(OptionError, match="finished at step 2; raise --max-steps"):
+        run(again, QUIET)
+    with pytest.raises(OptionError, match=r"--beta cannot change from None to 0\.5"):
+        run(replace(again, max_steps=3, beta=0.5), QUIET)
+    assert run(replace(again, max_steps=3), QUIET)["steps"] == 3
+    assert [record["step"] for record in steps(place)] == [1, 2, 3]
+
+
+def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch):
+    from logitless.workbench.runs import callbacks
+
+    place = tmp_path / "stopped"
+    begin = callbacks.GentleStop.on_step_begin
+
+    def on_step_begin(self, args, state, control, **rest):
+        begin(self, args, state, control, **rest)
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(callbacks.GentleStop, "on_step_begin", on_step_begin)
+    with pytest.raises(Interrupted, match=f"logitless align --resume {place} goes on from step 2"):
+        run(replace(start, output_dir=place), QUIET)
+    monkeypatch.undo()
+    assert last_checkpoint(place) == (place / "checkpoint-2", 2)
+    assert run(replace(stored(place, AlignConfig()), resume=place), QUIET)["steps"] == 4
+
+
+def test_a_killed_run_resumes_with_the_same_completions(start, finished, tmp_path):
+    place = tmp_path / "killed"
+    killed_at(5, "align", *flags(replace(start, max_steps=8)), "--output-dir", place)
+    assert last_checkpoint(place) == (place / "checkpoint-4", 4)
+    run(replace(stored(place, AlignConfig()), resume=place), QUIET)
+    for name in ("reward", "self_certainty/mean", "loss"):
+        again, whole = ([record[name] for record in steps(x)] for x in (place, finished[0]))
+        assert again == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"model": "tiny"},
+            ConfigError,
+            "--model tiny: .* got a configuration without weights",
+        ),
+        ({"model": "tinny"}, ConfigError, "--model tinny: expected a directory with weights"),
+        ({"prompt_length": 60}, OptionError, "positions up to 64"),
+        ({"report_to": "trackio"}, OptionError, "--report-to trackio needs it installed"),
+        ({"rewards": "no_such:f"}, OptionError, "No module named 'no_such'"),
+    ],
+)
+def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
+    monkeypatch.setattr(
+        "logitless.workbench.align.trainers.find_spec", lambda name: None if name == "trackio" else name
+    )
+    with pytest.raises(error, match=message) as caught:
+        run(replace(start, output_dir=tmp_path / "run", **options), QUIET)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
+    """By the code of `logitless train`, in its place; here with a model that takes no minutes."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def train_text(config, console):
+        seen.append(config)
+        Path("runs/tiny").mkdir(parents=True)
+        Path("runs/tiny/model").symlink_to(start.model)
+
+    monkeypatch.setattr("logitless.workbench.sft.default_model.train_text", train_text)
+    summary = run(replace(start, model=AlignConfig().model, max_steps=1), QUIET)
+    assert [config.output_dir for config in seen] == [Path("runs/tiny")]
+    assert summary["output_dir"] == "runs/intuitor"
+    run(replace(start, model=AlignConfig().model, max_steps=1), QUIET)
+    assert len(seen) == 1
+
+
+@pytest.fixture(scope="module")
+def default_place(tmp_path_factory) -> Path:
+    """A directory with the default model of `logitless train`, Tekken's 131,072 entries, after two steps."""
+    place = tmp_path_factory.mktemp("default")
+    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")}
+    sft.run(TrainConfig(max_steps=2, context_length=64, batch_size=2, output_dir=place / "runs" / "tiny"), QUIET)
+    sft.measure = measure
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_model(default_place, monkeypatch, method):
+    """Two steps of `logitless align --method ...` without a model or data: the tiny model, the standard library."""
+    monkeypatch.chdir(default_place)
+    summary = run(AlignConfig(method=method, max_steps=2, completion_length=8, batch_size=8), QUIET)
+    assert (summary["model"], summary["data"], summary["vocab_size"]) == ("runs/tiny/model", "stdlib", 131_072)
+    assert summary["output_dir"] == f"runs/{method}"
+    for record in steps(Path(summary["output_dir"])):
+        assert set(TRL_METRICS[method] + MEMORY) <= set(record)
+        assert math.isfinite(record["loss"])
+    held = [row for row in read_lines(Path(summary["output_dir"]) / "rows.jsonl") if row["split"] == "held"]
+    assert len(held) == 32

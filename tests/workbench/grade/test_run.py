@@ -1,0 +1,334 @@
+"""Runs of alignment through soft tokens, end to end: learning, resuming, refusing."""
+
+import dataclasses
+import io
+import json
+import shutil
+from pathlib import Path
+from statistics import stdev
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+
+from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
+from logitless.workbench.grade import compare as grade_all
+from logitless.workbench.grade.compare import interval
+from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.grade.data import (
+    SPLITS,
+    Texts,
+    batch_of,
+    prompts_of,
+    prose_and_code,
+    texts_of,
+    train_classifier,
+)
+from logitless.workbench.grade.method import Method, Task, gradient_variance
+from logitless.workbench.grade.methods import Reinforce, method_of
+from logitless.workbench.grade.models import SoftReward
+from logitless.workbench.grade.run import run, show
+from logitless.workbench.runs.files import read_lines
+from logitless.workbench.runs.rundir import Interrupted
+from logitless.workbench.runs.tokenizer import pretrained
+from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> SimpleNamespace:
+    """config: a run of seconds; reward: a classifier that likes some letters, of the policy's vocabulary."""
+    root: Path = tmp_path_factory.mktemp("grade")
+    model, reward = root / "model", root / "reward"
+    micro_directory(model)
+    micro_model(initializer_range=0.2).save_pretrained(model)
+    shutil.copytree(model, reward, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(3)
+    config = micro_model().config
+    config.num_labels, config.initializer_range, config.pad_token_id = 2, 0.3, 0
+    Qwen3ForSequenceClassification(config).save_pretrained(reward)
+    config = GradeConfig(
+        model=str(model),
+        reward_model=str(reward),
+        data=str(line_corpus(root / "data")),
+        prompt_length=12,
+        completion_length=5,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=3e-2,
+        beta=0.01,
+        top_k=40,
+        evaluation_prompts=8,
+        variance_samples=0,
+        lora_rank=4,
+        device="cpu",
+        output_dir=root / "run",
+    )
+    return SimpleNamespace(config=config, reward=reward, model=model, root=root)
+
+
+def of(small, name: str, **changes) -> GradeConfig:
+    return dataclasses.replace(small.config, output_dir=small.root / name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("ste", {"max_steps": 12, "variance_samples": 2}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})],
+)
+def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
+    config = of(small, method, method=method, **changes)
+    summary = run(config)
+    records = read_lines(config.output_dir / "metrics.jsonl")
+    assert [x["step"] for x in records] == list(range(config.max_steps + 1))
+    taken = records[1:]
+    assert taken[0]["train/kl"] == 0.0  # an unchanged policy
+    assert all(x["train/kl"] > 0 for x in taken[1:])
+    assert taken[0]["tau"] == 2.0
+    assert taken[-1]["tau"] == 0.5
+    assert all(0 < x["coverage"] <= 1 and x["grad_norm"] > 0 and x["peak_memory_bytes"] > 0 for x in taken)
+    assert summary["after"]["test/samples"] == 8
+    assert summary["after"]["test/reward_std"] > 0
+    assert summary == json.loads((config.output_dir / "summary.json").read_text())
+    assert (config.output_dir / "model" / "model.safetensors").exists()
+    if method == "ste":
+        assert summary["after"]["val/reward_mean"] > summary["before"]["val/reward_mean"] + 0.05
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
+    whole = run(of(small, "whole"))
+    place = small.root / "killed"
+    run(of(small, "killed", max_steps=4))
+    for path in (place / "checkpoint-3", place / "checkpoint-4", place / "model"):
+        shutil.rmtree(path)
+    (place / "summary.json").unlink()
+    again = run(dataclasses.replace(small.config, output_dir=None, resume=place))
+    for name in ("reward_mean", "reward_std", "kl"):
+        assert again["after"][f"test/{name}"] == whole["after"][f"test/{name}"]
+    assert [x["step"] for x in read_lines(place / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_what_accumulates_is_the_mean_of_the_parts(small):
+    config = of(small, "parts")
+    model = micro_model(initializer_range=0.2).eval()
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    frozen = micro_model(initializer_range=0.2).eval().requires_grad_(False)
+    task = Task(config, model, frozen, reward, 259, 2)
+    prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12], [13]], torch.arange(4)
+    method = method_of(task)
+    method.backward(batch_of(prompts, seeds, 0, 12, model.device), 1.0)
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for part in (slice(0, 2), slice(2, 4)):
+        method.backward(batch_of(prompts[part], seeds[part], 0, 12, model.device), 1.0, share=0.5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, whole[name], rtol=1e-3, atol=1e-4 * float(whole[name].abs().max()))
+
+
+def test_the_variance_is_over_samples_of_one_batch(small):
+    model = micro_model(initializer_range=0.2).eval()
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    task = Task(of(small, "variance"), model, model, reward, 259, 2)
+    batch = batch_of([[5, 6, 7], [8, 9]], torch.tensor([1, 2]), 0, 12, model.device)
+    method = method_of(task)
+    found = gradient_variance(method, batch, 1.0, 3)
+    each = []
+    for i in range(3):
+        model.zero_grad()
+        method.backward(dataclasses.replace(batch, seeds=batch.seeds + 7919 * (i + 1)), 1.0)
+        each.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    exact = float(torch.stack(each).var(0).sum())
+    assert found["variance"] == pytest.approx(exact, rel=1e-6)
+    assert exact > 0
+
+
+def test_prose_and_code_come_apart():
+    text = '"""About this.\n\nMore."""\nimport os\n# a comment\ndef f():\n    """Says hello."""\n    return os\n'
+    found = list(prose_and_code([text, "not python ("]))
+    assert found == [
+        ('"""About this.\nMore."""\n    """Says hello."""\n', 1),
+        ("import os\ndef f():\n    return os\n", 0),
+    ]
+
+
+def test_documents_of_one_long_line_have_prompts_too(small):
+    texts = Texts({name: [f"{name} {i} " + "word " * 40 for i in range(3)] + ["short"] for name in SPLITS}, [])
+    found = prompts_of(small.config, texts, pretrained(str(small.model)))
+    assert all(len(ids) == small.config.prompt_length for rows in found.values() for ids in rows)
+    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(SPLITS, 3)
+
+
+def test_splits_share_no_document():
+    texts = texts_of(None)
+    groups = [*(texts.prompts[name] for name in SPLITS), texts.reward]
+    assert all(len(group) > 10 for group in groups)
+    assert sum(len(set(group)) for group in groups) == len(set().union(*groups))
+
+
+def test_the_classifier_tells_prose_from_code(small):
+    model, accuracy = train_classifier(micro_model(), texts_of(None).reward, pretrained(str(small.model)), 0, 32)
+    assert accuracy > 0.7
+    assert model.config.num_labels == 2
+
+
+def test_bad_input_is_refused(small, tmp_path):
+    for changes, words in (
+        ({"tau_end": 0.0}, "--tau-end must be positive"),
+        ({"top_k": 0}, "--top-k must be at least 1"),
+        ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
+        ({"prompt_length": 60}, "has positions up to 64"),
+        ({"beta": -1.0}, "--beta must be 0 or more"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            run(of(small, "bad", **changes))
+    with pytest.raises(OptionError, match="a prompt has 9 tokens"):
+        batch_of([[1] * 9], torch.zeros(1, dtype=torch.long), 0, 8, torch.device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="sees no GPU"):
+            run(of(small, "bad", device="cuda"))
+    with pytest.raises(ConfigError, match="--reward-model /nowhere: "):
+        run(of(small, "bad", reward_model="/nowhere"))
+    other = tmp_path / "other"
+    shutil.copytree(small.reward, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="tokenizer differs from the policy's"):
+        run(of(small, "bad", reward_model=str(other)))
+
+
+def test_more_ranks_than_one_are_refused(small, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="--method gumbel runs on one device"):
+        run(of(small, "ranks", method="gumbel"))
+
+
+def test_a_gradient_that_explodes_is_clipped_and_said_once(small, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.grade.steps.LARGE", 1e-9)
+    console = Console(file=io.StringIO(), width=200)
+    run(of(small, "large", method="gumbel", max_steps=3, max_grad_norm=1e-3), console)
+    said = console.file.getvalue()
+    assert said.count("clipped to 0.001") == 1
+    assert "step 1: a gradient of norm" in said
+    records = read_lines(small.root / "large" / "metrics.jsonl")[1:]
+    assert all(x["clipped"] and x["grad_norm"] > 1e-3 for x in records)
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run(small, monkeypatch):
+    monkeypatch.setattr(SoftReward, "_logits", lambda self, rows, mask: rows.sum(1)[:, :2] * float("nan"))
+    with pytest.raises(NotFiniteError, match="reward model returned NaN"):
+        run(of(small, "nan"))
+
+
+def test_a_stopped_run_says_how_to_go_on(small, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Method, "step", stop)
+    with pytest.raises(Interrupted, match="logitless align --resume"):
+        run(of(small, "stopped"))
+
+
+def test_the_score_function_has_no_bias(small):
+    """One token of four: the estimates of all of them, weighted by their probability, are the exact gradient."""
+    config = of(small, "score", method="reinforce", completion_length=1, top_k=4, beta=0.3)
+    model = micro_model(initializer_range=0.2).eval()
+    frozen = micro_model(initializer_range=0.1).eval().requires_grad_(False)
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    task = Task(config, model, frozen, reward, 259, 2)
+    prompt = torch.tensor([[5, 6, 7]])
+    z, z_ref = model(prompt).logits[0, -1], frozen(prompt).logits[0, -1]
+    top, ids = z.topk(4)
+    p, kl = top.softmax(-1), (z.softmax(-1) * (z.log_softmax(-1) - z_ref.log_softmax(-1))).sum()
+    rewards = reward.of_ids(ids[:, None], torch.ones(4, 1, dtype=torch.bool))
+    exact = torch.autograd.grad(0.3 * kl - p @ rewards, model.model.layers[0].mlp.up_proj.weight)[0]
+    method = Reinforce(task)
+    method.baseline = 0.7
+    found: dict[float, torch.Tensor] = {}
+    seed = 0
+    while len(found) < 4:
+        seed += 1
+        model.zero_grad()
+        batch = batch_of([[5, 6, 7]], torch.tensor([seed]), 0, 12, model.device)
+        outcome = method.backward(batch, 1.0)
+        found[min(rewards.tolist(), key=lambda r: abs(r - outcome.rewards[0]))] = model.model.layers[
+            0
+        ].mlp.up_proj.weight.grad.clone()
+    mean = sum(share * found[r] for share, r in zip(p.tolist(), rewards.tolist(), strict=True))
+    assert len({round(r, 6) for r in found}) == 4
+    torch.testing.assert_close(mean, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
+
+
+def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, monkeypatch):
+    config = of(small, "all", method="all", seeds=2, max_steps=2, completion_length=3, variance_samples=2)
+    place = config.output_dir
+    real, ran = grade_all.run_one, []
+
+    def until(method: str | None):
+        def run_one(config, console):
+            if config.method == method:
+                raise KeyboardInterrupt
+            ran.append((config.method, config.seed))
+            return real(config, console)
+
+        return run_one
+
+    monkeypatch.setattr(grade_all, "run_one", until("ppo"))
+    with pytest.raises(Interrupted, match=f"--resume {place}"):
+        run(config)
+    assert ran == [("ste", 0), ("gumbel", 0), ("reinforce", 0)]
+    ran.clear()
+    monkeypatch.setattr(grade_all, "run_one", until(None))
+    summary = run(dataclasses.replace(config, output_dir=None, resume=place))
+    methods = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
+    assert ran == [*((m, 0) for m in methods[3:]), *((m, 1) for m in methods)]
+    assert tuple(summary["methods"]) == methods
+    assert summary == json.loads((place / "summary.json").read_text())
+    for name, found in summary["methods"].items():
+        reward = found["test_reward"]
+        assert reward["low"] <= reward["mean"] <= reward["high"]
+        assert len(reward["values"]) == 2
+        assert found["grad_variance"] > 0
+        assert (name == "ste") == ("test_reward_minus_ste" not in found)
+    before = {found["val_reward_before"] for found in summary["methods"].values()}
+    assert len(before) == 1  # one policy, one reward, one evaluation
+    ste, legacy = summary["methods"]["ste"], summary["methods"]["ste_legacy"]
+    assert legacy["coverage"] == 1.0 > ste["coverage"]
+    records = read_lines(place / "metrics.jsonl")
+    assert {(x["method"], x["seed"], x["step"]) for x in records} == {
+        (m, s, i) for m in methods for s in (0, 1) for i in range(3)
+    }
+    assert (place / "comparison.png").stat().st_size > 10_000
+    console = Console(file=io.StringIO(), width=160)
+    show(summary, console)
+    assert all(name in console.file.getvalue() for name in methods)
+
+
+def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
+    summary = run(of(small, "tight", method="all", max_steps=1, completion_length=2, variance_samples=0))
+    assert set(summary["left_out"]) == {"ste_legacy", "gumbel_legacy"}
+    assert "a batch needs" in summary["left_out"]["ste_legacy"]
+    assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}
+
+
+def test_intervals_over_seeds_are_students():
+    found = interval([1.0, 2.0, 4.0])
+    assert found["high"] - found["mean"] == pytest.approx(4.303 * stdev([1, 2, 4]) / 3**0.5)
+    many = interval([float(i % 2) for i in range(31)])  # 30 degrees of freedom: 2.042
+    assert many["high"] - many["mean"] == pytest.approx(2.042 * stdev(many["values"]) / 31**0.5, rel=3e-3)
+    assert "low" not in interval([1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_default_learns_with_every_method(tmp_path, monkeypatch):
+    """As `logitless align --method all` from a clean clone: ten minutes on two quiet cores."""
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(GradeConfig().defaults(), method="all", device="cpu", output_dir=tmp_path / "all")
+    summary = run(config)
+    assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy"}
+    gains = {name: x["test_reward"]["mean"] - x["val_reward_before"] for name, x in summary["methods"].items()}
+    assert all(gains[name] > 0.2 for name in ("ste", "reinforce", "ppo", "ste_legacy"))

@@ -1,0 +1,296 @@
+"""The search: what it finds fits, nothing better would, and its reasons and command lines are true."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+
+from logitless.models.catalog import from_config, shape_of
+from logitless.models.presets import PRESETS
+from logitless.workbench.plan.commands import ALIGN, flags, hint, logitless_align, logitless_train, trl
+from logitless.workbench.plan.fit import LADDER, fit
+from logitless.workbench.plan.plan import plan
+from logitless.workbench.plan.setting import GIB, Setting
+
+INTUITOR = Setting(
+    shape_of("qwen2.5-1.5b"),
+    "intuitor",
+    batch_size=64,
+    responses_per_prompt=8,
+    prompt_length=2048,
+    response_length=4096,
+    gpus=8,
+)
+LONG = Setting(shape_of("4b"), batch_size=8, response_length=131_072, gpus=2)
+SMALL_GPU = Setting(shape_of("gemma-2-2b"), gpu_bytes=24 * GIB)
+WISHES = {"intuitor": INTUITOR, "long": LONG, "24 GiB": SMALL_GPU}
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_what_is_found_fits(wish):
+    found = fit(wish)
+    assert list(found) == ["conservative", "aggressive"]
+    for name, part in (("conservative", 0.2), ("aggressive", 0.02)):
+        result = found[name]
+        assert result is not None
+        assert result.plan.fits
+        assert result.plan.peak <= result.allowed == pytest.approx(wish.gpu_bytes * (1 - part) - wish.reserve)
+        assert result.plan.setting.batch_size <= wish.batch_size
+        assert result.plan.setting.response_length <= wish.response_length
+    assert found["aggressive"].plan.setting.tokens_per_step >= found["conservative"].plan.setting.tokens_per_step
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_nothing_cheaper_would_fit(wish):
+    """One step back on any knob, with the others where they are, does not fit."""
+    for result in fit(wish).values():
+        s = result.plan.setting
+        back = []
+        if s.gradient_checkpointing:
+            back.append({"gradient_checkpointing": False})
+        if s.lora_rank and not wish.lora_rank:
+            back.append({"lora_rank": 0})
+        if s.sharding != wish.sharding:
+            back.append({"sharding": LADDER[LADDER.index(s.sharding) - 1]})
+        if s.micro_rows < s.rows:
+            back.append({"micro_batch": 2 * s.micro_rows})
+        assert back
+        for change in back:
+            assert plan(replace(s, **change)).peak > result.allowed, change
+
+
+def test_reasons_carry_the_numbers():
+    result = fit(LONG)["aggressive"]
+    rows = {option: (value, why) for option, value, why in result.reasons}
+    assert set(rows) >= {
+        "batch-size",
+        "response-length",
+        "lora-rank",
+        "gradient-checkpointing",
+        "sharding",
+        "micro-batch",
+    }
+    other = plan(replace(result.plan.setting, gradient_checkpointing=False))
+    value, why = rows["gradient-checkpointing"]
+    assert value == "on"
+    assert f"{other.peak / GIB:.1f} GiB in {other.peak_phase}" in why
+    assert f"{result.allowed / GIB:.1f} GiB are allowed" in why
+
+
+def test_rollouts_are_split_when_their_cache_is_too_large():
+    wish = replace(INTUITOR, batch_size=512, gpu_bytes=48 * GIB)
+    result = fit(wish)["conservative"]
+    s = result.plan.setting
+    assert s.rollout_sequences < s.rows
+    assert plan(replace(s, rollout_batch=2 * s.rollout_sequences)).peaks["rollout"] > result.allowed
+
+
+def test_nothing_fits_a_small_gpu():
+    wish = replace(INTUITOR, model=shape_of("qwen3-8b"), algorithm="ppo", gpus=1, gpu_bytes=24 * GIB)
+    assert fit(wish) == {"conservative": None, "aggressive": None}
+
+
+def test_what_is_asked_for_stays():
+    wish = replace(SMALL_GPU, lora_rank=4, gradient_checkpointing=True, gpus=4, sharding="zero3")
+    s = fit(wish)["aggressive"].plan.setting
+    assert (s.lora_rank, s.gradient_checkpointing, s.sharding) == (4, True, "zero3")
+
+
+OWN = {"optimizer": "adamw-bf16", "master_weights": False}  # what logitless's own commands step with
+TRAIN, ALIGNED = replace(SMALL_GPU, **OWN), replace(INTUITOR, **OWN)
+
+
+def test_command_lines():
+    single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
+    assert logitless_train(single) == (
+        "logitless train --model DIR --context-length 2048 --loss chunked --batch-size 4 "
+        "--gradient-accumulation-steps 16 --gradient-checkpointing --lora-rank 16 --memory-budget 256MiB "
+        "--dtype bfloat16"
+    )
+    assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
+    assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
+    two = replace(TRAIN, gpus=2, micro_batch=4)
+    assert " --loss chunked --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
+    shared = replace(two, model=INTUITOR.model, context_parallel=2, sharding="fsdp2")
+    assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
+    assert logitless_train(replace(shared, response_length=2047)) is None
+    assert logitless_train(replace(two, gpus=4, tensor_parallel=2)) is None  # two ranks with the same matrices
+    both = replace(shared, gpus=4, tensor_parallel=2)
+    assert " --sharding fsdp2 --tensor-parallel 2 --context-parallel 2 " in logitless_train(both)
+    assert logitless_train(replace(both, sharding="ddp")) is None  # two ranks with the same matrices again
+    assert logitless_train(replace(both, response_length=2047)) is None
+    assert logitless_train(replace(both, attention="eager")) is None
+    assert logitless_train(replace(both, model=SMALL_GPU.model)) is None  # a softcap in its attention
+    assert set(flags(replace(ALIGNED, attention="nsa"))) == {"accelerate"}
+    assert set(flags(ALIGNED)) == {"logitless align", "TRL", "accelerate"}
+    changes = (
+        {"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3},
+        {"prompt_length": 0}, {"rollout_batch": 1}, {"attention": "eager"}, {"critic": "yes"},
+        {"algorithm": "dpo", "reference": "no"},
+    )  # fmt: skip
+    for change in changes:
+        assert "logitless align" not in flags(replace(ALIGNED, **change)), change
+    for change in ({"prompt_length": 64}, {"reference": "yes"}, {"response_length": 1}, {"algorithm": "ppo"}):
+        assert logitless_train(TRAIN) is not None
+        assert logitless_train(replace(TRAIN, **change)) is None, change
+
+
+def test_a_model_is_what_the_command_can_start_from(tmp_path):
+    def model(line):
+        return shlex.split(line)[3]
+
+    for name, trained in (("tiny", "tiny"), ("qwen3-4b", "qwen3-4b"), ("smollm2-135m", "DIR"), ("gemma-3-1b", "DIR")):
+        assert model(logitless_train(replace(TRAIN, model=shape_of(name)))) == trained
+        assert model(logitless_align(replace(ALIGNED, model=shape_of(name), gpus=1, response_length=64))) == "DIR"
+    place = tmp_path / "a model"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(PRESETS["tiny"]))
+    for path, weights in ((place / "config.json", False), (place, False), (place, True)):
+        (place / "model.safetensors").touch() if weights else None
+        found = model(logitless_train(replace(TRAIN, model=shape_of(str(path)))))
+        assert found == ("DIR" if path == place and not weights else str(path))
+    assert model(logitless_train(replace(TRAIN, model=replace(TRAIN.model, name="Qwen/Qwen3-4B")))) == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({"optimizer": "adamw-fp32"}, False),  # its state would be in the weights' bf16
+        ({"optimizer": "adamw-8bit"}, False),
+        ({"optimizer": "sgd"}, False),
+        ({"optimizer": "none"}, False),
+        ({"master_weights": True}, False),
+        ({"lora_rank": 8}, False),
+        ({"lora_rank": 8, "optimizer": "adamw-fp32"}, True),  # adapters are fp32
+        ({"lora_rank": 8, "optimizer": "adamw-fp32", "master_weights": True}, True),
+        ({}, True),
+    ],
+)
+def test_the_optimizer_is_what_the_commands_step_with(change, own):
+    for setting, tool in ((TRAIN, "logitless train"), (ALIGNED, "logitless align")):
+        setting = replace(setting, **change)
+        assert (tool in flags(setting)) == own
+        options = "adamw-fp32" if setting.lora_rank else "adamw-bf16"
+        options += " --no-master-weights" * setting.master_weights
+        assert hint(setting) == (None if own else f"{tool} steps otherwise: --optimizer {options} plans it")
+    assert hint(replace(TRAIN, algorithm="ppo")) is None  # no optimizer would make it one of these
+
+
+def test_contexts_beyond_the_positions():
+    long = replace(LONG, gpus=1, batch_size=1, **OWN)
+    assert " --context-length 131072 --rope-scaling yarn:4 --loss" in logitless_train(long)
+    assert "--rope-scaling" not in logitless_train(replace(long, response_length=40_960))
+    assert logitless_train(replace(long, model=shape_of("llama-3.2-1b"), response_length=131_073)) is None
+    older = {key: x for key, x in PRESETS["qwen3-0.6b"].items() if key != "rope_parameters"} | {"rope_theta": 1e6}
+    assert "yarn:4" in logitless_train(replace(long, model=from_config(older, "older")))
+    aligned = replace(ALIGNED, model=LONG.model, response_length=40_960 - 2048)
+    assert logitless_align(aligned) is not None
+    assert logitless_align(replace(aligned, response_length=40_960)) is None
+
+
+def test_command_lines_of_others():
+    assert "trl grpo" in trl(INTUITOR)
+    assert "--num_generations 8 --max_completion_length 4096 --beta 0.04" in trl(INTUITOR)
+    assert "--dtype float32 --attn_implementation sdpa" in trl(INTUITOR)
+    assert "--beta 0.0" in trl(replace(INTUITOR, algorithm="reinforce"))
+    split = replace(INTUITOR, micro_batch=4, rollout_batch=16)
+    assert "--steps_per_generation 4" in trl(split)
+    adapted = trl(replace(INTUITOR, lora_rank=8))
+    assert "--dtype bfloat16" in adapted
+    assert "--lora_r 8 --lora_alpha 16 --lora_target_modules all-linear" in adapted
+    assert "--completion_only_loss true" in trl(replace(INTUITOR, algorithm="sft"))
+    assert "--precompute_ref_log_probs true" in trl(replace(INTUITOR, algorithm="dpo", reference="no"))
+    assert "--use_deepspeed --zero_stage 2" in flags(replace(INTUITOR, sharding="zero2"))["accelerate"]
+    assert "--gradient_accumulation_steps 16" in flags(replace(INTUITOR, sharding="fsdp2", micro_batch=4))["accelerate"]
+    line = flags(replace(INTUITOR, tensor_parallel=2, context_parallel=2, sharding="fsdp2"))["accelerate"]
+    assert "dp_shard_size 2 --parallelism_config_tp_size 2 --parallelism_config_cp_size 2" in line
+    assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
+
+
+def own_lines():
+    """Every line of logitless's own commands that a range of settings gives."""
+    for wish, model in product((TRAIN, ALIGNED), ("tiny", "qwen2.5-1.5b", "llama-3.2-1b")):
+        for change in (
+            {}, {"algorithm": "dpo"}, {"algorithm": "grpo"}, {"algorithm": "reinforce"}, {"lora_rank": 8},
+            {"optimizer": "adamw-fp32", "lora_rank": 8}, {"memory_budget": 1000}, {"attention": "nsa"},
+            {"prompt_length": 0, "response_length": 100_000}, {"gpus": 4, "sharding": "fsdp2"}, {"micro_batch": 4},
+            {"prompt_length": 0, "response_length": 1}, {"gpus": 2, "context_parallel": 2}, {"responses_per_prompt": 1},
+            {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 4}, {"attention": "eager"},
+        ):  # fmt: skip
+            setting = replace(wish, model=shape_of(model), **change)
+            yield from ((s, line) for s, line in flags(setting).items() if s.startswith("logitless"))
+
+
+def test_own_command_lines_parse_and_pass_the_commands_checks():
+    """Its parser, its checks, and where the model is named its positions and its tokenizer."""
+    from logitless.cli import align, train
+    from logitless.workbench.runs.model import load_tokenizer, reaching, resolve
+
+    tools, loaded = set(), set()
+    for tool, line in sorted(set(own_lines())):
+        command = tool.split()[1]
+        words = shlex.split(line)
+        config = {"train": train, "align": align}[command].parse(words[words.index(command) + 1 :])
+        assert config.memory_budget_bytes in (256 << 20, 1000)
+        if config.model != "DIR":
+            source = resolve(config.model)
+            reaching(config, source)
+            if config.model not in loaded:
+                load_tokenizer(source)
+            loaded.add(config.model)
+        tools.add((tool, config.model))
+    assert {("logitless train", "tiny"), ("logitless train", "DIR"), ("logitless align", "DIR")} <= tools
+
+
+def test_logitless_train_knows_its_flags():
+    from logitless.cli.train import parse
+
+    line = logitless_train(replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True))
+    config = parse(line.split()[2:])
+    assert (config.context_length, config.lora_rank, config.memory_budget_bytes) == (2048, 16, 256 << 20)
+    line = logitless_train(replace(TRAIN, sharding="fsdp2", gpus=4))
+    assert parse(line.split()[6:]).sharding == "fsdp2"
+    assert logitless_train(replace(TRAIN, sharding="zero3", gpus=4)) is None
+
+
+@pytest.mark.parametrize("algorithm", ["intuitor", "dpo", "grpo", "reinforce"])
+def test_logitless_align_knows_its_flags(algorithm):
+    from logitless.cli.align import parse
+
+    wish = replace(INTUITOR, algorithm=algorithm, micro_batch=8, lora_rank=16)
+    line = logitless_align(wish)
+    assert line.startswith("torchrun --nproc-per-node 8 -m logitless.cli align ")
+    config = parse(line.split()[6:])
+    assert (config.method, config.prompt_length, config.completion_length) == (ALIGN[algorithm], 2048, 4096)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (8, wish.accumulation)
+    if algorithm != "dpo":
+        assert (config.generations_per_prompt, config.kl_weight) == (8, 0.0 if algorithm == "reinforce" else 0.04)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "reinforce"])
+def test_trl_knows_its_flags(algorithm):
+    import trl as package
+
+    configs = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "reinforce": "RLOOConfig"}
+    known = {f.name for kind in (configs[algorithm], "ModelConfig") for f in fields(getattr(package, kind))}
+    line = trl(replace(INTUITOR, algorithm=algorithm, lora_rank=16))
+    assert set(re.findall(r"--(\w+)", line)) <= known
+
+
+def test_accelerate_knows_its_flags():
+    code = (
+        "import sys, shlex\nfrom accelerate.commands.launch import launch_command_parser\n"
+        "for line in sys.stdin:\n    launch_command_parser().parse_args(shlex.split(line)[2:] + ['x.py'])\n"
+    )
+    asked = [replace(INTUITOR, sharding=s) for s in ("ddp", "zero1", "zero3", "fsdp2")]
+    asked += [replace(s, tensor_parallel=2, context_parallel=2) for s in asked]
+    lines = "\n".join(flags(s)["accelerate"] for s in asked)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], input=lines, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

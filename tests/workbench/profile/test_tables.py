@@ -1,0 +1,47 @@
+"""A profile's tables on consoles of several widths."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from logitless.workbench.profile.recording import FEW, POINTS, Recording
+from logitless.workbench.profile.recording_tables import show
+from logitless.workbench.profile.storages import Allocation
+
+GIB = 1 << 30
+MODULES = ("model.layers.35.self_attn.q_norm", "model.layers.35.mlp.down_proj.lora_B.default", "")
+OPS = ("_to_copy", "_scaled_dot_product_flash_attention_for_cpu", "mm")
+
+
+def recording() -> Recording:
+    shapes = [(1, 131_072, 32, 128), (1, 131_072, 9728), (151_936, 2560)]
+    made = [
+        Allocation(2 * GIB, shape, "bfloat16", op, module, "activation gradients", i + 1)
+        for i, (shape, op, module) in enumerate(zip(shapes, OPS, MODULES, strict=True))
+    ]
+    return Recording(made, [0, 2 * GIB, 4 * GIB, 6 * GIB], [("parameters", 0), ("backward", 3)])
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_names_are_never_broken(width):
+    written = io.StringIO()
+    found = recording()
+    show({"dense": found, "chunked": found}, "chunked", Console(file=written, width=width, color_system=None))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    table = "\n".join(lines[lines.index("largest tensors at the peak, chunked") :])
+    for text in ("1 × 131,072 × 32 × 128 bf16", "layers.35.self_attn.q_norm", "layers.35.mlp.down_proj.lora_B.default"):
+        assert text in table
+    assert len(table.splitlines()) < 16
+
+
+def test_a_timeline_keeps_the_steps_of_short_stages():
+    forward, loss = [event % 7 for event in range(20_000)], [85, 159, 233, 159, 12]
+    ends = [("parameters", 0), ("after full forward", 20_000), ("loss", 20_005)]
+    timeline = Recording([], [0, *forward, *loss, 5, 4], ends).as_json()["timeline"]
+    assert timeline[-7:] == [[20_001 + i, nbytes] for i, nbytes in enumerate([*loss, 5, 4])]
+    assert len(timeline) <= POINTS + 4 * FEW
+    assert all(nbytes == 6 for _, nbytes in timeline[1:-7])  # the highest of each stretch
+    short = Recording([], forward[:POINTS], [("backward", 500)]).as_json()["timeline"]
+    assert short == [list(point) for point in enumerate(forward[:POINTS])]

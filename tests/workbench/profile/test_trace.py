@@ -1,0 +1,265 @@
+"""`trace` on models of one's own: storages counted once, stages, labels, real and fake alike."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+from logitless.errors import ConfigError, OptionError
+from logitless.memory import trace
+from logitless.workbench.profile.recording import CATEGORIES, FEW, POINTS
+from logitless.workbench.profile.storages import BLOCK, Tracker, tensors_of
+from tests.support.allocations import peak_new_bytes
+
+# Fake tensors hold nothing to poison.
+pytestmark = pytest.mark.compiled
+
+WIDTH, LAYERS, TOKENS = 64, 3, 256  # every tensor of the model is a multiple of 512 bytes
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.checkpointing = checkpointing
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        return x
+
+
+def meta(kind=Model, **options):
+    with torch.device("meta"):
+        return kind(**options)
+
+
+def one_step(model, device, optimizer=True):
+    made = torch.optim.AdamW(model.parameters(), fused=True) if optimizer else None
+    loss = model(torch.zeros(TOKENS, dtype=torch.long, device=device)).square().sum()
+    loss.backward()
+    if made:
+        made.step()
+
+
+def traced(model, **options):
+    with trace(model, **options) as t:
+        one_step(model, t.device)
+    return t
+
+
+STAGES = ["parameters", "after embedding", "after first layer", "after full forward", "loss", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_fake_and_real_agree_to_the_byte(checkpointing, device):
+    real = traced(Model(checkpointing)).recording
+    fake = traced(meta(checkpointing=checkpointing), device=device).recording
+    assert [s.name for s in real.stages] == [s.name for s in fake.stages] == STAGES
+    assert [(s.nbytes, s.peak) for s in fake.stages] == [(s.nbytes, s.peak) for s in real.stages]
+    assert fake.categories(fake.peak.event) == real.categories(real.peak.event)
+
+
+def test_a_peak_against_an_independent_count():
+    model = Model()
+    ids = torch.zeros(TOKENS, dtype=torch.long)
+
+    def work():
+        model(ids).square().sum().backward()
+
+    expected = peak_new_bytes(work)
+    model.zero_grad(set_to_none=True)
+    with trace(model) as t:
+        work()
+    before = sum(p.nbytes for p in model.parameters()) + ids.nbytes
+    assert abs(t.peak.nbytes - before - expected) <= 4 * BLOCK  # scalars are counted as a block
+
+
+def test_what_is_counted_by_hand():
+    t = traced(Model(), device="cpu")
+    parameters = 128 * WIDTH * 4 + LAYERS * 8 * WIDTH * WIDTH * 4
+    row = TOKENS * WIDTH * 4
+    by_name = {s.name: s for s in t.recording.stages}
+    assert by_name["parameters"].nbytes == parameters
+    assert by_name["after embedding"].nbytes == parameters + TOKENS * 8 + row
+    # a layer keeps its input, which is counted already, the relu's output, and its own output
+    assert by_name["after first layer"].nbytes - by_name["after embedding"].nbytes == 4 * row + row
+    assert by_name["optimizer"].nbytes >= 4 * parameters
+    assert t.recording.categories(by_name["optimizer"].end)["gradients"] == parameters
+    state = t.recording.categories(by_name["optimizer"].end)["optimizer state"]
+    assert state == 2 * parameters + len(list(t.model.parameters())) * BLOCK
+
+
+def test_checkpointing_saves_what_layers_keep():
+    plain, recomputed = (traced(meta(checkpointing=c)) for c in (False, True))
+    row = TOKENS * WIDTH * 4
+    kept = {
+        t: next(s.nbytes for s in t.recording.stages if s.name == "after full forward") for t in (plain, recomputed)
+    }
+    assert kept[plain] - kept[recomputed] == LAYERS * 4 * row
+    assert recomputed.peak.nbytes < plain.peak.nbytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_labelled_by_module_forward_and_backward(checkpointing):
+    found = traced(meta(checkpointing=checkpointing)).recording.allocations
+    wide = [a for a in found if a.shape == (TOKENS, 4 * WIDTH)]
+    modules = {(a.module, a.category) for a in wide}
+    for i in range(LAYERS):
+        assert (f"layers.{i}.up", "activations") in modules
+        assert (f"layers.{i}.down", "activation gradients") in modules
+    assert {a.category for a in found} <= set(CATEGORIES)
+    assert any(a.category == "gradients" and a.module == "layers.1.up.weight" for a in found)
+    again = [a for a in wide if a.module == "layers.0.up" and a.category == "activations"]
+    assert len(again) == (2 if checkpointing else 1)  # computed twice
+
+
+def test_the_peak_names_operator_and_module():
+    class Bump(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            return x + torch.cat([x] * 64).sum()
+
+    t = traced(meta(Bump))
+    assert (t.peak.op, t.peak.module) == ("cat", "model")
+    assert t.recording.alive(t.peak.event)[0].shape == (64 * TOKENS, WIDTH)
+    assert sum(t.recording.categories(t.peak.event).values()) == t.peak.nbytes == max(t.recording.curve)
+
+
+def test_several_steps_repeat_their_stages():
+    model = Model()
+    with trace(model) as t:
+        for _ in range(2):
+            one_step(model, t.device, optimizer=False)
+            model.zero_grad(set_to_none=True)
+    names = [s.name for s in t.recording.stages]
+    assert names == [STAGES[0], *STAGES[1:6], *STAGES[1:6]]
+    assert t.recording.stages[-1].nbytes >= t.recording.stages[0].nbytes
+
+
+def test_accumulated_gradients_end_their_stages():
+    model = Model()
+    with trace(model) as t:
+        for _ in range(2):
+            one_step(model, t.device, optimizer=False)
+    assert [s.name for s in t.recording.stages] == [STAGES[0], *STAGES[1:6], *STAGES[1:6]]
+
+
+def test_a_gradient_inside_the_loss_is_no_stage():
+    model = meta()
+    with trace(model) as t:
+        x = model(torch.zeros(TOKENS, dtype=torch.long, device=t.device))
+        (inner,) = torch.autograd.grad(x.square().sum(), x, retain_graph=True)
+        (x * inner.detach()).sum().backward()
+    assert [s.name for s in t.recording.stages] == STAGES[:6]
+
+
+def test_the_streamed_token_loss_on_a_meta_model():
+    model = meta()
+    with torch.device("meta"):
+        model.head = nn.Linear(WIDTH, 4096, bias=False)
+    with trace(model, batch=(2, TOKENS // 2)) as t:
+        ids = torch.zeros(2, TOKENS // 2, dtype=torch.long, device=t.device)
+        head = ll.LMHead(model.head.weight)
+        loss = ll.token_loss(lambda stats: -stats.logprob.exp(), model(ids), head, ids, want=("logprob",))
+        loss.backward()
+    assert [s.name for s in t.recording.stages] == STAGES[:6]
+    assert not any(a.shape == (TOKENS, 4096) for a in t.recording.allocations)
+
+
+def test_without_backward():
+    model = meta()
+    with trace(model) as t, torch.no_grad():
+        model(torch.zeros(TOKENS, dtype=torch.long, device=t.device)).sum()
+    assert [s.name for s in t.recording.stages] == STAGES[:5]
+
+
+def test_a_model_gets_its_own_parameters_back():
+    model = meta()
+    own = dict(model.named_parameters())
+    traced(model)
+    with pytest.raises(ZeroDivisionError), trace(model):
+        _ = 1 / 0
+    assert all(p is own[name] and p.grad is None for name, p in model.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_tied_parameters_are_counted_once():
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 128, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert traced(meta(Tied)).recording.stages[0] == traced(meta(Model)).recording.stages[0]
+
+
+def test_results_as_text_picture_and_json(tmp_path):
+    t = traced(meta())
+    text = t.table()
+    for word in (*STAGES, "gradients", "peaks at", "layers.0.up", "256 × 64"):
+        assert word in text
+    t.plot(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(json.dumps(t.as_json()))
+    assert found["schema"] == 1
+    assert [s["name"] for s in found["stages"]] == STAGES
+    assert found["peak"]["bytes"] == t.peak.nbytes == max(nbytes for _, nbytes in found["timeline"])
+    assert len(found["timeline"]) <= POINTS + FEW * len(found["stages"])
+    assert sum(found["peak"]["categories"].values()) == found["peak"]["bytes"]
+    assert set(found["peak"]["tensors"][0]) == {"bytes", "shape", "dtype", "op", "module", "category"}
+
+
+def test_questions_about_data_that_does_not_exist():
+    class Asks(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            return x * 2 if bool((ids == 0).all()) and ids.max().item() == 1 else x
+
+    assert traced(meta(Asks)).recording.stages
+
+    class Routes(Model):
+        def forward(self, ids):
+            return self.embed(ids)[ids.nonzero()[:, 0]]
+
+    with pytest.raises(ConfigError, match="chooses its work by its data"):
+        traced(meta(Routes))
+
+
+def test_mistakes():
+    with pytest.raises(OptionError, match="expected 'gpu' or 'cpu', got 'tpu'"):
+        trace(Model(), device="tpu")
+    with pytest.raises(OptionError, match="its block to have ended"), trace(Model()) as t:
+        _ = t.peak
+
+
+def test_the_tracker_forgets_what_is_freed_and_rounds_up():
+    with Tracker(lambda: ("", "activations")) as tracker:
+        kept = torch.zeros(1)
+        torch.zeros(1000).view(10, 100).t()
+        inside = tracker.live
+        del kept
+        assert inside == BLOCK
+        assert tracker.live == 0
+    assert max(tracker.curve) == BLOCK + 4096
+
+
+def test_tensors_are_found_in_any_nesting():
+    a, b, c = torch.zeros(3).unbind()
+    found = tensors_of(({"x": [a, (b, None)]}, 3, c, "text"))
+    assert {id(x) for x in found} == {id(a), id(b), id(c)}

@@ -1,0 +1,106 @@
+"""Where documents come from, and one line for everything they cannot come from."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from logitless.errors import DataError
+from logitless.workbench.runs.corpus import documents, standard_library
+
+
+def read(path) -> list[str]:
+    return list(documents(str(path))[0])
+
+
+def test_the_standard_library_is_a_corpus():
+    texts = list(standard_library())
+    assert 8e6 < sum(map(len, texts)) < 20e6
+    assert texts == list(standard_library())
+    assert any("class Thread" in text for text in texts)
+    assert not any("site-packages/torch" in text[:200] for text in texts)
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text("größer\n", encoding="utf-8")
+    assert read(tmp_path / "a.txt") == ["größer\n"]
+
+
+def test_a_folder_holds_documents_of_every_kind(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.md").write_text("one")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n')
+    (tmp_path / "sub" / "d.py").write_text("four")
+    (tmp_path / "e.bin").write_bytes(b"\xff\x00\xfe")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "empty.txt").write_text("")
+    assert read(tmp_path) == ["one", "two", "three", "four"]
+
+
+def test_jsonl_and_parquet(tmp_path):
+    rows = ["one", "two\nlines", "three"]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"id": i, "content": t}) for i, t in enumerate(rows)) + "\n\n"
+    )
+    pq.write_table(pa.table({"id": [1, 2, 3], "text": rows}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.jsonl") == rows
+    assert read(tmp_path / "a.parquet") == rows
+
+
+def test_a_datasets_directory_and_its_splits(tmp_path):
+    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "one")
+    splits = {"train": Dataset.from_dict({"text": ["a"]}), "test": Dataset.from_dict({"text": ["b", "c"]})}
+    DatasetDict(splits).save_to_disk(tmp_path / "two")
+    assert read(tmp_path / "one") == ["a", "b"]
+    train, held_out = documents(str(tmp_path / "two"))
+    assert (list(train), list(held_out or [])) == (["a"], ["b", "c"])
+
+
+BAD = {
+    "a.jsonl": ('{"text": "a"}\n{"text": ', "a.jsonl:2: not JSON"),
+    "b.jsonl": ("[1]\n", "b.jsonl:1: expected an object"),
+    "c.jsonl": ('{"words": "a"}\n', "c.jsonl:1: expected a field named text or content, got words"),
+    "d.jsonl": ('{"text": 3}\n', "d.jsonl:1: field 'text' must be text, got int"),
+    "e.jsonl": (b"\xff\xfe\x00", "e.jsonl: not UTF-8"),
+    "half.jsonl": ('{"text": "\\ud83d\\ude00"}\n{"text": "a \\uD83D b"}\n', "half.jsonl:2: .*half of a surrogate pair"),
+    "deep.jsonl": ("[" * 100_000, "deep.jsonl:1: not JSON"),
+    "f.parquet": ("text", "f.parquet: not a readable parquet file"),
+    "g.txt": (b"\xff\xfe\x00", "g.txt: not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_line_for_a_bad_file(tmp_path, name):
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_neither_a_file_nor_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(DataError, match=f"--data {path}: expected a file or a folder, got a device or a pipe"):
+            documents(str(path))
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        documents(str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no text"):
+        read(tmp_path / "empty")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="not a readable datasets directory"):
+        read(broken)
+    DatasetDict({"other": Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="expected a split named train"):
+        read(tmp_path / "splits")

@@ -1,0 +1,109 @@
+"""Options: files, defaults, and what has no meaning."""
+
+from pathlib import Path
+
+import pytest
+
+from logitless.errors import OptionError
+from logitless.units import format_bytes, parse_bytes
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.runs.options import from_dict, read_file
+
+TOML = """
+max-steps = 7
+learning_rate = 1e-4
+memory-budget = "64MiB"
+lora_rank = 4
+data = "x.txt"
+loss = "dense"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("256MiB", 2**28), ("10GB", 10**10), ("10 gb", 10**10), ("1.5KiB", 1536), ("7", 7), ("1e3", 1000), (512, 512)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "0", "10 parsecs", "1.2.3", "nan"])
+def test_sizes_without_a_meaning(text):
+    with pytest.raises(OptionError, match="--memory-budget must be"):
+        TrainConfig(memory_budget=text).check()
+
+
+def test_sizes_for_people():
+    shown = [format_bytes(n) for n in (3 * 2**29, 2**28, 2048, 5, 3 * 2**40)]
+    assert shown == ["1.50 GiB", "256 MiB", "2 KiB", "5 B", "3.00 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_length", 1),
+        ("batch_size", 0),
+        ("gradient_accumulation_steps", -1),
+        ("max_steps", 0),
+        ("lora_rank", -1),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("seed", -1),
+        ("device", "tpu"),
+        ("model", ""),
+    ],
+)
+def test_values_without_a_meaning(name, value):
+    with pytest.raises(OptionError, match=f"--{name.replace('_', '-')} must be"):
+        TrainConfig(**{name: value}).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "max-steps: 7\nlearning_rate: 1e-4\nmemory-budget: 64MiB\nlora_rank: 4\ndata: x.txt\nloss: dense\n"),
+        ("a.toml", TOML),
+    ],
+)
+def test_files(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    expected = TrainConfig(
+        max_steps=7, learning_rate=1e-4, memory_budget="64MiB", lora_rank=4, data="x.txt", loss="dense"
+    )
+    assert read_file(path, TrainConfig()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "max_step: 7", "unknown option 'max_step'"),
+        ("a.yaml", "max_steps: many", "max_steps must be of type int, got 'many'"),
+        ("a.yaml", "max_steps: 1.5", "must be of type int"),
+        ("a.yaml", "max_steps: true", "must be of type int"),
+        ("a.yaml", "gradient_checkpointing: 1", "must be of type bool"),
+        ("a.yaml", "loss: fast", "must be one of auto, dense, chunked"),
+        ("a.yaml", "- a\n- b", "expected a table of options"),
+        ("a.yaml", "a: [", "not YAML"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "not YAML"),
+        ("a.toml", "max_steps = = 1", "a.toml"),
+        ("a.ini", "", "expected a .yaml, .toml or .json file"),
+    ],
+)
+def test_files_that_hold_something_else(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(OptionError, match=message) as caught:
+        read_file(path, TrainConfig())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(OptionError, match="No such file"):
+        read_file(tmp_path / "none.yaml", TrainConfig())
+
+
+def test_a_record_of_the_options_gives_them_back():
+    config = TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3, json=Path("x"))
+    again = from_dict(config.to_dict(), "here", TrainConfig())
+    assert again == TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3)

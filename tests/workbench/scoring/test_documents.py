@@ -1,0 +1,143 @@
+"""Where documents come from, cut into pieces; and what is said of those that are none."""
+
+import json
+import tracemalloc
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from logitless.errors import DataError
+from logitless.workbench.scoring import documents as module
+from logitless.workbench.scoring.documents import Documents
+
+
+def read(path, context: int = 4) -> list[tuple[str, str]]:
+    """(text, problem) of each piece."""
+    pieces = list(Documents(path, context))
+    done = [p.done for p in pieces]
+    assert done == sorted(done)
+    assert not done or done[-1] == pytest.approx(1.0)
+    return [(p.text, p.problem) for p in pieces]
+
+
+def test_a_folder_in_the_order_of_its_names(tmp_path):
+    (tmp_path / "b.txt").write_text("zwei ä\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"content": "more"}\n')
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "c").mkdir()
+    pq.write_table(pa.table({"text": ["three", "four"]}), tmp_path / "c" / "d.parquet")
+    assert [text for text, _ in read(tmp_path)] == ["one", "more", "zwei ä\n", "three", "four"]
+    names = [p.name for p in Documents(tmp_path, 4)]
+    assert names[0].endswith("a.jsonl:1")
+    assert names[1].endswith("a.jsonl:3")
+    assert names[-1].endswith("d.parquet:2")
+    assert [p.document for p in Documents(tmp_path, 4)] == [0, 1, 2, 3, 4]
+
+
+def test_a_datasets_directory(tmp_path):
+    Dataset.from_dict({"text": ["one", None, "two"]}).save_to_disk(tmp_path / "d")
+    assert read(tmp_path / "d") == [("one", ""), ("", "null in the place of text"), ("two", "")]
+
+
+BAD_LINES = {
+    b'{"text": "fine"}': "",
+    b'{"text": ""}': "empty",
+    b'{"text": null}': "null in the place of text",
+    b'{"text": 3}': "int in the place of text",
+    b'{"title": "x"}': "no field named text or content",
+    b"[1]": "list in the place of an object",
+    b'{"text": "cut': "not JSON (Invalid control character at)",
+    b"\xff\xfe": "not UTF-8 text",
+    b'{"text": "\\ud800"}': "not valid Unicode (a lone surrogate)",
+    b"[" * 100_000: "not JSON (nested too deeply)",
+}
+
+
+def test_bad_lines_are_named_and_the_others_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([*BAD_LINES, b'{"text": "last"}']))
+    found = read(path)
+    assert [problem for _, problem in found] == [*BAD_LINES.values(), ""]
+    assert found[-1][0] == "last"
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.bin").write_bytes(b"a\0b")
+    (tmp_path / "c.txt").write_text("")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "e.parquet")
+    bad_text = pa.array([b"\xff", b"ok"]).view(pa.binary()).cast(pa.binary())
+    pq.write_table(pa.table({"text": bad_text}), tmp_path / "f.parquet")
+    problems = [problem for _, problem in read(tmp_path)]
+    expected = ["not UTF-8", "NUL", "empty", "not readable as parquet", "no column named", "bytes in", "bytes in"]
+    assert len(problems) == len(expected)
+    for found, wanted in zip(problems, expected, strict=True):
+        assert wanted in found
+
+
+def test_a_parquet_file_that_ends_early_gives_what_is_before(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [f"document {i} " + "x" * 200 for i in range(400)]
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=100, compression="none", use_dictionary=False)
+    spoiled = bytearray(path.read_bytes())
+    third = spoiled.index(b"document 200 ")
+    spoiled[third - 60 : third] = b"\xff" * 60  # the page's header
+    path.write_bytes(bytes(spoiled))
+    found = read(path)
+    good = [text for text, _ in found[:-1]]
+    assert 130 < len(good) <= 200
+    assert good == rows[: len(good)]
+    assert "not readable as parquet" in found[-1][1]
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        Documents(tmp_path / "none", 4)
+    assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_long_document_comes_in_pieces_with_what_is_before_them(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(module, "PIECE", 64)
+    text = "".join(f"line {i} ä\n" for i in range(60)) + "x" * 200 + " " + "word " * 40
+    path = tmp_path / f"a.{kind}"
+    path.write_text(text if kind == "txt" else json.dumps({"text": text}), encoding="utf-8")
+    pieces = list(Documents(path, 2))
+    assert "".join(p.text for p in pieces) == text
+    assert {p.document for p in pieces} == {0}
+    assert max(len(p.text) for p in pieces) <= 64
+    before = ""
+    for p in pieces:
+        assert p.lead == before[-32:]
+        before += p.text
+    assert all(p.text.endswith("\n") for p in pieces[:8])
+    assert sum(p.text.startswith(" ") for p in pieces[-4:]) >= 3
+
+
+def test_a_file_that_is_no_text_far_behind_gives_no_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 64)
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 100 + b"\xff")
+    assert read(tmp_path / "a.txt") == [("", "not UTF-8 text")]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_a_file_is_never_held(tmp_path, kind):
+    """32 MB of text in pieces: at any time a few of them."""
+    path, line = tmp_path / f"a.{kind}", "some words of a line that is long enough " * 25 + "\n"
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": [line * 8] * 4_000}), path, row_group_size=100, compression="none")
+    else:
+        text = line if kind == "txt" else json.dumps({"text": line}) + "\n"
+        path.write_text(text * 32_000)
+    assert path.stat().st_size > 32e6 or kind == "parquet"
+    tracemalloc.start()
+    try:
+        size = sum(len(piece.text) for piece in Documents(path, 64))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size == 32_000 * len(line)
+    assert peak < 3e6

@@ -1,0 +1,256 @@
+"""Whole runs: against the model's own logits, after a kill, with what cannot be scored."""
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from logitless.errors import ConfigError, DataError, OptionError
+from logitless.models.positions import scale
+from logitless.workbench.runs.tokenizer import pretrained
+from logitless.workbench.scoring import parts
+from logitless.workbench.scoring.run import run
+from tests.support.workbench.killing import killed
+from tests.support.workbench.micro import micro_directory, micro_model
+from tests.workbench.scoring.conftest import config, corpus
+
+CONTEXT, STRIDE = 48, 20
+
+
+def rows_of(path: Path) -> dict[int, list[dict]]:
+    """Rows by document, and that documents and positions come in order, each once."""
+    out: dict[int, list[dict]] = {}
+    last = (-1, -1)
+    for row in pq.read_table(path).to_pylist():
+        assert (row["document"], row["position"]) > last
+        last = row["document"], row["position"]
+        out.setdefault(row["document"], []).append(row)
+    assert all([r["position"] for r in rows] == list(range(len(rows))) for rows in out.values())
+    return out
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("bos", ["no", "yes"])
+def test_every_row_is_what_the_models_own_logits_say(micro, tmp_path, bos):
+    data = corpus(tmp_path / "a.jsonl", 10)
+    more = {"context_length": CONTEXT, "stride": STRIDE, "bos": bos, "documents": tmp_path / "documents.jsonl"}
+    summary = run(config(micro, data, tmp_path / "a.parquet", **more))
+    model = AutoModelForCausalLM.from_pretrained(micro).double().eval()
+    found, start = rows_of(tmp_path / "a.parquet"), [1] if bos == "yes" else []
+    texts = [_text(line) for line in data.read_text().splitlines()]
+    nats = scored = size = 0
+    for document, text in enumerate(texts):
+        rows = found.pop(document, [])
+        assert len(rows) == len((text or "").encode())
+        ids = start + [row["token"] for row in rows]
+        for row, here in zip(rows, range(len(start), len(ids)), strict=True):
+            if here == 0:
+                assert row["context"] == 0
+                assert row["logprob"] is row["rank"] is row["topk_ids"] is None
+                continue
+            seen = row["context"]
+            assert (seen == here) if here <= CONTEXT else (CONTEXT + 1 - STRIDE <= seen <= CONTEXT)
+            with torch.no_grad():
+                z = model(torch.tensor([ids[here - seen : here]])).logits[0, -1]
+            _agrees(row, z, ids[here])
+            nats, scored, size = nats - row["logprob"], scored + 1, size + 1
+    assert found == {}
+    assert summary["scored_tokens"] == scored
+    assert summary["tokens"] == scored + (0 if start else summary["documents"] - summary["skipped"])
+    assert summary["perplexity"] == pytest.approx(math.exp(nats / scored), rel=1e-6)
+    assert summary["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+    lines = [json.loads(line) for line in more["documents"].read_text().splitlines()]
+    assert [line["document"] for line in lines] == list(range(len(texts)))
+    assert sum(line["scored_tokens"] for line in lines) == scored
+    assert [line["document"] for line in lines if "why" in line] == [i for i, t in enumerate(texts) if t is None]
+
+
+def _text(line: str) -> str | None:
+    return json.loads(line)["text"] if line.endswith("}") else None
+
+
+def _agrees(row: dict, z: torch.Tensor, token: int) -> None:
+    """A row against whole logits, to a tenth of what the documentation promises (1e-4 nat)."""
+    logp = z.log_softmax(-1)
+    expected = {
+        "logprob": logp[token],
+        "token_logit": z[token],
+        "logsumexp": z.logsumexp(-1),
+        "mean_logit": z.mean(),
+        "entropy": -(logp.exp() * logp).sum(),
+        "self_certainty": -logp.mean() - math.log(len(z)),
+    }
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(float(value), abs=1e-5), name
+    assert row["rank"] == 1 + int((z > z[token]).sum())
+    best = z.topk(3)
+    assert row["topk_ids"] == best.indices.tolist()
+    assert row["topk_logits"] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole(micro, tmp_path_factory) -> tuple[Path, bytes]:
+    """A corpus, and the rows of a run that nobody disturbed."""
+    place = tmp_path_factory.mktemp("whole")
+    data = corpus(place / "a.jsonl")
+    assert killed("never", config(micro, data, place / "a.parquet")) == 0
+    return data, (place / "a.parquet").read_bytes()
+
+
+def test_a_killed_run_goes_on_with_nothing_lost_or_doubled(micro, whole, tmp_path):
+    data, expected = whole
+    out = tmp_path / "a.parquet"
+    for after in (1, 3, "merge"):  # parts written before the kill; then in the middle of the last file
+        assert killed(after, config(micro, data, out)) == -signal.SIGKILL
+        assert not out.exists()
+    found = sorted(p.name for p in parts.Parts(out).folder.glob("0*.parquet"))
+    assert len(found) >= 5
+    assert killed("never", config(micro, data, out)) == 0
+    assert out.read_bytes() == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_part_is_scored_again(micro, whole, tmp_path, damage):
+    data, expected = whole
+    out = tmp_path / "a.parquet"
+    assert killed("merge", config(micro, data, out)) == -signal.SIGKILL
+    part = parts.Parts(out).part(1)
+    content = part.read_bytes()
+    middle = bytearray(content)
+    middle[200] ^= 0xFF
+    part.write_bytes({"cut": content[:-50], "empty": b"", "flipped": bytes(middle)}[damage])
+    assert killed("never", config(micro, data, out)) == 0
+    assert out.read_bytes() == expected
+
+
+def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_path):
+    data, _ = whole
+    out = tmp_path / "a.parquet"
+    assert killed(1, config(micro, data, out)) == -signal.SIGKILL
+    with pytest.raises(OptionError, match="unfinished run with keep 3, now 4: give the same"):
+        run(config(micro, data, out, keep=4))
+    with pytest.raises(OptionError, match="unfinished run with data"):
+        run(config(micro, corpus(tmp_path / "b.jsonl"), out))
+
+
+def test_a_file_that_is_there_is_not_written_over(micro, tmp_path):
+    out = tmp_path / "a.parquet"
+    out.write_text("mine")
+    with pytest.raises(OptionError, match="exists already"):
+        run(config(micro, corpus(tmp_path / "a.jsonl"), out))
+    assert out.read_text() == "mine"
+
+
+def test_a_clean_up_that_was_stopped_leaves_nothing_to_go_on_with(micro, tmp_path, monkeypatch):
+    out = tmp_path / "a.parquet"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(parts.shutil, "rmtree", lambda folder: (folder / parts.MANIFEST).unlink(missing_ok=True))
+        run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
+    assert parts.Parts(out).part(0).exists()
+    out.unlink()
+    (tmp_path / "b.txt").write_text("another")
+    assert run(config(micro, tmp_path / "b.txt", out))["tokens"] == len(rows_of(out)[0]) == len("another")
+
+
+def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
+    """All of it below the folder that is scored, relative to somewhere else; another file there is one."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("texts")
+    folder.mkdir()
+    data = corpus(folder / "a.jsonl", 5)
+    given = config(micro, folder, tmp_path / "texts" / "s.parquet", documents=folder / "d.jsonl", json=folder / "j")
+    for written in (given.documents, given.json):
+        written.write_text('{"text": "of a run before"}')
+    with monkeypatch.context() as stopped:
+        stopped.setattr("logitless.workbench.scoring.run.conclude", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
+    (folder / "b.txt").write_text("text")
+    with pytest.raises(OptionError, match=r"unfinished run with the file texts/b.txt absent, now of 4 bytes: give"):
+        run(given)
+    (folder / "b.txt").unlink()
+    alone = run(config(micro, data, tmp_path / "alone.parquet"))
+    again = run(given)
+    assert (again["documents"], again["tokens"]) == (alone["documents"], alone["tokens"])
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_nothing_to_score(micro, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:1: empty"):
+        run(config(micro, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="no document in it"):
+        run(config(micro, tmp_path / "folder", tmp_path / "a.parquet"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "folder"]
+
+
+def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(micro, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(micro)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2 + 50] = float("nan")  # one byte that no other document has
+    broken = tmp_path / "model"
+    for path in micro.iterdir():
+        broken.mkdir(exist_ok=True)
+        (broken / path.name).write_bytes(path.read_bytes())
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(259, 32))
+    model.save_pretrained(broken)
+    letter = pretrained(str(broken)).saved.decode([2 + 50])
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "abc"}}\n{{"text": "ab{letter}c"}}\n{{"text": "bca"}}\n')
+    summary = run(config(broken, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    assert summary["skipped"] == 1
+    assert summary["skipped_documents"][0]["why"] == "its scores are not finite"
+    assert summary["scored_tokens"] == 4
+    found = rows_of(tmp_path / "a.parquet")
+    assert [len(found[i]) for i in range(3)] == [3, 4, 3]
+    assert all(row["logprob"] is None for row in found[1])
+    assert np.isfinite([row["logprob"] for i in (0, 2) for row in found[i][1:]]).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"keep": 260}, OptionError, "--keep must be at most the vocabulary, here 259, got 260"),
+        ({"keep": -1}, OptionError, "--keep must be 0 or more"),
+        ({"context_length": 65}, OptionError, "positions up to 64"),
+        ({"context_length": 8, "stride": 9}, OptionError, "--stride must be at most --context-length, here 8"),
+        ({"batch_tokens": 0}, OptionError, "--batch-tokens must be at least 1"),
+        ({"data": None}, OptionError, "--data is missing"),
+        ({"data": "nowhere"}, DataError, "--data nowhere: no such file"),
+        ({"documents": Path()}, OptionError, "--documents must be a file, got the folder ."),
+        ({"json": Path()}, OptionError, "--json must be a file, got the folder ."),
+        ({"out": Path()}, OptionError, "--out must be a file, got the folder ."),
+        ({"model": "tiny"}, ConfigError, "a directory with weights to score with, or a hub id"),
+        ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),
+    ],
+)
+def test_options_without_a_meaning(micro, tmp_path, more, error, message):
+    data = corpus(tmp_path / "a.jsonl", 2)
+    given = {"model": str(micro), "data": str(data), **more}
+    base = config(micro, data, tmp_path / "a.parquet")
+    with pytest.raises(error, match=message):
+        run(replace(base, **given))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_by_default_the_context_is_as_long_as_stretched_positions_reach(tmp_path):
+    """64 positions, scaled to 128 as `logitless train --rope-scaling linear:2` writes them."""
+    (tmp_path / "model").mkdir()
+    micro_directory(tmp_path / "model")
+    model = micro_model()
+    scale(model.config, "linear:2")
+    model.save_pretrained(tmp_path / "model")
+    run(config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 8), tmp_path / "a.parquet"))
+    assert max(row["context"] for rows in rows_of(tmp_path / "a.parquet").values() for row in rows) == 128

@@ -1,0 +1,86 @@
+"""Runs whose files were cut short: resumed where that is exact, refused in one line that says what to do otherwise."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from logitless.errors import ConfigError, DataError
+from logitless.workbench.align.config import AlignConfig
+from logitless.workbench.runs.files import read_lines
+from logitless.workbench.runs.rundir import stored
+from logitless.workbench.sft import run as sft
+from logitless.workbench.sft.config import TrainConfig
+
+QUIET = Console(quiet=True)
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
+
+@pytest.fixture(scope="module")
+def whole(micro, tmp_path_factory) -> Path:
+    """A run of four steps, killed before its summary."""
+    place = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("chunked", "dense")})
+        sft.run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
+    (place / "summary.json").unlink()
+    return place
+
+
+@pytest.fixture
+def place(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def resume(place: Path) -> dict:
+    return sft.run(replace(stored(place, TrainConfig()), resume=place), QUIET)
+
+
+def cut(path: Path, by: int = 20) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+@pytest.mark.parametrize("by", [0, 20])
+def test_the_last_record_is_written_once_and_whole(place, by):
+    records = place / "metrics.jsonl"
+    before = read_lines(records)
+    if by:
+        cut(records, by)
+    resume(place)
+    assert [r.get("final") for r in read_lines(records)] == [r.get("final") for r in before]
+    assert records.read_text().count("\n") == len(before)
+    assert read_lines(records)[-1]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_that_was_cut_short(place, name):
+    cut(place / "checkpoint-4" / name)
+    with pytest.raises(ConfigError, match=rf"{name} is damaged; remove .*checkpoint-4 to go on from checkpoint-3"):
+        resume(place)
+    shutil.rmtree(place / "checkpoint-4")
+    assert resume(place)["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["tokens.npz", "step_memory.json"])
+def test_a_file_that_can_be_made_anew(place, name):
+    cut(place / name, 40)
+    with pytest.raises(DataError, match=f"{name} is damaged: delete it, and --resume makes it anew"):
+        resume(place)
+    (place / name).unlink()
+    assert resume(place)["steps"] == 4
+
+
+@pytest.mark.parametrize("line", ["", "\0\0", "5"])
+def test_a_damaged_record(place, line):
+    records = place / "metrics.jsonl"
+    first, *rest = records.read_text().splitlines()
+    records.write_text("\n".join([first, line, *rest, ""]))
+    with pytest.raises(DataError, match=r"metrics.jsonl:2: expected a record in JSON, got a damaged line; remove it"):
+        resume(place)
+
+
+def test_a_run_of_another_command_or_version(place):
+    with pytest.raises(ConfigError, match=r"expected a run of this command and version; .*run.json: unknown option"):
+        stored(place, AlignConfig())

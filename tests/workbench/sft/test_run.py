@@ -1,0 +1,326 @@
+"""Whole runs: what they write, that they resume, and that they end in one line."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.errors import NotFiniteError, OptionError
+from logitless.workbench.runs.checkpoints import checkpoints, last_checkpoint
+from logitless.workbench.runs.files import read_lines
+from logitless.workbench.runs.rundir import Interrupted, OutOfSpace, explained, stored
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sft.data import load
+from logitless.workbench.sft.run import run
+from tests.support.workbench.micro import CONTEXT
+from tests.support.workbench.processes import killed_at
+
+QUIET = Console(quiet=True)
+
+
+def losses(place: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_lines(place / "metrics.jsonl") if "loss" in r}
+
+
+def dense_held_out_loss(place: Path, length: int = CONTEXT) -> float:
+    """transformers' own dense loss of the saved model, per token of the held-out rows."""
+    model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
+    _, rows = load(place / "tokens.npz", length)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in rows:
+            batch = {name: x[None] for name, x in row.items()}
+            total += model(**batch, use_cache=False, num_items_in_batch=1).loss.item()
+            count += int((batch["labels"][:, 1:] != -100).sum())
+    return total / count
+
+
+@pytest.fixture(scope="module")
+def finished(micro, tmp_path_factory) -> tuple[Path, dict]:
+    """One run with everything, its memory measured."""
+    place = tmp_path_factory.mktemp("runs") / "finished"
+    summary = run(replace(micro.config, output_dir=place), QUIET)
+    return place, summary
+
+
+def test_a_run_learns_and_writes_everything(finished):
+    place, summary = finished
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"] - 0.5
+    assert summary["last_loss"] < summary["first_loss"] - 0.5
+    assert list(losses(place)) == list(range(1, 11))
+    assert json.loads((place / "summary.json").read_text()) == summary
+    assert summary["schema"] == 1
+    for name in ("loss.png", "memory.png"):
+        assert (place / name).read_bytes().startswith(b"\x89PNG")
+    assert not [p for p in place.iterdir() if p.name.startswith(".")]  # nothing half-written is left
+    assert all(b"pickle" not in p.name.encode() for p in (place / "model").iterdir())
+    assert {p.suffix for p in (place / "model").iterdir()} <= {".json", ".safetensors"}
+
+
+def test_the_same_step_is_measured_streamed_and_dense(finished):
+    _, summary = finished
+    measured = summary["step_memory"]
+    assert measured["chunked"]["peak_bytes"] >= 0
+    assert measured["dense"]["peak_bytes"] >= 0
+    assert measured["chunked"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
+
+
+def test_the_checkpoint_gives_the_same_loss_in_transformers(finished):
+    place, summary = finished
+    assert dense_held_out_loss(place) == pytest.approx(summary["held_out_loss_after"], rel=2e-6)
+
+
+def test_the_saved_tokenizer_is_the_one_of_the_run(finished, micro):
+    place, _ = finished
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    text = "file 7: </s> aaa\n"
+    again = AutoTokenizer.from_pretrained(micro.model.parent)
+    assert tokenizer(text)["input_ids"] == again(text)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id < model.config.vocab_size
+    assert model.config.use_cache
+
+
+def test_nothing_of_this_machine_is_in_the_checkpoint(finished, micro):
+    place, _ = finished
+    for path in (place / "model").glob("*.json"):
+        assert str(micro.model.parent) not in path.read_text()
+        assert str(Path.home()) not in path.read_text()
+
+
+@pytest.mark.usefixtures("unmeasured")
+class TestShortRuns:
+    def test_dense_and_streamed_learn_the_same(self, micro, finished, tmp_path):
+        place, _ = finished
+        run(replace(micro.config, loss="dense", output_dir=tmp_path / "dense"), QUIET)
+        assert losses(tmp_path / "dense") == pytest.approx(losses(place), rel=1e-4)
+
+    def test_accumulation_is_a_larger_batch(self, micro, tmp_path):
+        whole = replace(micro.config, batch_size=4, max_steps=4, output_dir=tmp_path / "whole")
+        parts = replace(
+            whole,
+            batch_size=1,
+            gradient_accumulation_steps=4,
+            gradient_checkpointing=True,
+            output_dir=tmp_path / "parts",
+        )
+        run(whole, QUIET)
+        run(parts, QUIET)
+        assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+    def test_adapters(self, micro, finished, tmp_path):
+        base, _ = finished
+        config = replace(
+            micro.config, model=str(base / "model"), lora_rank=2, max_steps=4, output_dir=tmp_path / "lora"
+        )
+        summary = run(config, QUIET)
+        assert 0 < summary["trainable_parameters"] < summary["parameters"] / 2
+        assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").exists()
+        assert dense_held_out_loss(tmp_path / "lora") == pytest.approx(summary["held_out_loss_after"], rel=1e-5)
+
+    def test_bfloat16(self, micro, tmp_path):
+        summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)
+        assert summary["dtype"] == "bfloat16"
+        assert dense_held_out_loss(tmp_path / "bf16") == pytest.approx(summary["held_out_loss_after"], rel=1e-2)
+
+    def test_an_occupied_directory_is_refused(self, micro, finished):
+        place, _ = finished
+        with pytest.raises(OptionError, match="holds a run already: --resume"):
+            run(replace(micro.config, output_dir=place), QUIET)
+
+    def test_a_finished_run_goes_on_with_more_steps(self, micro, tmp_path):
+        place = tmp_path / "more"
+        run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
+        again = replace(stored(place, TrainConfig()), resume=place)
+        with pytest.raises(OptionError, match="finished at step 4; raise --max-steps"):
+            run(again, QUIET)
+        with pytest.raises(OptionError, match="--seed cannot change from 0 to 1"):
+            run(replace(again, max_steps=6, seed=1), QUIET)
+        summary = run(replace(again, max_steps=6), QUIET)
+        assert summary["steps"] == 6
+        assert list(losses(place)) == [1, 2, 3, 4, 5, 6]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_keeps_the_work(self, micro, finished, tmp_path, monkeypatch, number):
+        """Asked to stop in mid-step, a run finishes the step, saves, and resumes to the same losses."""
+        place = tmp_path / "stopped"
+        if signal.getsignal(number) == signal.SIG_IGN:  # tests that run under nohup
+            signal.signal(number, signal.SIG_DFL)
+        at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Interrupted, match=f"--resume {place} goes on from step 6"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        monkeypatch.undo()
+        monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: {})
+        assert last_checkpoint(place) == (place / "checkpoint-6", 6)
+        resume(place)
+        assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
+
+    def test_a_full_disk_keeps_the_last_checkpoint(self, micro, tmp_path, monkeypatch):
+        place = tmp_path / "full"
+        save = torch.save
+
+        def no_space(value, path, *rest, **options):
+            if "checkpoint-4" in str(path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return save(value, path, *rest, **options)
+
+        monkeypatch.setattr(torch, "save", no_space)
+        with pytest.raises(OutOfSpace, match=r"no space left at .*goes on from step 2"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        assert checkpoints(place) == [place / "checkpoint-2"]
+        assert not (place / "checkpoint-4").exists()
+
+    def test_a_disk_that_fills_while_a_file_is_written(self, micro, tmp_path, monkeypatch):
+        """A write that really ends short: torch says so in words of its own."""
+        place, save = tmp_path / "full", torch.save
+
+        def cut_short(value, path, *rest, **options):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if "checkpoint-4" in str(path) and "optimizer" in str(path):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+            try:
+                return save(value, path, *rest, **options)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        monkeypatch.setattr(torch, "save", cut_short)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(OutOfSpace, match=r"no space left at .*: free some, then .*goes on from step 2"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        assert checkpoints(place) == [place / "checkpoint-2"]
+
+    def test_nothing_to_go_on_from(self, tmp_path):
+        with (
+            pytest.raises(OutOfSpace, match="free some, then start again, nothing was trained yet"),
+            explained(tmp_path, "train"),
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    @pytest.mark.parametrize(
+        ("loss", "error", "message"),
+        [
+            ("chunked", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
+            ("dense", OptionError, r"the loss is nan at step .*lower --learning-rate"),
+        ],
+    )
+    def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path, loss, error, message):
+        with pytest.raises(error, match=message):
+            run(replace(micro.config, loss=loss, learning_rate=1e30, output_dir=tmp_path / "nan"), QUIET)
+
+
+def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
+    place = tmp_path / "killed"
+    options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 10]
+    options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "chunked", "--device", "cpu"]
+    killed_at(7, "train", *options, "--output-dir", place)
+    assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
+    (place / "checkpoint-8").mkdir()  # as a process killed while saving leaves it
+    (place / "checkpoint-8" / "trainer_state.json").write_text('{"global_step"')
+    with (place / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    assert last_checkpoint(place) == (place / "checkpoint-6", 6)
+    resume(place)
+    assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
+    assert list(losses(place)) == list(range(1, 11))
+    summary = json.loads((place / "summary.json").read_text())
+    assert summary["held_out_loss_before"] == pytest.approx(finished[1]["held_out_loss_before"], rel=1e-5)
+    assert summary["held_out_loss_after"] == pytest.approx(finished[1]["held_out_loss_after"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("options", [{"batch_size": 1000}, {"gradient_accumulation_steps": 500}])
+def test_a_corpus_smaller_than_a_step(micro, tmp_path, options):
+    """Each step is the whole corpus, and that is what is counted."""
+    summary = run(replace(micro.config, max_steps=2, output_dir=tmp_path, **options), QUIET)
+    rows = len(load(tmp_path / "tokens.npz", CONTEXT)[0])
+    assert rows < 1000
+    assert summary["tokens"] == 2 * rows * CONTEXT
+    passed = min(options.get("batch_size", 2), rows)
+    assert summary["loss"]["logits_bytes"] == passed * CONTEXT * summary["vocab_size"] * 4
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
+    """All steps done, the last checkpoint written, and nothing after it: the trained model's loss, not another's."""
+    whole = run(replace(micro.config, sharding=sharding, max_steps=4, output_dir=tmp_path), QUIET)
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "model")
+    written = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(line for line in written if '"final"' not in line))
+    found = resume(tmp_path)
+    assert found["held_out_loss_after"] == pytest.approx(whole["held_out_loss_after"], rel=1e-6)
+    assert found["held_out_loss_after"] < found["held_out_loss_before"] - 0.1
+    assert found["device"] == "cpu"
+    assert dense_held_out_loss(tmp_path) == pytest.approx(found["held_out_loss_after"], rel=1e-5)
+
+
+RANK = """
+import sys
+from logitless.cli.main import main
+from logitless.workbench.sft import run as sft
+sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("chunked", "dense")}
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_are_a_larger_batch(micro, tmp_path):
+    """torchrun with two gloo ranks of one sequence each: the rows of one process with two, so the same losses."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 6]
+    options += ["--learning-rate", 1e-2, "--loss", "chunked", "--device", "cpu", "--batch-size", 1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29_611, script]
+    command = [*launch, "train", *options, "--output-dir", tmp_path / "two"]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training loss") == 1  # one summary, not one per rank
+    alone = run(replace(micro.config, max_steps=6, output_dir=tmp_path / "one"), QUIET)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert dense_held_out_loss(tmp_path / "two") == pytest.approx(alone["held_out_loss_after"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_default_run_loads_in_transformers(tmp_path):
+    """Two steps of `logitless train` without a model or data: Tekken, the standard library, both measurements."""
+    place = tmp_path / "run"
+    summary = run(TrainConfig(max_steps=2, context_length=128, batch_size=2, output_dir=place, loss="chunked"), QUIET)
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    assert len(tokenizer) == summary["vocab_size"] == 131_072
+    assert dense_held_out_loss(place, 128) == pytest.approx(summary["held_out_loss_after"], rel=1e-5)
+    measured = summary["step_memory"]
+    logits = 4 * 256 * 131_072
+    assert measured["dense"]["peak_bytes"] > 2.5 * logits  # logits, log-softmax, and a gradient
+    assert measured["chunked"]["peak_bytes"] < measured["dense"]["peak_bytes"]
+    assert measured["chunked"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
+
+
+def resume(place: Path) -> dict:
+    return run(replace(stored(place, TrainConfig()), resume=place), QUIET)
+
+
+def at_step(monkeypatch, step: int, act) -> None:
+    """Calls `act` in the middle of the step after `step`."""
+    from logitless.workbench.runs import callbacks
+
+    begin = callbacks.GentleStop.on_step_begin
+
+    def on_step_begin(self, args, state, control, **rest):
+        begin(self, args, state, control, **rest)
+        if state.global_step == step:
+            act()
+
+    monkeypatch.setattr(callbacks.GentleStop, "on_step_begin", on_step_begin)
