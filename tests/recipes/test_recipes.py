@@ -13,6 +13,9 @@ from logitless import relax
 
 pytest.importorskip("trl")
 
+from logitless.integrations import trl  # after the check
+from logitless.integrations.trl import install
+
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))
 OTHERS = {"torch", "transformers", "trl", "peft", "datasets"}
@@ -123,8 +126,11 @@ def test_pretrain_lowers_the_loss_and_saves_a_model(run, tmp_path, capsys):
         torch.testing.assert_close(found["loss_of"](batch), dense)
 
 
-def test_grpo_raises_the_reward_and_reports_the_exact_kl(run, capsys):
+def test_grpo_raises_the_reward_and_reports_the_exact_kl(run, capsys, monkeypatch):
+    installed = []
+    monkeypatch.setattr(trl, "install", lambda *args, **options: installed.append(options) or install(*args, **options))
     history = run("grpo.py", "--steps", 20, "--lr", 1e-2)["history"]
+    assert installed == [{"exact_kl": True}]
     assert len(history) == 20
     assert mean(x["reward"] for x in history[-5:]) > 3 * mean(x["reward"] for x in history[:5])
     assert history[0]["kl"] == pytest.approx(0, abs=1e-6)  # the policy is its reference before the first step
