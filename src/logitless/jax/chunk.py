@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ..algebra.online_softmax import MASK, Totals, difference
+from ..algebra.fold import MASK, Totals, difference
 from .mesh import from_owner, varies, varying
 from .problem import Operands, Spec, first_row, local_rows
 from .tiles import Projection, Window, column, compute_dtype, window, windows

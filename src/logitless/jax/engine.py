@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.online_softmax import Totals
+from ..algebra.fold import Totals
 from ..algebra.stats import STATISTICS
 from ..errors import GradientError
 from .chunk import Chunk, entry

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, times
+from ..algebra.fold import EMPTY, MASK, Fold, Totals, difference, finish, merge, times
 from ..algebra.stats import mixture_shares
 from .chunk import Chunk, Kept, Tile
 from .mesh import merged, varying
@@ -29,7 +29,7 @@ def fold(chunk: Chunk, keep: bool = False) -> Folded:
     keep = keep or spec.whole
 
     def step(carry, i):
-        run, zsum, best = Accumulation(**carry[0]), carry[1], carry[2]
+        run, zsum, best = Fold(**carry[0]), carry[1], carry[2]
         tile = chunk.tile(i)
         if tile.z_ref is not None:
             middle = jnp.nan_to_num((tile.z - tile.z_ref).mean(1), nan=0.0, posinf=0.0, neginf=0.0)
@@ -50,7 +50,7 @@ def fold(chunk: Chunk, keep: bool = False) -> Folded:
         best = varying((jnp.full(nothing.shape, -jnp.inf, like.dtype), nothing), chunk.axes)
     start = dict(_empty(chunk, like).items()), zsum, best
     (run, zsum, best), kept = lax.scan(step, start, chunk.slices())
-    totals = finish(merged(Accumulation(**run), spec.axis), chunk.label, jnp)
+    totals = finish(merged(Fold(**run), spec.axis), chunk.label, jnp)
     if zsum is not None:
         totals.mean_logit = (zsum if spec.axis is None else lax.psum(zsum, spec.axis)) / spec.rows
     if best is not None and spec.axis is not None:
@@ -62,9 +62,9 @@ def fold(chunk: Chunk, keep: bool = False) -> Folded:
     return Folded(totals, best, kept if keep else None)
 
 
-def _empty(chunk: Chunk, like: Array) -> Accumulation:
+def _empty(chunk: Chunk, like: Array) -> Fold:
     sums, low = chunk.spec.sums, like + EMPTY
-    out = Accumulation(m=low, rest=like, t=like if "t" in sums else None, r=like if "r" in sums else None)
+    out = Fold(m=low, rest=like, t=like if "t" in sums else None, r=like if "r" in sums else None)
     if "above" in sums:
         out.above = varying(jnp.zeros(like.shape, int), chunk.axes)
     if chunk.reference is not None:
@@ -73,7 +73,7 @@ def _empty(chunk: Chunk, like: Array) -> Accumulation:
     return out
 
 
-def _part(chunk: Chunk, tile: Tile, shift: Array | None) -> Accumulation:
+def _part(chunk: Chunk, tile: Tile, shift: Array | None) -> Fold:
     """The fold of one slice without the label."""
     sums = chunk.spec.sums
     z = jnp.where(tile.out, MASK, jnp.maximum(tile.z, MASK))
@@ -82,7 +82,7 @@ def _part(chunk: Chunk, tile: Tile, shift: Array | None) -> Accumulation:
     w, top = jnp.exp(x), x == 0
     # Σw - 1 as the others' sum: the maximum's own 1 would swallow their digits
     rest = jnp.where(top, 0.0, w).sum(1) + jnp.maximum(top.sum(1) - 1, 0)
-    part = Accumulation(m=m, rest=rest)
+    part = Fold(m=m, rest=rest)
     if "t" in sums:
         part.t = (w * x).sum(1)
     if "r" in sums:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.online_softmax import Accumulation, merge
+from ..algebra.fold import Fold, merge
 
 Axes = tuple[str, ...]
 
@@ -41,10 +41,10 @@ def from_owner(x: Array, mine: Array, axis: str | None) -> Array:
     return x if axis is None else lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis)
 
 
-def merged(fold: Accumulation, axis: str | None) -> Accumulation:
+def merged(fold: Fold, axis: str | None) -> Fold:
     """The fold of every device's part, merged in the order of the devices: bitwise equal on each."""
     if axis is None:
         return fold
     parts = lax.all_gather(dict(fold.items()), axis, to="invarying")
-    each = (Accumulation(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
+    each = (Fold(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
     return reduce(lambda x, y: merge(x, y, jnp), each)

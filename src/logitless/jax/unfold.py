@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.online_softmax import Totals, times
-from ..algebra.stats import Coefficients, coefficients, label_coefficient, mixture_logs
+from ..algebra.fold import Totals, times
+from ..algebra.stats import Slope, label_slope, mixture_logs, slopes
 from .chunk import Chunk, Kept, Tile
 from .tiles import column, product, put
 
@@ -27,9 +27,9 @@ def unfold(
     """(dL/dhidden, `into` with dL/dW and dL/db added) for dL/dstatistics `g`; `best`: ids of the best entries."""
     spec, hidden = chunk.spec, chunk.policy.hidden
     numbers = {name: x for name, x in g.items() if name not in ("top_k_logits", "candidate_logits")}
-    slope = coefficients(numbers, totals, spec.rows, spec.jsd_beta, jnp)
+    slope = slopes(numbers, totals, spec.rows, spec.jsd_beta, jnp)
     hot = _one_hots(chunk, slope, best, g)
-    at_label = None if chunk.label is None else label_coefficient(slope, totals, spec.jsd_beta, jnp)
+    at_label = None if chunk.label is None else label_slope(slope, totals, spec.jsd_beta, jnp)
 
     def step(carry, each):
         dh, dw, db = carry
@@ -51,7 +51,7 @@ def unfold(
     return dh, Grads(dw, db)
 
 
-def _one_hots(chunk: Chunk, slope: Coefficients, best: Array | None, g: dict[str, Array]) -> list[tuple[Array, Array]]:
+def _one_hots(chunk: Chunk, slope: Slope, best: Array | None, g: dict[str, Array]) -> list[tuple[Array, Array]]:
     """(ids, dL/dz at them), (C, K) each: the gradients that go to single entries, the label's aside."""
     out = []
     if best is not None and "argmax" in slope:
@@ -70,7 +70,7 @@ def _add_at(dz: Array, columns: Array, c: Array) -> Array:
     return dz.at[jnp.arange(dz.shape[0])[:, None], where].add(c, mode="drop")
 
 
-def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, slope: Coefficients) -> Array:
+def _slope_tile(chunk: Chunk, tile: Tile, totals: Totals, slope: Slope) -> Array:
     """dL/dz of a slice from the dense bases."""
     c = {basis: column(x) for basis, x in slope.items()}
     log_p = tile.log_p(totals)
