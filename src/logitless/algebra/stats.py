@@ -99,7 +99,7 @@ def bases_of(want: Iterable[str]) -> frozenset[str]:
     return frozenset().union(*(STATISTICS[name].bases for name in want))
 
 
-def coefficients(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Coefficients:
+def coefficients_of(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Coefficients:
     """The coefficients of the gradient formula for upstream gradients `grads` of the statistics."""
     out: Coefficients = {}
     for name, g in grads.items():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.fold import Fold, merge
+from ..algebra.online_softmax import Accumulation, merge
 
 Axes = tuple[str, ...]
 
@@ -41,10 +41,10 @@ def from_owner(x: Array, mine: Array, axis: str | None) -> Array:
     return x if axis is None else lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis)
 
 
-def merge_devices(sums: Fold, axis: str | None) -> Fold:
+def merge_devices(sums: Accumulation, axis: str | None) -> Accumulation:
     """The accumulation of every device's part, merged in the order of the devices: bitwise equal on each."""
     if axis is None:
         return sums
     parts = lax.all_gather(dict(sums.items()), axis, to="invarying")
-    each = (Fold(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
+    each = (Accumulation(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
     return reduce(lambda x, y: merge(x, y, jnp), each)

@@ -168,7 +168,7 @@ def _backward(residual: Any, upstream: Stats) -> tuple[Call]:
 
 
 def _has_gradient(name: str) -> bool:
-    return name in SPARSE or (name in STATISTICS and STATISTICS[name].slope is not None)
+    return name in SPARSE or (name in STATISTICS and STATISTICS[name].coefficients is not None)
 
 
 _stats.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.fold import EMPTY, MASK, Fold, Totals, difference, finish, merge, times
+from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, times
 from ...algebra.stats import mixture_shares
 from ..mesh import merge_devices, varying
 from .chunk import Chunk, Materialised, Slice
@@ -30,7 +30,7 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
 
     def step(carry, i):
         """A slice merged into (running sums, Σz, top entries)."""
-        sums, zsum, topk = Fold(**carry[0]), carry[1], carry[2]
+        sums, zsum, topk = Accumulation(**carry[0]), carry[1], carry[2]
         part = chunk.slice_at(i)
         if part.z_ref is not None:
             middle = jnp.nan_to_num((part.z - part.z_ref).mean(1), nan=0.0, posinf=0.0, neginf=0.0)
@@ -46,7 +46,7 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
 
     start = dict(_empty(chunk, zeros).items()), zeros if "zsum" in options.sums else None, _no_entries(chunk, zeros)
     (sums, zsum, topk), slices = lax.scan(step, start, chunk.slices())
-    totals = finish(merge_devices(Fold(**sums), options.axis_name), chunk.label_logits, jnp)
+    totals = finish(merge_devices(Accumulation(**sums), options.axis_name), chunk.label_logits, jnp)
     if zsum is not None:
         zsum = zsum if options.axis_name is None else lax.psum(zsum, options.axis_name)
         totals.mean_logit = zsum / chunk.call.vocab_size
@@ -59,10 +59,10 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
     return Accumulated(totals, topk, slices)
 
 
-def _empty(chunk: Chunk, zeros: Array) -> Fold:
+def _empty(chunk: Chunk, zeros: Array) -> Accumulation:
     """The sums of no entry."""
     wanted, lowest = chunk.options.sums, zeros + EMPTY
-    out = Fold(m=lowest, rest=zeros, t=zeros if "t" in wanted else None, r=zeros if "r" in wanted else None)
+    out = Accumulation(m=lowest, rest=zeros, t=zeros if "t" in wanted else None, r=zeros if "r" in wanted else None)
     if "above" in wanted:
         out.above = varying(jnp.zeros(zeros.shape, int), chunk.axes)
     if chunk.reference is not None:
@@ -80,7 +80,7 @@ def _no_entries(chunk: Chunk, zeros: Array) -> TopEntries | None:
     return varying((jnp.full(shape, -jnp.inf, zeros.dtype), jnp.full(shape, -1, jnp.int32)), chunk.axes)
 
 
-def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Fold:
+def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Accumulation:
     """The sums of one slice without the label."""
     wanted = chunk.options.sums
     z = jnp.where(part.left_out, MASK, jnp.maximum(part.z, MASK))
@@ -89,7 +89,7 @@ def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Fold:
     w, top = jnp.exp(x), x == 0
     # Σw - 1 as the others' sum: the maximum's own 1 would swallow their digits.
     rest = jnp.where(top, 0.0, w).sum(1) + jnp.maximum(top.sum(1) - 1, 0)
-    out = Fold(m=m, rest=rest)
+    out = Accumulation(m=m, rest=rest)
     if "t" in wanted:
         out.t = (w * x).sum(1)
     if "r" in wanted:

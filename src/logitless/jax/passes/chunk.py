@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ...algebra.fold import MASK, Totals, difference
+from ...algebra.online_softmax import MASK, Totals, difference
 from ..call import Call, Options
 from ..mesh import from_owner, varies, varying
 from .projection import Projection, column

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.fold import Totals
+from ...algebra.online_softmax import Totals
 from ...algebra.stats import STATISTICS
 from ...errors import GradientError
 from ..call import Call, Tokens

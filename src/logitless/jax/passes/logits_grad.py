@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.fold import Totals, times
-from ...algebra.stats import Slope, label_slope, mixture_logs, slopes
+from ...algebra.online_softmax import Totals, times
+from ...algebra.stats import Coefficients, coefficients_of, label_coefficient, mixture_logs
 from .chunk import Chunk, Materialised, Slice
 from .projection import column, product
 from .windows import put
@@ -35,9 +35,9 @@ def backward(
     """(dL/dhidden, `into` with dL/dW and dL/db added) for dL/dstatistics `g`; `slices`: logits, if materialised."""
     options, hidden = chunk.options, chunk.policy.hidden
     numbers = {name: x for name, x in g.items() if name not in SPARSE}
-    coefficients = slopes(numbers, totals, chunk.call.vocab_size, options.jsd_beta, jnp)
+    coefficients = coefficients_of(numbers, totals, chunk.call.vocab_size, options.jsd_beta, jnp)
     one_hots = _one_hots(chunk, coefficients, topk_ids, g)
-    at_label = None if chunk.label_logits is None else label_slope(coefficients, totals, options.jsd_beta, jnp)
+    at_label = None if chunk.label_logits is None else label_coefficient(coefficients, totals, options.jsd_beta, jnp)
 
     def step(carry, each):
         """A slice's share of (dL/dhidden, dL/dW, dL/db) added."""
@@ -61,7 +61,7 @@ def backward(
 
 
 def _one_hots(
-    chunk: Chunk, coefficients: Slope, topk_ids: Array | None, g: dict[str, Array]
+    chunk: Chunk, coefficients: Coefficients, topk_ids: Array | None, g: dict[str, Array]
 ) -> list[tuple[Array, Array]]:
     """(ids, dL/dz at them), (C, K) each: the gradients that go to single entries, the label's aside."""
     candidates = chunk.call.tokens.candidates
@@ -82,7 +82,7 @@ def _add_at(dz: Array, columns: Array, c: Array) -> Array:
     return dz.at[jnp.arange(dz.shape[0])[:, None], where].add(c, mode="drop")
 
 
-def _dense_logits_grad(chunk: Chunk, part: Slice, totals: Totals, coefficients: Slope) -> Array:
+def _dense_logits_grad(chunk: Chunk, part: Slice, totals: Totals, coefficients: Coefficients) -> Array:
     """dL/dz of a slice from the bases that have a number for every entry."""
     c = {basis: column(x) for basis, x in coefficients.items()}
     log_p = part.log_p(totals)

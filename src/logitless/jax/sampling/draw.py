@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.fold import MASK
+from ...algebra.online_softmax import MASK
 from ...algebra.rules import Rules
 from ...errors import OptionError
 from ..mesh import varying

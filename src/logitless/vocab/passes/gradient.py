@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.online_softmax import Totals
-from ...algebra.stats import Coefficients, coefficients
+from ...algebra.stats import Coefficients, coefficients_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients
 from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Needs
@@ -44,7 +44,7 @@ def add_gradient(
     top_k, policy = call.options.top_k, chunk.policy
     stat_grads = dict(stat_grads)
     sparse = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
-    c = coefficients(stat_grads, totals, policy.head.rows, call.options.jsd_beta, torch)
+    c = coefficients_of(stat_grads, totals, policy.head.rows, call.options.jsd_beta, torch)
     dense = dict(c)
     if "logprob" in dense:
         g = dense.pop("logprob")
