@@ -1,4 +1,4 @@
-"""House rules that nobody should have to remember: who may import whom, and how long things may be."""
+"""House rules that nobody should have to remember: who may import whom, and how long functions may be."""
 
 import ast
 import subprocess
@@ -86,6 +86,107 @@ def test_imports_run_one_way(path):
         allowed = {other for other in RANK if RANK[other] < RANK[part]} | {part}
         # The public face is for users; below the integrations a name comes from where it is defined.
         assert own_parts(path) <= allowed | ({""} if RANK[part] >= RANK["integrations"] else set())
+
+
+# Packages of a package, from the ground up: each may use those before it and itself.
+FLOORS = {
+    "vocab": ("sizing", "devices", "head", "ranks", "call", "backends", "passes"),
+    "workbench": ("runs", "profile", "plan", "page", "sft", "scoring", "align", "grade"),
+    "integrations": ("transformers", "trl"),
+}
+# Rooms of `vocab` that stand beside its floors, and where: `stats` is read by the passes, the others see all of it.
+ABOVE = {"vocab": {"stats": "passes", "noise": "head", "reference": "head"}}
+FACES = {"vocab": "logitless.vocab.face"}  # what other packages may import of one
+KERNELS_OWN = {"sample/triton_draw.py"}  # draws with the Triton backend's kernels, which the face cannot import
+
+
+def module_of(path: Path) -> str:
+    return ".".join(["logitless", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def files_imported(path: Path) -> set[str]:
+    """The modules of logitless that a file imports, TYPE_CHECKING and local imports included."""
+    found = set()
+    for name in imported(path):
+        parts = name.split(".")
+        while parts and ".".join(parts) not in MODULES:
+            parts.pop()
+        if parts:
+            found.add(".".join(parts))
+    return found
+
+
+def groups_in_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of files that import each other (strongly connected components, Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def test_no_files_import_each_other():
+    graph = {name: files_imported(path) - {name} for name, path in MODULES.items() if path.name != "__init__.py"}
+    graph = {name: {other for other in to if other in graph} for name, to in graph.items()}
+    assert groups_in_circles(graph) == []
+
+
+def test_a_circle_is_found():
+    assert groups_in_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+@each_file
+def test_floors_of_a_package(path):
+    part, *rest = path.relative_to(ROOT).parts
+    floors = FLOORS.get(part)
+    here = rest[0] if len(rest) > 1 else None
+    if floors is None or here not in floors:
+        return
+    beside = ABOVE.get(part, {})
+    for name in files_imported(path):
+        package, *inner = name.removeprefix("logitless.").split(".")
+        if package == part and inner:
+            floor = inner[0] if inner[0] in floors else beside.get(inner[0])
+            assert floor is not None, f"{name} stands above the floors of {part}"
+            assert floors.index(floor) <= floors.index(here), f"{here} imports {name}"
+
+
+@each_file
+def test_a_package_is_used_through_its_face(path):
+    if part_of(path) in FACES or path.name == "__init__.py" or str(path.relative_to(ROOT)) in KERNELS_OWN:
+        return
+    for part, face in FACES.items():
+        own = {name for name in files_imported(path) if name.startswith(f"logitless.{part}")}
+        assert own <= {face}
+
+
+@each_file
+def test_names_with_an_underscore_stay_in_their_file(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("logitless")):
+            assert not [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
 
 
 @each_file

@@ -8,7 +8,7 @@ import torch
 import logitless as ll
 from logitless.cli.doctor import CALLS
 from logitless.cli.main import main
-from logitless.vocab.backends.triton import support as triton_support
+from logitless.vocab.call import triton_support
 
 SMALL = ["--tokens", "64", "--hidden-size", "16", "--vocab-size", "301", "--dtype", "float32", "--device", "cpu"]
 

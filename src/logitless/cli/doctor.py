@@ -102,10 +102,10 @@ def _devices() -> Iterator[dict[str, Any]]:
 def _backends() -> Iterator[dict[str, Any]]:
     import torch
 
-    from ..vocab.face import BACKENDS
+    from ..vocab.face import CANDIDATES
 
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        for name, backend in BACKENDS.items():
+        for name, backend in CANDIDATES.items():
             reason = backend.why_not(device)
             yield {"backend": name, "device": device, "runs": reason is None, "reason": reason}
 

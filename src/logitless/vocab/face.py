@@ -6,10 +6,11 @@ The public names of `logitless` come first; the rest is for whoever reads a pass
 from .api import TokenStats, explain, linear_cross_entropy, token_loss, token_stats
 from .backends.base import Accumulated, Chunk, Tile
 from .backends.eager.topk import keep_topk
-from .backends.load import BACKENDS, load
+from .backends.load import load
 from .backends.logits import exp_
 from .backends.rows import dot, scatter, weighted
 from .call.call import Call
+from .call.choice import CANDIDATES
 from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
 from .call.options import Options
 from .call.validate import check_logits, flatten
@@ -27,7 +28,7 @@ from .reference import dense_cross_entropy
 from .sizing import Sizing, sizing
 
 __all__ = [
-    "BACKENDS",
+    "CANDIDATES",
     "Accumulated",
     "Call",
     "Chunk",

@@ -5,8 +5,8 @@ import torch
 
 import logitless as ll
 from logitless.errors import BackendError
-from logitless.vocab.backends.triton import support as triton_support
-from logitless.vocab.call import choice
+from logitless.vocab.backends.load import LOADERS, load
+from logitless.vocab.call import choice, triton_support
 
 
 def on_a_gpu(monkeypatch, capability=(9, 0)):
@@ -52,3 +52,8 @@ def test_by_name_on_a_cpu():
     x = torch.randn(3, 4)
     with pytest.raises(BackendError, match="needs a CUDA device, got cpu; set TRITON_INTERPRET=1"):
         ll.token_stats(x, ll.LMHead(torch.randn(5, 4)), torch.tensor([0, 1, 2]), backend="triton")
+
+
+def test_every_candidate_can_be_loaded_by_its_name():
+    assert set(choice.CANDIDATES) == set(LOADERS)
+    assert type(load("eager")).__name__ == "EagerBackend"

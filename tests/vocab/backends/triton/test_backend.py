@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from logitless.sample import sample_tokens
-from logitless.vocab.backends.triton import support
+from logitless.vocab.backends.triton import tuned
 from tests.support.vocab.triton_cases import CASES, SLOW
 
-BACKENDS = Path(support.__file__).parent
+BACKENDS = Path(tuned.__file__).parent
 SAMPLE = Path(sys.modules[sample_tokens.__module__].__file__).with_name("triton_draw.py")
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

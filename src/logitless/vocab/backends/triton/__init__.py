@@ -1,1 +1,1 @@
-"""The pass as Triton kernels. Only `support` may be imported where triton is not installed."""
+"""The pass as Triton kernels: imported on first use, where triton is installed."""
