@@ -1,0 +1,1 @@
+"""What every run shares: options, files, checkpoints, models, data, ranks and progress."""

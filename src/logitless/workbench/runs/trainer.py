@@ -1,0 +1,78 @@
+"""What every run tells transformers' Trainer, and how a trained model is saved."""
+
+from __future__ import annotations
+from .files import write_whole
+from .options import RunOptions
+from .tokenizer import TextTokenizer
+from datasets import disable_progress_bars
+from pathlib import Path
+from transformers import TrainingArguments
+from transformers.utils import logging as transformers_logging
+from typing import Any
+import torch
+
+
+def on_processors(config: RunOptions) -> bool:
+    """Whether a run computes on processors: there ranks find each other only if accelerate is told so."""
+    return config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
+
+
+CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
+
+
+WARM_UP = 0.05  # of the steps
+
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def quiet() -> None:
+    """Leaves the console to the run: no warnings and progress bars of the libraries beneath it."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
+
+
+def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
+    """What a trainer is told in every run; `more`: what `kind` adds to it or has in its place."""
+    shared: dict[str, Any] = {
+        "output_dir": str(place),
+        "max_steps": config.max_steps,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "learning_rate": rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": max(1, round(WARM_UP * config.max_steps)),
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # a loss that is not a number must show
+        "save_steps": min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
+        "save_total_limit": 2,
+        "seed": config.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "use_cpu": on_processors(config),
+        "dataloader_pin_memory": config.device != "cpu" and torch.cuda.is_available(),
+    }
+    given = kind(**{**shared, **more})
+    if given.n_gpu > 1:
+        given._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
+    return given
+
+
+def save_model(
+    place: Path, tokenizer: TextTokenizer, lora_rank: int, model: Any, weights: dict[str, Any] | None
+) -> None:
+    """model/: what `AutoModelForCausalLM.from_pretrained` loads, adapters merged in; adapter/: those alone."""
+    model.config.use_cache = True  # Trainer turns it off for training; whoever generates wants it
+
+    def save(path: Path) -> None:
+        model.save_pretrained(path, state_dict=weights)
+        tokenizer.saved.save_pretrained(path)
+
+    if not lora_rank:
+        return write_whole(place / "model", save)
+    write_whole(place / "adapter", save)
+    model, weights = model.merge_and_unload(), None
+    write_whole(place / "model", save)
