@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -26,9 +26,7 @@ from ..units import parse_bytes
 from ..workbench.runs.model import ModelSource, build, load_tokenizer, resolve_trained
 from ..workbench.sft.config import TrainConfig
 from ..workbench.sft.default_model import default_model
-
-if TYPE_CHECKING:
-    from .sample_config import SampleConfig
+from .sample_config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -6,8 +6,8 @@ import pytest
 
 from logitless.errors import OptionError
 from logitless.units import format_bytes, parse_bytes
-from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.runs.options import from_dict, read_file
+from logitless.workbench.sft.config import TrainConfig
 
 TOML = """
 max-steps = 7

@@ -47,7 +47,7 @@ def as_text(recording: Recording) -> str:
     return text.getvalue()
 
 
-def _columns(*names: str) -> Table:
+def columns(*names: str) -> Table:
     """A table with columns from ">name" (to the right), "=name" (to the left, never folded) and "<name"."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
@@ -57,7 +57,7 @@ def _columns(*names: str) -> Table:
 
 
 def _stages(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
+    table = columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
     names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
     for name in names:
         cells = []
@@ -73,7 +73,7 @@ def _stages(recordings: dict[str, Recording], units: str) -> Table:
 
 
 def _categories(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("=at the peak", *(f">{name}" for name in recordings))
+    table = columns("=at the peak", *(f">{name}" for name in recordings))
     found = [recording.categories(recording.peak.event) for recording in recordings.values()]
     for category in CATEGORIES:
         if any(category in one for one in found):
@@ -85,7 +85,7 @@ def _categories(recordings: dict[str, Recording], units: str) -> Table:
 def _largest(recording: Recording, units: str, width: int) -> Table:
     """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
     wide = width >= WIDE
-    table = _columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
+    table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
     for a in recording.alive(recording.peak.event)[:LARGEST]:
         shape = " × ".join(f"{n:,}" for n in a.shape)
         cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from ...units import format_bytes
 from .measure import Measured
 from .recording import Recording
-from .recording_tables import _columns
+from .recording_tables import columns
 from .savings import Remedy
 from .step import Step
 
@@ -36,7 +36,7 @@ def headline(step: Step, parameters: int) -> str:
 
 def show_remedies(found: Sequence[Remedy], base: Recording, console: Console, units: str = "GiB") -> None:
     """Remedies by what they save."""
-    table = _columns("<remedy", ">peak", ">saved", "<peaks in")
+    table = columns("<remedy", ">peak", ">saved", "<peaks in")
     table.add_row("as given", format_bytes(base.peak.nbytes, units), "–", base.peak.stage)
     for remedy in found:
         peak = remedy.recording.peak
@@ -48,7 +48,7 @@ def show_remedies(found: Sequence[Remedy], base: Recording, console: Console, un
 def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
     """Predicted against counted and measured peaks, stage by stage."""
     machine = "resident set" if measured.device == "cpu" else "allocator"
-    table = _columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
+    table = columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
     rows = zip(measured.predicted.stages, measured.counted.stages, measured.readings, strict=True)
     for predicted, counted, (_, most) in rows:
         error = f"{100 * (predicted.peak / counted.peak - 1):+.2f} %"

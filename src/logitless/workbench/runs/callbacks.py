@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ...errors import OptionError
 from ...resident import peak_bytes
 from .files import append_line, read_lines, write_lines
-from .packing import Collate, IGNORED, PackedRows, collate
+from .packing import IGNORED, Collate, PackedRows, collate
 
 
 class Records(TrainerCallback):

@@ -11,7 +11,6 @@ from typing import Any
 
 from ...errors import DataError
 from .tokenizer import TextTokenizer
-from typing import Any
 
 TEXT_FIELDS = ("text", "content")
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}

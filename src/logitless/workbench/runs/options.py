@@ -1,22 +1,19 @@
 """What the options of every run share, and how they are read from files (no torch import)."""
 
 from __future__ import annotations
-from ...errors import OptionError
-from ...units import parse_bytes
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
-from typing import Literal
-from typing import Self
-from typing import TypeVar
+
 import dataclasses
 import json
 import math
 import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
 
+from ...errors import OptionError
+from ...units import parse_bytes
 
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
 

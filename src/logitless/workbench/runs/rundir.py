@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ...errors import ConfigError, LogitlessError, OptionError
 from .checkpoints import checkpoints, damaged_file, discard_unfinished, last_checkpoint
-from .options import Options, RESUMABLE, RunOptions, from_dict
 from .files import write_json
+from .options import RESUMABLE, Options, RunOptions, from_dict
 
 RUN_FILE, SUMMARY_FILE, TOKENS_FILE = "run.json", "summary.json", "tokens.npz"
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full

@@ -1,15 +1,18 @@
 """What every run tells transformers' Trainer, and how a trained model is saved."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import disable_progress_bars
+from transformers import TrainingArguments
+from transformers.utils import logging as transformers_logging
+
 from .files import write_whole
 from .options import RunOptions
 from .tokenizer import TextTokenizer
-from datasets import disable_progress_bars
-from pathlib import Path
-from transformers import TrainingArguments
-from transformers.utils import logging as transformers_logging
-from typing import Any
-import torch
 
 
 def on_processors(config: RunOptions) -> bool:
