@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeviceError, OptionError
-from ..units import format_bytes, parse_bytes
+from ..errors import DeviceError
+from ..units import format_bytes
 from ..versions import versions
+from ..workbench.runs.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
 from . import options
 from .output import deliver
 
@@ -40,33 +40,28 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool, bool]] = {
 class DoctorConfig:
     """Options of `logitless doctor`."""
 
-    tokens: int = 8192
+    tokens: Count = 8192
     """Of the typical calls."""
-    hidden_size: int = 4096
+    hidden_size: Count = 4096
     """Of the typical calls."""
-    vocab_size: int = 151_936
+    vocab_size: Count = 151_936
     """Of the typical calls."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the typical calls' hidden states and head."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the typical calls would run. auto: a GPU if torch sees one."""
-    json: Path | None = None
-    """Write all of it as JSON to this file (- for standard output)."""
+    memory_budget: MemoryBudget = MEMORY_BUDGET
+    device: Device = "auto"
+    json: JsonFile = None
 
     def check(self) -> DoctorConfig:
         """Itself; OptionError for a size that means nothing."""
-        for name in ("tokens", "hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        check_values(self)
         return self
 
 
 def main(arguments: Sequence[str]) -> int:
     """Looks, shows, writes; 0 whatever it finds."""
     config = options.parse(DoctorConfig, prog="logitless doctor", description=DESCRIPTION, arguments=arguments).check()
-    budget = parse_bytes(config.memory_budget, "--memory-budget")
+    budget = budget_bytes(config.memory_budget)
     import torch  # below, so that --help needs no torch
 
     if config.device == "cuda" and not torch.cuda.is_available():

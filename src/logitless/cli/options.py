@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from ..errors import OptionError
-from ..workbench.runs.options import RunOptions, read_file, read_table
+from ..workbench.runs.options import Option, RunOptions, read_file, read_table
 from ..workbench.runs.rundir import RUN_FILE, stored
 from .output import check_writable
 
@@ -48,7 +48,14 @@ def _help(default: Any, prog: str, description: str) -> NoReturn:
     kind = type(default)
     hints, said = get_type_hints(kind, include_extras=True), _docstrings(kind)
     told = [
-        (f.name, hints[f.name], field(default=getattr(default, f.name), metadata={"help": said.get(f.name)}))
+        (
+            f.name,
+            hints[f.name],
+            field(
+                default=getattr(default, f.name),
+                metadata={"help": said.get(f.name) or _shared_help(hints[f.name])},
+            ),
+        )
         for f in fields(default)
     ]
     width = shutil.get_terminal_size().columns
@@ -66,6 +73,11 @@ def _docstrings(kind: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
+
+
+def _shared_help(kind: Any) -> str | None:
+    """The help of an option that several commands share."""
+    return next((o.help for o in getattr(kind, "__metadata__", ()) if isinstance(o, Option)), None)
 
 
 def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequence[str]) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,9 +22,8 @@ from ..sample.described import described
 from ..sample.record import SampleRecord
 from ..sample.terminal import streamed
 from ..sample.text import shown
-from ..units import parse_bytes
-from ..workbench.runs.model import ModelSource, build, load_tokenizer, resolve_trained
-from ..workbench.sft.config import TrainConfig
+from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..workbench.runs.options import budget_bytes
 from ..workbench.sft.default_model import default_model
 from .sample_config import SampleConfig
 
@@ -78,7 +77,7 @@ def _source(config: SampleConfig) -> ModelSource:
 def _load(config: SampleConfig, source: ModelSource) -> Any:
     """The model, on its device."""
     transformers.utils.logging.disable_progress_bar()
-    model = build(replace(TrainConfig(model=config.model, dtype=config.dtype), context_length=1), source)
+    model = load_model(source, dtype=config.dtype)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return model.eval().to("cuda" if cuda else "cpu")
 
@@ -154,7 +153,7 @@ def _complete(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
         keep=config.keep,
         seeds=torch.tensor([job.seed for job in jobs], device=device),
-        memory_budget=parse_bytes(config.memory_budget, "--memory-budget"),
+        memory_budget=budget_bytes(config.memory_budget),
         on_step=on_step,
         max_new_tokens=jobs[0].room,
         pad_token_id=pad,

@@ -239,7 +239,7 @@ def test_own_command_lines_parse_and_pass_the_commands_checks():
         assert config.memory_budget_bytes in (256 << 20, 1000)
         if config.model != "DIR":
             source = resolve(config.model)
-            reaching(config, source)
+            reaching(source, config.context_length, config.rope_scaling)
             if config.model not in loaded:
                 load_tokenizer(source)
             loaded.add(config.model)
