@@ -12,11 +12,7 @@ from ...units import format_bytes
 from .recording import CATEGORIES, LARGEST, Recording
 
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
-
-
 WIDE = 110  # columns of a console
-
-
 NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
