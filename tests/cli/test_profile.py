@@ -12,13 +12,26 @@ from logitless.workbench.profile.recording import FEW, POINTS
 pytestmark = pytest.mark.compiled  # fake tensors hold nothing to poison
 
 SMALL = {
-    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
 STAGES = [
-    "parameters", "optimizer state", "after embedding", "after first layer", "after full forward", "loss", "backward",
+    "parameters",
+    "optimizer state",
+    "after embedding",
+    "after first layer",
+    "after full forward",
+    "loss",
+    "backward",
     "optimizer",
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -67,9 +80,14 @@ def test_json(model, capsys):
     for remedy in found["remedies"]:
         assert remedy["saved_bytes"] == found["runs"]["chunked"]["peak"]["bytes"] - remedy["peak"]["bytes"]
     assert set(found["real"]["stages"][0]) == {
-        "name", "predicted_bytes", "predicted_peak_bytes", "counted_bytes", "counted_peak_bytes", "measured_bytes",
+        "name",
+        "predicted_bytes",
+        "predicted_peak_bytes",
+        "counted_bytes",
+        "counted_peak_bytes",
+        "measured_bytes",
         "measured_peak_bytes",
-    }  # fmt: skip
+    }
 
 
 def test_files(model, tmp_path):

@@ -22,9 +22,17 @@ DESCRIPTION = """What this machine has, which backends can run on it, and what t
 
 Computes nothing: prices and slices are those that the calls themselves would get."""
 PACKAGES = (
-    "torch", "triton", "transformers", "trl", "peft", "accelerate", "jax", "liger-kernel",
-    "cut-cross-entropy", "quack-kernels",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "jax",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+)
 # name: statistics, what is trained, whether the loss is known in the forward pass, whether there is a reference
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool, bool]] = {
     "cross-entropy, trainable head": (("logprob",), ("hidden", "weight"), True, False),
@@ -90,8 +98,12 @@ def _devices() -> Iterator[dict[str, Any]]:
         p = torch.cuda.get_device_properties(i)
         capability = f"{p.major}.{p.minor}"
         yield {
-            "device": f"cuda:{i}", "name": p.name, "threads": None, "bytes": p.total_memory, "capability": capability,
-        }  # fmt: skip
+            "device": f"cuda:{i}",
+            "name": p.name,
+            "threads": None,
+            "bytes": p.total_memory,
+            "capability": capability,
+        }
 
 
 def _backends() -> Iterator[dict[str, Any]]:
@@ -128,11 +140,18 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
             x["hidden"], ll.LMHead(x["weight"]), labels, loss=loss, want=want, reference=reference, memory_budget=budget
         )
         yield {
-            "call": name, "backend": said.backend, "gemms": said.price.gemms, "method": said.price.method,
-            "tflop": said.flop / 1e12, "slice_tokens": said.slices.tokens, "slice_entries": said.slices.width,
-            "buffer_bytes": said.buffer_bytes, "kept_bytes": said.kept_bytes, "gradient_bytes": said.gradient_bytes,
+            "call": name,
+            "backend": said.backend,
+            "gemms": said.price.gemms,
+            "method": said.price.method,
+            "tflop": said.flop / 1e12,
+            "slice_tokens": said.slices.tokens,
+            "slice_entries": said.slices.width,
+            "buffer_bytes": said.buffer_bytes,
+            "kept_bytes": said.kept_bytes,
+            "gradient_bytes": said.gradient_bytes,
             "dense_bytes": said.dense_bytes,
-        }  # fmt: skip
+        }
 
 
 def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, console: Console) -> None:

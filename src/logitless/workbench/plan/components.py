@@ -35,9 +35,14 @@ def components(setting: Setting, way: str) -> list[Component]:
     """
     vocabulary = WAYS[way][setting.kind.soft_tokens]
     parts = (
-        _weights(setting), _made(training(setting)), _made(sharding(setting)), _body(setting, way), _experts(setting),
-        _rollout(setting), _made(vocabulary(setting)),
-    )  # fmt: skip
+        _weights(setting),
+        _made(training(setting)),
+        _made(sharding(setting)),
+        _body(setting, way),
+        _experts(setting),
+        _rollout(setting),
+        _made(vocabulary(setting)),
+    )
     rows = [row for part in parts for row in part]
     kept = []
     for row in rows:

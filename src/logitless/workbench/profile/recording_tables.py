@@ -59,11 +59,10 @@ def _stages(recordings: dict[str, Recording], units: str) -> Table:
         cells = []
         for recording in recordings.values():
             found = [s for s in recording.stages if s.name == name]
-            cells += (
-                [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
-                if (found)
-                else ["–", "–"]
-            )
+            if found:
+                cells += [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
+            else:
+                cells += ["–", "–"]
         table.add_row(name, *cells)
     return table
 

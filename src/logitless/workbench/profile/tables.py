@@ -27,10 +27,14 @@ def headline(step: Step, parameters: int) -> str:
         f"attention {step.attention}",
         f"optimizer {step.optimizer}",
     ]
-    parts += ["gradient checkpointing"] * step.gradient_checkpointing
-    parts += ["offloaded"] * step.offload_activations
-    parts += [f"MLP in {step.mlp_tiles} tiles"] * (step.mlp_tiles > 1)
-    parts += [f"LoRA rank {step.lora_rank}"] * bool(step.lora_rank)
+    if step.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if step.offload_activations:
+        parts.append("offloaded")
+    if step.mlp_tiles > 1:
+        parts.append(f"MLP in {step.mlp_tiles} tiles")
+    if step.lora_rank:
+        parts.append(f"LoRA rank {step.lora_rank}")
     return " · ".join(parts)
 
 
