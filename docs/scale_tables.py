@@ -4,7 +4,7 @@ from docs.markdown import grid
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import exchange
+from logitless.workbench.plan.traffic import traffic
 
 MODEL, LENGTH, TOKENS = "qwen3-8b", 131_072, 1 << 25
 LAYOUTS = (  # GPUs, sharding, tensor parallel, context parallel
@@ -47,7 +47,7 @@ def scale() -> str:
         peaks = [f"{made.peak / GIB:,.0f} GiB" for made in (dense, ours)]
         held.append([*where, str(given.accumulation), *peaks, ours.peak_phase])
         amounts = dict.fromkeys(columns, 0)
-        for row in exchange(given):
+        for row in traffic(given):
             amounts[COLUMNS[row.name.split(",")[0]]] += row.nbytes
         cells = [f"{nbytes / GIB:,.1f}" if nbytes else "" for nbytes in amounts.values()]
         sent.append([*where, *cells, f"{sum(amounts.values()) / GIB:,.0f}"])

@@ -43,7 +43,7 @@ class ProfileConfig:
     batch_size: int = 1
     """Sequences of the step."""
     loss: Literal["dense", "chunked"] = "chunked"
-    """Both are traced; this one is measured by --real, lists its largest tensors, and gets the remedies."""
+    """Both are traced; this one is measured by --real, lists its largest tensors, and gets the savings."""
     gradient_checkpointing: Checkpointing = False
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1
@@ -55,7 +55,7 @@ class ProfileConfig:
     dtype: str = "bfloat16"
     """Of weights and activations: bfloat16, float16 or float32."""
     memory_budget: MemoryBudget = MEMORY_BUDGET
-    remedies: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Trace, each as slowly, these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
@@ -75,16 +75,16 @@ def main(arguments: Sequence[str]) -> int:
     from ..models.catalog import shape_of
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
     from ..workbench.profile.measure import measure
-    from ..workbench.profile.savings import chosen, remedies
+    from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
     from ..workbench.runs.files import write_whole
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
-    names, parameters = chosen(tuple(chain.from_iterable(config.remedies))), shape_of(config.model).parameters
+    names, parameters = chosen(tuple(chain.from_iterable(config.savings))), shape_of(config.model).parameters
     recordings = both(step)
     base = recordings[step.loss]
-    found = remedies(step, base, names, recordings)
+    found = savings(step, base, names, recordings)
     measured = None if config.real is None else measure(step, config.real)
 
     title = tables.headline(step, parameters)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"[bold]{title}[/bold]", highlight=False)
         recording_tables.show(recordings, step.loss, console, config.units)
         if names:
-            tables.show_remedies(found, base, console, config.units)
+            tables.show_savings(found, base, console, config.units)
         if measured is not None:
             tables.show_measured(measured, console, config.units)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..errors import ConfigError, OptionError
 from ..integrations.transformers.generation import generate
 from ..models.positions import reach
-from ..sample.described import described
 from ..sample.record import SampleRecord
+from ..sample.shown import to_dict
 from ..sample.terminal import streamed
 from ..sample.text import shown
 from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
@@ -53,7 +53,7 @@ def run(
     with _watched(jobs, tokenizer, console, screen) as on_step:
         for batch in _batches(jobs, config.batch_size):
             for job, record in zip(batch, _complete(config, model, tokenizer, batch, on_step), strict=True):
-                about = described(record, tokenizer, job.ids)
+                about = to_dict(record, tokenizer, job.ids)
                 tables.append(_table(record, about, len(sequences)))
                 sequences.append(_named(config, job, about, _ends(model, tokenizer)))
     summary = {

@@ -15,7 +15,7 @@ from logitless.algebra.costs import logits_bytes, slices_of
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.profile import fakes
 from logitless.workbench.profile.measure import measure
-from logitless.workbench.profile.savings import CHANGES, chosen, remedies
+from logitless.workbench.profile.savings import CHANGES, chosen, savings
 from logitless.workbench.profile.step import LOSSES, Step, both, build, run, traced
 from logitless.workbench.profile.trace import trace
 from tests.support.allocations import AllocationTracker
@@ -180,10 +180,10 @@ def test_what_a_gpus_fused_attention_allocates():
         assert [g.shape for g in grads] == [x.shape for x in inputs]
 
 
-def test_remedies_are_traced_and_ranked(model_file):
+def test_savings_are_traced_and_ranked(model_file):
     step = Step(model_file("qwen3", vocab_size=8192), context_length=512, loss="dense", optimizer="none")
     known = both(step)
-    found = remedies(step, known["dense"], ["all"], known)
+    found = savings(step, known["dense"], ["all"], known)
     assert {r.name for r in found} == set(CHANGES)
     assert [r.saved for r in found] == sorted((r.saved for r in found), reverse=True)
     assert found[0].name in ("chunked-loss", "half-context")
@@ -191,7 +191,7 @@ def test_remedies_are_traced_and_ranked(model_file):
     done = replace(
         step, loss="chunked", gradient_checkpointing=True, lora_rank=2, offload_activations=True, mlp_tiles=2
     )
-    assert [r.name for r in remedies(done, known["chunked"], ["all"], known)] == ["half-context"]
+    assert [r.name for r in savings(done, known["chunked"], ["all"], known)] == ["half-context"]
     assert chosen(["lora", "checkpointing"]) == ["checkpointing", "lora"]
 
 

@@ -21,7 +21,7 @@ class Sent:
     nbytes: int
 
 
-def exchange(setting: Setting) -> list[Sent]:
+def traffic(setting: Setting) -> list[Sent]:
     """What a supervised step sends, largest first; rows of nothing are left out."""
     rows = [*_sharding(setting), *_tensor(setting), *_context(setting)]
     return sorted((Sent(name, nbytes) for name, nbytes in rows if nbytes), key=lambda row: -row.nbytes)

@@ -12,7 +12,7 @@ from ...units import format_bytes
 from .measure import Measured
 from .recording import Recording
 from .recording_tables import columns
-from .savings import Remedy
+from .savings import Saving
 from .step import Step
 
 SCHEMA = 1
@@ -38,14 +38,14 @@ def headline(step: Step, parameters: int) -> str:
     return " · ".join(parts)
 
 
-def show_remedies(found: Sequence[Remedy], base: Recording, console: Console, units: str = "GiB") -> None:
-    """Remedies by what they save."""
-    table = columns("<remedy", ">peak", ">saved", "<peaks in")
+def show_savings(found: Sequence[Saving], base: Recording, console: Console, units: str = "GiB") -> None:
+    """What each change saves, the most first."""
+    table = columns("<saving", ">peak", ">saved", "<peaks in")
     table.add_row("as given", format_bytes(base.peak.nbytes, units), "–", base.peak.stage)
-    for remedy in found:
-        peak = remedy.recording.peak
-        table.add_row(remedy.name, format_bytes(peak.nbytes, units), format_bytes(remedy.saved, units), peak.stage)
-    console.print("[bold]remedies, each traced[/bold]")
+    for saving in found:
+        peak = saving.recording.peak
+        table.add_row(saving.name, format_bytes(peak.nbytes, units), format_bytes(saving.saved, units), peak.stage)
+    console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
 
 
@@ -69,7 +69,7 @@ def as_json(
     step: Step,
     parameters: int,
     recordings: dict[str, Recording],
-    found: Sequence[Remedy] = (),
+    found: Sequence[Saving] = (),
     measured: Measured | None = None,
 ) -> dict[str, Any]:
     """The whole profile; sizes in bytes, `timeline` as (event, bytes), an event being an allocation or a free."""
@@ -79,6 +79,6 @@ def as_json(
         "step": asdict(step),
         "parameters": parameters,
         "runs": {name: recording.as_json() for name, recording in recordings.items()},
-        "remedies": [remedy.as_json() for remedy in found],
+        "savings": [saving.as_json() for saving in found],
         "real": None if measured is None else measured.as_json(),
     }
