@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from .errors import OptionError
-from .models.catalog import LARGEST
 
+LARGEST = 2**63 - 1  # what torch and every file format can count
 UNITS = {  # name, bytes, whether hundredths are shown
     "GiB": (("TiB", 1 << 40, True), ("GiB", 1 << 30, True), ("MiB", 1 << 20, False), ("KiB", 1 << 10, False)),
     "GB": (("TB", 10**12, True), ("GB", 10**9, True), ("MB", 10**6, False), ("kB", 10**3, False)),

@@ -20,7 +20,7 @@ pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[
     ],
 )
 def test_sharded_heads_give_what_one_device_gives(name):
-    script = Path(__file__).with_name("sharded.py")
+    script = Path(__file__).parents[1] / "support" / "jax" / "sharded.py"
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, script, name], env=os.environ | four, capture_output=True, text=True, timeout=280, check=False

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..units import LARGEST
 from .positions import plain, reached
 from .presets import PRESETS
 from .shapes import ModelShape
 
-LARGEST = 2**63 - 1  # what torch and every file format can count
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 

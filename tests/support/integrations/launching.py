@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def torchrun(module: str, *arguments: str, timeout: int = 150, ranks: int = 2, **environment: str) -> None:

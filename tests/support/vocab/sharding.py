@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS = 4
 Case = Callable[[Any], None]
 

@@ -788,7 +788,7 @@ def overlapped() -> None:
 
 @case("labels that repeat, rows of several blocks")
 def repeated_labels() -> None:
-    from logitless.vocab.backends.triton.backend import rows as triton_rows
+    from logitless.vocab.backends.triton import rows as triton_rows
 
     ops = operands((17,), 33, 61, dtype=torch.float32, ranks=(9,))
     ops.labels[:] = 7
