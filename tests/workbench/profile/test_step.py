@@ -256,7 +256,7 @@ found = {name: {s.name: [s.nbytes, s.peak] for s in run.stages} for name, run in
 print(json.dumps({"seconds": seconds, "bytes": used, "runs": found}))
 """
 ENDS, PEAKS = 0, 1
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = [  # page, text, its run, stage and column
     ("where-reports-go-wrong.md", "8.81 GiB", "bare", "after first layer", ENDS),
     ("where-reports-go-wrong.md", "16.56 GiB", "bare", "after first layer", PEAKS),
