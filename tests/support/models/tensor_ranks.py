@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from docs.traffic import traffic
 from logitless.integrations.transformers.install import install
 from logitless.models.catalog import from_config
 from logitless.models.instances import with_adapters
 from logitless.models.long_context import lightened
 from logitless.models.tensor_parallel import split_matrices
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import traffic
 from tests.support.allocations import largest_allocation
 from tests.support.vocab.sharding import Case, run
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from docs.traffic import traffic
 from logitless.models.catalog import from_config
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import traffic
 from tests.support.workbench.rank_bytes import CONFIG
 
 SHAPE = from_config(CONFIG, "tiny")
