@@ -9,7 +9,7 @@ from .algorithms import BACKWARD, BACKWARD_END, EMBEDDING, FORWARD, LOSS, LOSS_B
 from .setting import Setting, ceil_div
 from .states import BF16, FP32, Row
 
-NUMBERS = 8  # per token: running sums and the loss's slopes
+NUMBERS = 8  # per token: running sums and the loss's coefficients
 LIVES = {  # tensors of dense cross-entropy; Trainer drops the logits themselves before backward
     "logits": (SCORING, LOSS),
     "logits in fp32": (SCORING, LOSS),

@@ -187,12 +187,12 @@ def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tupl
 @contextmanager
 def _gpu_kernels() -> Iterator[None]:
     """What GPUs have and the meta device has not: fused attention, fused AdamW, fp32 products of bf16 operands."""
-    from ...vocab.backends import logits as tiles
+    from ...vocab.backends import logits
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_, **__: None))
-        stack.enter_context(patch.object(tiles, "has_out_dtype", lambda kind: kind in (GPU, "cuda")))
+        stack.enter_context(patch.object(logits, "has_out_dtype", lambda kind: kind in (GPU, "cuda")))
         yield
 
 
