@@ -43,7 +43,7 @@ class ProfileConfig:
     batch_size: int = 1
     """Sequences of the step."""
     loss: Literal["dense", "chunked"] = "chunked"
-    """Both are traced; this one is measured by --real, lists its largest tensors, and gets the savings."""
+    """Both are traced; this one is measured by --real, lists its largest tensors, and is what the savings are of."""
     gradient_checkpointing: Checkpointing = False
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from logitless.models.catalog import from_config, shape_of
 from logitless.models.instances import checkpoint_layers, with_adapters
 from logitless.models.long_context import tile_mlp
-from logitless.workbench.plan.activations import activations, folded
+from logitless.workbench.plan.activations import activations, merged_experts
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting
 from logitless.workbench.profile.step import Step, traced
@@ -90,7 +90,7 @@ def test_a_layer_keeps_what_the_planner_says(family, lora, no_mask):
     shape = from_config(config, "x")
     setting = Setting(shape, response_length=TOKENS, lora_rank=lora, attention=attention.replace("sdpa", "flash"))
     per = activations(shape, setting)
-    layer = (three - one) / 2 - folded(shape, setting)[0]
+    layer = (three - one) / 2 - merged_experts(shape, setting)[0]
     assert math.isclose(layer / TOKENS, per.layer, rel_tol=0.02 if shape.moe_layers else 0.004)
     if not lora:  # beside the layers: the last norm, its output, the rotary tables
         assert math.isclose((one - (three - one) / 2) / TOKENS, per.last + per.tables, rel_tol=0.06)

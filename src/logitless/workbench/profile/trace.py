@@ -77,7 +77,7 @@ class Trace:
         with ExitStack() as stack:
             if self.fake:
                 stack.enter_context(faked(self.model, self._kind))
-            self._labels = Labels(self.model, self._told)
+            self._labels = Labels(self.model, self._on_module)
             stack.callback(self._labels.remove)
             rows, length = self._batch
             self._fakes = Fakes(self._kind, rows * length, rows, self._labels) if self.fake else None
@@ -173,7 +173,7 @@ class Trace:
         self._close("backward")
         self._labels.run_in("model")
 
-    def _told(self, module: str, entered: bool) -> None:
+    def _on_module(self, module: str, entered: bool) -> None:
         if entered:
             if self._early and self._name_state(*self._early):
                 self._close("optimizer state")
