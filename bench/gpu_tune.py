@@ -1,4 +1,4 @@
-"""Launch sizes for this GPU, by trial: `bench/gpu.sh tune` writes `vocab/backends/tuned/NAME.json`.
+"""Launch sizes for this GPU, by trial: `bench/gpu.sh tune` writes `vocab/backends/triton/sizes/NAME.json`.
 
 Each kernel's block and warps are tried inside whole calls; then for which numbers of tokens products and fold share a
 kernel. A size that does not launch is passed over with its reason.
@@ -115,16 +115,16 @@ def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
     before = copy.deepcopy(kept)
     blocks, warps = ((256, 512), (4,)) if tiny else (BLOCKS, WARPS)
     try:
-        steps = {"fold": trial.values(), "unfold": trial.loss(), "look": trial.values(want=("jsd",))}
+        steps = {"accumulate": trial.values(), "logits_grad": trial.loss(), "look": trial.values(want=("jsd",))}
         for name, step in steps.items():
             print(f"  {name}", flush=True)
             sizes = ({"block": b, "warps": w} for b, w in product(blocks, warps))
             best_of(trial, kept[name], sizes, step)
         print("  slices that are not kept", flush=True)
         streams = ({"streamed_bytes": size << 20} for size in ((1,) if tiny else STREAMED_MIB))
-        best_of(trial, kept, streams, steps["fold"])
+        best_of(trial, kept, streams, steps["accumulate"])
         print("  the next slice's products on a second stream", flush=True)
-        best_of(trial, kept, iter(({"overlap": 1},)), steps["fold"])
+        best_of(trial, kept, iter(({"overlap": 1},)), steps["accumulate"])
         print("  products and fold in one kernel", flush=True)
         kept["gemm"].update(least_tokens=1, most_tokens=1 << 40)
         names = ("rows", "entries", "inner", "warps", "stages")

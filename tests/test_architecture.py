@@ -32,7 +32,7 @@ WITHOUT_TORCH = (
     "",
     ".errors",
     ".algebra",
-    ".algebra.fold",
+    ".algebra.online_softmax",
     ".algebra.stats",
     ".algebra.costs",
     ".jax",

@@ -49,6 +49,6 @@ class RankError(LogitlessError, RuntimeError):
     """Ranks of one process group that do not agree on a call, or one that no longer answers."""
 
 
-def told(kind: str, text: str) -> LogitlessError:
+def remote_error(kind: str, text: str) -> LogitlessError:
     """The error that another process raised, from the name of its class and its text."""
     return globals().get(kind, LogitlessError)(text)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .algebra.fold import Fold, merge
+from .algebra.online_softmax import Accumulation, merge
 from .errors import DeviceError, DtypeError, GradientError, LabelError, OptionError, ShapeError
 
 Method = Literal["auto", "dense", "loop", "chunked", "recompute"]
@@ -155,7 +155,7 @@ class _SelfCertainty(torch.autograd.Function):
             work = chunk.to(dtype, copy=True)
             total += work.sum(-1)
             top = work.amax(-1).clamp_min(torch.finfo(dtype).min)  # a chunk of -inf alone has weight 0, not nan
-            part = Fold(top, work.sub_(top[..., None]).exp_().sum(-1) - 1)
+            part = Accumulation(top, work.sub_(top[..., None]).exp_().sum(-1) - 1)
             fold = part if fold is None else merge(fold, part, torch)
         lse = fold.m + fold.rest.log1p()  # pyright: ignore[reportOptionalMemberAccess]
         if ctx.needs_input_grad[0]:

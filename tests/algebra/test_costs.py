@@ -27,9 +27,9 @@ TRAINED = {"hidden_grad": True, "weight_grad": True, "bias_grad": False}
     [
         (("logprob", "entropy"), NONE, False, "values", 1),
         (("kl",), NONE, False, "values", 2),
-        (("logprob", "logsumexp", "self_certainty"), FROZEN, False, "fold-basis", 2),
-        (("entropy",), FROZEN, False, "fold-basis", 3),
-        (("kl",), FROZEN, False, "fold-basis", 4),
+        (("logprob", "logsumexp", "self_certainty"), FROZEN, False, "basis", 2),
+        (("entropy",), FROZEN, False, "basis", 3),
+        (("kl",), FROZEN, False, "basis", 4),
         (("entropy", "sum_sq_prob"), FROZEN, False, "recompute", 3),
         (("logprob", "entropy"), TRAINED, False, "recompute", 4),
         (("logprob", "kl"), TRAINED, False, "recompute", 6),

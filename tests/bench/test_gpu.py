@@ -227,14 +227,14 @@ def test_tuning_writes_sizes(tmp_path):
     out = tmp_path / "sizes.json"
     run("tune", "--out", str(out))
     sizes = json.loads(out.read_text("utf-8"))
-    assert sizes["fold"]["block"] in (256, 512)
+    assert sizes["accumulate"]["block"] in (256, 512)
     assert set(sizes) == set(triton_tuned.table("default"))
 
 
 def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
-    (tmp_path / "tuned").mkdir()
+    (tmp_path / "sizes").mkdir()
     for name in ("default", "nvidia-h200"):
-        (tmp_path / "tuned" / f"{name}.json").write_text(json.dumps({"about": name}))
+        (tmp_path / "sizes" / f"{name}.json").write_text(json.dumps({"about": name}))
     monkeypatch.setattr(triton_tuned, "files", lambda _: tmp_path)
     triton_tuned.table.cache_clear()
     assert triton_tuned.table("NVIDIA H200")["about"] == "nvidia-h200"

@@ -49,7 +49,7 @@ def test_flop_and_bytes(want, trainable, loss, budget, dtype, backend):
     assert said.backend == backend
     if budget is not None:
         assert said.buffer_bytes <= budget
-    predicted = said.buffer_bytes + said.kept_bytes + said.gradient_bytes
+    predicted = said.buffer_bytes + said.saved_bytes + said.gradient_bytes
     per_token = N * (12 * H + 256)  # hidden states and their gradient in fp32, and a few numbers
     assert trace_allocations(step).peak <= 1.05 * predicted + per_token
 

@@ -1,1 +1,1 @@
-"""Array-agnostic maths of the vocabulary pass: the fold, the statistics, the costs. Standard library only."""
+"""Array-agnostic maths of the vocabulary pass: online softmax, the statistics, the costs. Standard library only."""

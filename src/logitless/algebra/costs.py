@@ -17,17 +17,17 @@ FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
 SLICE_SHARE = 48  # bytes for each token and slice while a sparse backward decides: sums, order, ids
 ALIGNED = 16  # entries, to which a kernel's slices are padded
 GEMM_ROWS = 128  # tokens of a product that a GPU computes as one block
-FOLDABLE = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the fold
+ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the pass
 
 
 @dataclass(frozen=True)
 class Price:
     """How a call is paid for. `gemms` counts products of 2·N·H·V flop, forward and backward together."""
 
-    method: str  # "values" | "one-hot" | "fold-basis" | "in-forward" | "recompute"
+    method: str  # "values" | "one-hot" | "basis" | "in-forward" | "recompute"
     gemms: int
-    bases: tuple[str, ...] = ()  # the (N, H) buffers of "fold-basis"
-    whole_rows: bool = False  # a chunk's whole rows are kept: token_loss, and jsd's second look
+    bases: tuple[str, ...] = ()  # the (N, H) buffers of "basis"
+    materialised: bool = False  # a chunk's slices of logits all stay: token_loss, and jsd's second look
 
     @property
     def skips(self) -> bool:
@@ -47,27 +47,27 @@ def price_of(
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
-    `bias_grad`: the bias, or an adapter of the head, needs the slopes of all entries, with no product of hidden's
+    `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
-    `softcap`: the head has one, so that a constant slope is no longer constant in h·Wᵀ.
+    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ.
     """
     sums = sums_of(want)
     products = 2 if "ref" in sums else 1
     whole = "jsd" in sums
     if not (hidden_grad or weight_grad or bias_grad):
-        return Price("values", products, whole_rows=whole)
+        return Price("values", products, materialised=whole)
     backward = int(hidden_grad) + int(weight_grad)
     if loss:
-        return Price("in-forward", products + backward, whole_rows=True)
-    if not one_hots and all(STATISTICS[name].slope is None for name in want):
-        return Price("values", products, whole_rows=whole)
+        return Price("in-forward", products + backward, materialised=True)
+    if not one_hots and all(STATISTICS[name].coefficients is None for name in want):
+        return Price("values", products, materialised=whole)
     bases = bases_of(want)
     if not bases and not (softcap and "zsum" in sums):
-        return Price("one-hot", products, whole_rows=whole)
-    foldable = bases <= FOLDABLE and len(bases) <= 2 and not (softcap and "zsum" in sums)
-    if foldable and not weight_grad and not bias_grad:
-        return Price("fold-basis", products + len(bases), tuple(sorted(bases)), whole_rows=whole)
-    return Price("recompute", 2 * products + backward, whole_rows=whole)
+        return Price("one-hot", products, materialised=whole)
+    accumulable = bases <= ACCUMULATES and len(bases) <= 2 and not (softcap and "zsum" in sums)
+    if accumulable and not weight_grad and not bias_grad:
+        return Price("basis", products + len(bases), tuple(sorted(bases)), materialised=whole)
+    return Price("recompute", 2 * products + backward, materialised=whole)
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Slices:
 
 
 def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) -> int:
-    """How many (tokens, width) buffers of a slice live at once, in the fold or in its gradient."""
+    """How many (tokens, width) buffers of a slice live at once, forward or backward."""
     sums = sums_of(want)
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
-    tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's slope
+    tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
     return tiles + 7 * ("jsd" in sums)  # logarithms of both shares of the mixture
 
 
@@ -139,7 +139,7 @@ def fused_slices_of(
 ) -> Slices:
     """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
 
-    bases: products that accumulate during the fold, whose weights lie over the slice, a second one's beside it;
+    bases: products that accumulate on the way, whose weights lie over the slice, a second one's beside it;
     streamed: bytes of a slice that is not kept, such as fit a cache, 0 for as many as the budget; the rest as
     `slices_of`.
     """
@@ -213,7 +213,7 @@ def low_rank_flop(
     backward: how many of the two factors get gradients.
     """
     looks = 2 if price.method == "recompute" else 1
-    after = {"in-forward": backward, "recompute": backward, "fold-basis": len(price.bases)}.get(price.method, 0)
+    after = {"in-forward": backward, "recompute": backward, "basis": len(price.bases)}.get(price.method, 0)
     own = (looks + after) * gemm_flop(n_tokens, rank, vocab_size)
     return own + looks * gemm_flop(n_tokens, reference_rank, vocab_size)
 
@@ -272,19 +272,19 @@ def traffic_of(
     itemsize: int = 4,
     label: bool = True,
     numbers: int = 0,
-    best: int = 0,
+    top_k: int = 0,
     widths: tuple[int, ...] = (),
 ) -> Traffic:
-    """The traffic of a call over a sharded head: its folds, of `chunks` of tokens, and the gradients of tokens.
+    """The traffic of a call over a sharded head: its `chunks` of tokens, and the gradients of tokens.
 
-    numbers: candidates; best: top_k; widths: of the gradients per token, the hidden size where hidden states need
-    one, and the adapters' rank where they do.
+    numbers: candidates; top_k: as asked for; widths: of the gradients per token, the hidden size where hidden states
+    need one, and the adapters' rank where they do.
     """
     sums = sums_of(want)
-    best = max(best, int("argmax" in sums))
-    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 5 * ("ref" in sums) + numbers + best
+    top_k = max(top_k, int("argmax" in sums))
+    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 5 * ("ref" in sums) + numbers + top_k
     floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
-    ints = best + ("above" in sums)
+    ints = top_k + ("above" in sums)
     each = 1 + (label and "above" in sums) + ("jsd" in sums)
     gathered = MEETING + n_tokens * (itemsize * floats + 8 * ints)
     return Traffic(1 + chunks * each + len(widths), gathered, n_tokens * sum(widths) * itemsize)

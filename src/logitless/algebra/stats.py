@@ -1,10 +1,9 @@
-"""The statistics: one row each. A row says which running sums it reads, its value, and its slope.
-
-The slope is the statistic's share of the one gradient formula,
+"""The statistics: one row each. A row says which running sums it reads, its value, and its coefficients:
+the statistic's share of the one gradient formula,
 
     dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + η·p_v) + ζ·q_v + δ + Σ_k c_k·[v = i_k]
 
-given as coefficients per basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), one (δ), and the one-hot terms
+one for each basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), one (δ), and the one-hot terms
 `label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
 and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.
 """
@@ -16,21 +15,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .fold import Totals, times
+from .online_softmax import Totals, times
 
 Array = Any
-Slope = dict[str, Array]
+Coefficients = dict[str, Array]
 DENSE = ("p", "plogp", "pD", "pM", "p2", "q")  # bases with one number per vocabulary entry
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number per token: how it is read off the totals, and its slope."""
+    """One number per token: how it is read off the totals, and the coefficients of its gradient."""
 
     value: Callable[[Totals, int], Array]
-    slope: Callable[[Totals, Array, int, float, Any], Slope] | None  # (totals, g, vocab_size, jsd_beta, xp)
+    # (totals, g, vocab_size, jsd_beta, xp) -> coefficients; None where it has no gradient
+    coefficients: Callable[[Totals, Array, int, float, Any], Coefficients] | None
     sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd"}
-    bases: frozenset[str] = frozenset()  # dense bases of the slope; logprob's is p
+    bases: frozenset[str] = frozenset()  # dense bases that have coefficients; logprob's is p
     needs_label: bool = False
 
     @property
@@ -40,12 +40,12 @@ class Statistic:
 
 def _row(
     value: Callable[[Totals, int], Array],
-    slope: Callable[..., Slope] | None,
+    coefficients: Callable[..., Coefficients] | None,
     sums: str = "",
     bases: str = "",
     needs_label: bool = False,
 ) -> Statistic:
-    return Statistic(value, slope, frozenset(sums.split()), frozenset(bases.split()), needs_label)
+    return Statistic(value, coefficients, frozenset(sums.split()), frozenset(bases.split()), needs_label)
 
 
 STATISTICS: dict[str, Statistic] = {
@@ -95,18 +95,18 @@ def sums_of(want: Iterable[str]) -> frozenset[str]:
 
 
 def bases_of(want: Iterable[str]) -> frozenset[str]:
-    """The dense bases that the wanted statistics' slopes have."""
+    """The dense bases in the wanted statistics' gradients."""
     return frozenset().union(*(STATISTICS[name].bases for name in want))
 
 
-def slopes(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Slope:
+def coefficients_of(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Coefficients:
     """The coefficients of the gradient formula for upstream gradients `grads` of the statistics."""
-    out: Slope = {}
+    out: Coefficients = {}
     for name, g in grads.items():
-        slope = STATISTICS[name].slope
-        if slope is None:
+        of = STATISTICS[name].coefficients
+        if of is None:
             continue
-        for basis, c in slope(totals, g, vocab_size, jsd_beta, xp).items():
+        for basis, c in of(totals, g, vocab_size, jsd_beta, xp).items():
             out[basis] = out[basis] + c if basis in out else c
     return out
 
@@ -127,7 +127,7 @@ def mixture_shares(p: Array, q: Array, d: Array, beta: float, xp: Any) -> tuple[
     return (1 - beta) * first + xp.where(q > 0, beta * q * log_q, zero), first
 
 
-def label_slope(c: Slope, totals: Totals, jsd_beta: float, xp: Any) -> Array:
+def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any) -> Array:
     """dL/dz at the label, the δ term aside: exact where the label has nearly all the mass."""
     lp = totals.logprob
     p = xp.exp(lp)

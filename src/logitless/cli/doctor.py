@@ -109,12 +109,11 @@ def _devices() -> Iterator[dict[str, Any]]:
 def _backends() -> Iterator[dict[str, Any]]:
     import torch
 
-    from ..vocab.backends.load import BACKENDS
-    from ..vocab.call.choice import why_not
+    from ..vocab.face import BACKENDS
 
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        for name in BACKENDS:
-            reason = why_not(name, device)
+        for name, backend in BACKENDS.items():
+            reason = backend.why_not(device)
             yield {"backend": name, "device": device, "runs": reason is None, "reason": reason}
 
 
@@ -148,7 +147,7 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
             "slice_tokens": said.slices.tokens,
             "slice_entries": said.slices.width,
             "buffer_bytes": said.buffer_bytes,
-            "kept_bytes": said.kept_bytes,
+            "saved_bytes": said.saved_bytes,
             "gradient_bytes": said.gradient_bytes,
             "dense_bytes": said.dense_bytes,
         }
@@ -180,7 +179,7 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
     for name in ("GEMMs", "slices", "workspace", "gradients", "dense"):
         table.add_column(name, justify="right", no_wrap=True)
     for c in found["calls"]:
-        sizes = (c["buffer_bytes"] + c["kept_bytes"], c["gradient_bytes"], c["dense_bytes"])
+        sizes = (c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"])
         slices = f"{c['slice_tokens']:,} × {c['slice_entries']:,}"
         table.add_row(c["call"], str(c["gemms"]), slices, *map(format_bytes, sizes))
     console.print(table, highlight=False)

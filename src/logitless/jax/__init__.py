@@ -1,13 +1,13 @@
-"""The pass in JAX: losses, statistics, tokens and the best entries of a head, without its logits. Depends on jax alone.
+"""The pass in JAX: losses, statistics, tokens and top-k entries of a head, without its logits. Depends on jax alone.
 
 Pure functions under jit, grad, vmap, while_loop and shard_map; one derivative. Arrays have any sizes.
 """
 
 from .head import LMHead
 from .loss import linear_cross_entropy
-from .noise import Noise
-from .record import SampleRecord
 from .sample import sample_tokens
+from .sampling.noise import Noise
+from .sampling.record import SampleRecord
 from .stats import TokenStats, TopK, linear_topk, token_stats
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss is known with a chunk's numbers, so its gradient is formed at once."""
+"""`linear_cross_entropy`: the loss is known with a chunk's statistics, so its gradient is formed at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..algebra.options import check_cross_entropy, check_reduction
-from .checks import check_denominator, flatten
-from .engine import Stats, cotangents, formed, values
+from .call import Call, Options
 from .head import LMHead
-from .problem import Operands, Spec
+from .passes.engine import Stats, cotangents, loss_and_gradients, values
 from .stats import stats_of
-from .tiles import compute_dtype
+from .validate import check_denominator, checked_call
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class CrossEntropy:
 
     @property
     def want(self) -> tuple[str, ...]:
+        """The statistics that it reads."""
         lse = ("logsumexp",) if self.smoothing or self.z_loss else ()
         return ("logprob", *lse, *(("mean_logit",) if self.smoothing else ()))
 
@@ -64,43 +64,40 @@ def linear_cross_entropy(
     reduction: "mean", "sum" or "none" (4 GEMMs); denominator: divides the sum in the place of the number of tokens
     that count, a constant: where tokens are sharded too, pass the number on all devices and add the losses up.
     The other options are those of `token_stats`. Returns fp32 (fp64 for fp64 inputs); a mean over no token is 0.
-    Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients, the head's
-    in fp32; without a gradient slices within the budget, 1 GEMM.
+    Raises what `token_stats` raises. Memory: the materialised slices of a chunk of tokens within the budget, and the
+    gradients, the head's in fp32; without a gradient slices within the budget, 1 GEMM.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
     check_reduction(reduction)
     check_cross_entropy(label_smoothing, z_loss)
-    recipe = CrossEntropy(float(label_smoothing), float(z_loss))
-    spec, x = flatten(
-        hidden, head, labels, want=recipe.want, temperature=temperature, ignore_index=ignore_index,
-        memory_budget=memory_budget, axis_name=axis_name,
-    )  # fmt: skip
-    compute = compute_dtype(x.tokens.hidden)
-    divisor = check_denominator(denominator, reduction, compute)
+    token_loss = CrossEntropy(float(label_smoothing), float(z_loss))
+    options = Options(token_loss.want, ignore_index=ignore_index, memory_budget=memory_budget, axis_name=axis_name)
+    call = checked_call(hidden, head, labels, options, temperature=temperature)
+    divisor = check_denominator(denominator, reduction, call.compute_dtype)
     if reduction == "none":
-        return recipe(stats_of(spec, x)).reshape(jnp.shape(hidden)[:-1])
-    if x.tokens.hidden.shape[0] == 0:
-        return jnp.zeros((), compute)
+        return token_loss(stats_of(call)).reshape(jnp.shape(hidden)[:-1])
+    if call.tokens.hidden.shape[0] == 0:
+        return jnp.zeros((), call.compute_dtype)
     if divisor is None:
-        count = (x.tokens.labels != ignore_index).sum() if reduction == "mean" else 1
-        divisor = jnp.maximum(count, 1).astype(compute)
-    return _loss(spec, recipe, x, 1 / lax.stop_gradient(divisor))
+        count = (call.tokens.labels != ignore_index).sum() if reduction == "mean" else 1
+        divisor = jnp.maximum(count, 1).astype(call.compute_dtype)
+    return _loss(token_loss, call, 1 / lax.stop_gradient(divisor))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(spec: Spec, recipe: CrossEntropy, x: Operands, scale: Array) -> Array:
-    stats = values(spec, False, x)[0]
-    return recipe(stats).sum() * scale
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(token_loss: CrossEntropy, call: Call, scale: Array) -> Array:
+    stats = values(call, save=False)[0]
+    return token_loss(stats).sum() * scale
 
 
-def _forward(spec: Spec, recipe: CrossEntropy, x: Operands, scale: Array) -> tuple[Array, Any]:
-    loss, gradients = formed(spec, recipe, x, scale)
-    return loss.sum() * scale, (x, gradients)
+def _forward(token_loss: CrossEntropy, call: Call, scale: Array) -> tuple[Array, Any]:
+    loss, gradients = loss_and_gradients(token_loss, call, scale)
+    return loss.sum() * scale, (call, gradients)
 
 
-def _backward(spec: Spec, recipe: CrossEntropy, residual: Any, up: Array) -> tuple[Operands, None]:
-    x, (dh, dw, db) = residual
-    return cotangents(x, dh, dw, db, up), None
+def _backward(token_loss: CrossEntropy, residual: Any, upstream: Array) -> tuple[Call, None]:
+    call, (dh, dw, db) = residual
+    return cotangents(call, dh, dw, db, upstream), None
 
 
 _loss.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Under `jax.shard_map`: what varies over which axes of the mesh, and the fold of all devices' parts."""
+"""Under `jax.shard_map`: what varies over which axes of the mesh, and the sums of all devices' parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..algebra.fold import Fold, merge
+from ..algebra.online_softmax import Accumulation, merge
 
 Axes = tuple[str, ...]
 
@@ -30,7 +30,7 @@ def varying(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def settle(gradient: Array, primal: Array) -> Array:
+def summed_like(gradient: Array, primal: Array) -> Array:
     """The gradient of an operand: summed over the devices that share it, in its dtype."""
     shared = tuple(axis for axis in varies(gradient) if axis not in varies(primal))
     return (lax.psum(gradient, shared) if shared else gradient).astype(primal.dtype)
@@ -41,10 +41,10 @@ def from_owner(x: Array, mine: Array, axis: str | None) -> Array:
     return x if axis is None else lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), axis)
 
 
-def merged(fold: Fold, axis: str | None) -> Fold:
-    """The fold of every device's part, merged in the order of the devices: bitwise equal on each."""
+def merge_devices(sums: Accumulation, axis: str | None) -> Accumulation:
+    """The accumulation of every device's part, merged in the order of the devices: bitwise equal on each."""
     if axis is None:
-        return fold
-    parts = lax.all_gather(dict(fold.items()), axis, to="invarying")
-    each = (Fold(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
+        return sums
+    parts = lax.all_gather(dict(sums.items()), axis, to="invarying")
+    each = (Accumulation(**{name: x[rank] for name, x in parts.items()}) for rank in range(lax.axis_size(axis)))
     return reduce(lambda x, y: merge(x, y, jnp), each)

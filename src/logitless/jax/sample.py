@@ -16,16 +16,16 @@ from jax.core import Tracer
 
 from ..algebra.rules import Rules
 from ..errors import NotFiniteError, OptionError, ShapeError
-from .checks import flatten
-from .chunk import Chunk
-from .draw import Draw
-from .engine import by_chunks
-from .fold import fold
+from .call import Call, Options
 from .head import LMHead
-from .noise import Keys, Noise
-from .problem import Operands, Spec, slices_for
-from .record import SampleRecord, check_keep
-from .tiles import compute_dtype
+from .passes.accumulate import accumulate
+from .passes.chunk import Chunk
+from .passes.engine import by_chunks
+from .passes.slices import slices_for
+from .sampling.draw import Draw
+from .sampling.noise import Keys, Noise
+from .sampling.record import SampleRecord, check_keep
+from .validate import checked_call
 
 
 def sample_tokens(
@@ -52,81 +52,79 @@ def sample_tokens(
     noise: Noise(seeds, positions), by which a token depends on nothing but its sequence's own seed, its position and
     its logits: the same token whatever the slices, the batch's order or the devices, and the same as torch's
     `logitless.sample_tokens` draws; or a `jax.random` key, for a seed of each token's own; needed unless temperature is
-    the number 0. temperature: 0 for the best entry (the lowest id of equal ones), or more; a number or an array that
+    the number 0. temperature: 0 for the argmax (the lowest id of equal ones), or more; a number or an array that
     broadcasts to (...). top_k (0 is all), top_p, min_p: exact, in that order, known before tracing, as is keep: how
-    many of the best entries the record holds, and forbidden: ids whose logits are -inf. axis_name: as in `token_stats`.
+    many of the top entries the record holds, and forbidden: ids whose logits are -inf. axis_name: as in `token_stats`.
     No gradient.
-    Price: one GEMM. A token whose kept entries may reach past the best 64 (or top_k, or keep, 1,024 of top_k at most)
-    has its row looked at again, with no GEMM: nothing is approximate.
+    Price: one GEMM. A token whose kept entries may reach past the top 64 (or top_k, or keep, 1,024 of top_k at most)
+    has all of its entries looked at again, with no GEMM: nothing is approximate.
     Returns a SampleRecord of shape (...); under jit, for `lax.while_loop` too. Raises ShapeError, DtypeError,
     OptionError; NotFiniteError outside of jit, inside the record's log-sum-exp is NaN.
-    Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
+    Memory: the logits of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]
     rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p)
-    spec, x = _flat(hidden, head, rules, keep, memory_budget, axis_name)
-    spec = replace(spec, forbidden=_check_forbidden(forbidden, spec.rows))
-    heat, keys = _heat(temperature, lead, compute_dtype(hidden)), _keys(noise, rules, lead)
+    options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
+    call = _sampling_call(hidden, head, options, rules, keep)
+    call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
+    each, keys = _each_temperature(temperature, lead, call.compute_dtype), _keys(noise, rules, lead)
     n = math.prod(lead)
     if n == 0:
-        return SampleRecord.empty(lead, keep=keep, vocab_size=spec.rows, dtype=heat.dtype)
-    record = _sample(spec, rules, keep, x, *jax.tree.map(lambda y: y.reshape(n), (heat, keys)))
+        return SampleRecord.empty(lead, keep=keep, vocab_size=call.vocab_size, dtype=call.compute_dtype)
+    record = _sample(rules, keep, call, *jax.tree.map(lambda y: y.reshape(n), (each, keys)))
     if not isinstance(record.logsumexp, Tracer) and not np.isfinite(record.logsumexp).all():
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
     return record.reshape(*lead)
 
 
-def _flat(
-    hidden: Array, head: LMHead, rules: Rules | None, keep: int, budget: int | None, axis: str | None
-) -> tuple[Spec, Operands]:
-    """The checked call; half of the budget is left for noise and for whole rows."""
+def _sampling_call(hidden: Array, head: LMHead, options: Options, rules: Rules | None, keep: int) -> Call:
+    """The checked call; half of the budget is left for noise and for rows all of whose entries are looked at."""
     hidden, head = lax.stop_gradient((hidden, head))
-    want = ("logsumexp", "entropy", "mean_logit")
-    spec, x = flatten(
-        hidden, head, None, want=want, temperature=1.0, ignore_index=-100, memory_budget=budget, axis_name=axis
-    )
-    check_keep(keep, spec.rows)
-    wanted = 0 if rules is None or rules.none else rules.retained(keep, spec.rows)
-    return replace(spec, top_k=max(1, keep, wanted), budget=max(1, spec.budget // 2)), x
+    call = checked_call(hidden, head, None, options)
+    check_keep(keep, call.vocab_size)
+    retained = 0 if rules is None or rules.none else rules.retained(keep, call.vocab_size)
+    budget = max(1, call.options.budget // 2)
+    return replace(call, options=replace(call.options, top_k=max(1, keep, retained), memory_budget=budget))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _sample(spec: Spec, rules: Rules | None, keep: int, x: Operands, heat: Array, keys: Keys) -> SampleRecord:
-    slices = slices_for(spec, x, whole=True)
+@partial(jax.jit, static_argnums=(0, 1))
+def _sample(rules: Rules | None, keep: int, call: Call, temperature: Array, keys: Keys) -> SampleRecord:
+    slices = slices_for(call, materialise=True)
 
     def step(carry, fresh, each):
-        tokens, heat, keys = each
-        chunk = Chunk.of(spec, x._replace(tokens=tokens), slices.width, fresh)
-        return carry, Draw(chunk, fold(chunk, keep=True), heat, keys).record(rules, keep)
+        """The record of a chunk."""
+        tokens, temperature, keys = each
+        chunk = Chunk.of(replace(call, tokens=tokens), slices.width, fresh)
+        return carry, Draw(chunk, accumulate(chunk, materialise=True), temperature, keys).record(rules, keep)
 
-    return by_chunks(step, slices.tokens, None, (x.tokens, heat, keys))[1]
+    return by_chunks(step, slices.tokens, None, (call.tokens, temperature, keys))[1]
 
 
-def _check_forbidden(ids: tuple[int, ...], rows: int) -> tuple[int, ...]:
+def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     ids = tuple(int(i) for i in ids)
-    wrong = [i for i in ids if not 0 <= i < rows]
-    if wrong or len(set(ids)) >= rows:
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong or len(set(ids)) >= vocab_size:
         got = wrong[0] if wrong else "all of them"
-        raise OptionError(f"forbidden: expected some of the ids 0..{rows - 1}, got {got}")
+        raise OptionError(f"forbidden: expected some of the ids 0..{vocab_size - 1}, got {got}")
     return ids
 
 
-def _heat(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
+def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
     """A temperature for each token, or an error that says what is wrong."""
     if isinstance(temperature, Real):
         if isinstance(temperature, bool) or not 0 <= temperature < math.inf:
             raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
     elif not isinstance(temperature, Tracer):
-        each = np.asarray(temperature)
-        numbers = any(jnp.issubdtype(each.dtype, kind) for kind in (jnp.integer, jnp.floating))
-        if not numbers or not ((each >= 0) & np.isfinite(each)).all():
+        values = np.asarray(temperature)
+        numbers = any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.integer, jnp.floating))
+        if not numbers or not ((values >= 0) & np.isfinite(values)).all():
             raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
-    heat = jnp.asarray(temperature, dtype)
+    array = jnp.asarray(temperature, dtype)
     try:
-        return jnp.broadcast_to(heat, lead)
+        return jnp.broadcast_to(array, lead)
     except ValueError:
         raise ShapeError(
-            f"temperature: expected a number or a shape that broadcasts to {lead}, got {heat.shape}"
+            f"temperature: expected a number or a shape that broadcasts to {lead}, got {array.shape}"
         ) from None
 
 

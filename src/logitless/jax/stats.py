@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from jax import Array
 
 from ..algebra.stats import STATISTICS
 from ..errors import OptionError
-from .checks import flatten
-from .engine import SPARSE, Stats, gradients, values
+from .call import Call, Options
 from .head import LMHead
-from .problem import Operands, Spec
+from .passes.engine import Stats, gradients, values
+from .passes.logits_grad import SPARSE
+from .validate import checked_call
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -22,7 +24,7 @@ class TokenStats:
     """Per-token statistics of a head's distribution, as attributes; only those that were asked for exist.
 
     Floating ones are fp32 (fp64 for fp64 inputs) of the labels' shape (...); `rank` and `top_k_ids` integer;
-    `top_k_ids`, `top_k_logits` (..., k), best first; `candidate_logits` (..., K). In nats. A pytree.
+    `top_k_ids`, `top_k_logits` (..., k), highest first; `candidate_logits` (..., K). In nats. A pytree.
     Ignored tokens hold 0 (`top_k_ids` -1). Raises AttributeError for a statistic that was not asked for.
     """
 
@@ -45,7 +47,7 @@ class TokenStats:
 
 
 class TopK(NamedTuple):
-    """The best entries of each token, best first, and what makes probabilities of their logits."""
+    """The top-k entries of each token, highest first, and what makes probabilities of their logits."""
 
     logits: Array  # (..., k)
     ids: Array  # (..., k)
@@ -87,13 +89,19 @@ def token_stats(
     Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
     Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32.
     """
-    spec, x = flatten(
-        hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
-        candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget,
+    options = Options(
+        want,
+        ignore_index=ignore_index,
+        top_k=top_k,
+        jsd_beta=jsd_beta,
+        memory_budget=memory_budget,
         axis_name=axis_name,
-    )  # fmt: skip
+    )
+    call = checked_call(
+        hidden, head, labels, options, temperature=temperature, candidates=candidates, reference=reference
+    )
     lead = jnp.shape(hidden)[:-1]
-    return TokenStats({name: y.reshape(lead + y.shape[1:]) for name, y in stats_of(spec, x).items()})
+    return TokenStats({name: y.reshape(lead + y.shape[1:]) for name, y in stats_of(call).items()})
 
 
 def linear_topk(
@@ -105,7 +113,7 @@ def linear_topk(
     memory_budget: int | None = None,
     axis_name: str | None = None,
 ) -> TopK:
-    """The k best entries of every token and its log-sum-exp: what a decoding step keeps in the place of its logits.
+    """The k highest entries of every token and its log-sum-exp: what a decoding step keeps in the place of its logits.
 
     Dense equivalent:
 
@@ -120,39 +128,47 @@ def linear_topk(
     if isinstance(k, int) and k < 1:
         raise OptionError(f"k: expected a whole number of 1 or more, got {k!r}; token_stats gives logsumexp alone")
     stats = token_stats(
-        hidden, head, want=("logsumexp",), top_k=k, temperature=temperature, memory_budget=memory_budget,
+        hidden,
+        head,
+        want=("logsumexp",),
+        top_k=k,
+        temperature=temperature,
+        memory_budget=memory_budget,
         axis_name=axis_name,
-    )  # fmt: skip
+    )
     return TopK(stats.top_k_logits, stats.top_k_ids, stats.logsumexp)
 
 
-def stats_of(spec: Spec, x: Operands) -> Stats:
+def stats_of(call: Call) -> Stats:
     """The wanted statistics, (N, ...) each."""
-    if x.tokens.hidden.shape[0]:
-        return _stats(spec, x)
-    shapes = jax.eval_shape(partial(values, spec, False), _one_token(x))[0]
+    if call.tokens.hidden.shape[0]:
+        return _stats(call)
+    shapes = jax.eval_shape(partial(values, save=False), _of_one_token(call))[0]
     return {name: jnp.zeros((0, *like.shape[1:]), like.dtype) for name, like in shapes.items()}
 
 
-def _one_token(x: Operands) -> Operands:
-    tokens = jax.tree.map(lambda y: jnp.zeros((1, *y.shape[1:]), y.dtype), x.tokens)
-    return x._replace(tokens=tokens)
+def _of_one_token(call: Call) -> Call:
+    tokens = jax.tree.map(lambda y: jnp.zeros((1, *y.shape[1:]), y.dtype), call.tokens)
+    return replace(call, tokens=tokens)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stats(spec: Spec, x: Operands) -> Stats:
-    return values(spec, False, x)[0]
+@jax.custom_vjp
+def _stats(call: Call) -> Stats:
+    return values(call, save=False)[0]
 
 
-def _forward(spec: Spec, x: Operands) -> tuple[Stats, Any]:
-    out, saved = values(spec, True, x)
-    return out, (x, saved)
+def _forward(call: Call) -> tuple[Stats, Any]:
+    out, saved = values(call, save=True)
+    return out, (call, saved)
 
 
-def _backward(spec: Spec, residual: Any, up: Stats) -> tuple[Operands]:
-    x, saved = residual
-    g = {name: y for name, y in up.items() if name in SPARSE or (name in STATISTICS and STATISTICS[name].slope)}
-    return (gradients(spec, x, saved, g),)
+def _backward(residual: Any, upstream: Stats) -> tuple[Call]:
+    call, saved = residual
+    return (gradients(call, saved, {name: g for name, g in upstream.items() if _has_gradient(name)}),)
+
+
+def _has_gradient(name: str) -> bool:
+    return name in SPARSE or (name in STATISTICS and STATISTICS[name].coefficients is not None)
 
 
 _stats.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from ..errors import ConfigError, OptionError
-from ..vocab.head.shard import group_named
+from ..vocab.face import group_named
 from .instances import PROJECTIONS, attention_layers
 from .packed import packed_attention
 from .positions import changes_with_length

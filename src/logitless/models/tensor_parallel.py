@@ -13,9 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional as F
 
 from ..errors import ConfigError, OptionError
-from ..vocab.head.lm_head import place
-from ..vocab.head.peft import unwrapped
-from ..vocab.head.shard import localised
+from ..vocab.face import localised, place, unwrapped
 
 COLUMNS, ROWS, PARTS = "colwise", "rowwise", "replicated_with_grad_allreduce"  # in the words of transformers' plans
 HIDDEN = "hidden_states"

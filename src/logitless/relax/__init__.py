@@ -6,7 +6,7 @@ next_input = relax.soft_embedding(soft, embedding.weight)
 kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
 """
 
-from ..vocab.noise import Noise, gumbel
+from ..vocab.face import Noise, gumbel
 from .generate import Reader, Rollout, Sampling, generate
 from .kl import online_kl
 from .schedule import anneal

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
-from ..vocab.call.call import full_precision
-from ..vocab.call.validate import check_logits
-from ..vocab.head.lm_head import LMHead
-from ..vocab.noise import Noise
+from ..vocab.face import LMHead, Noise, check_logits, full_precision
 from .rows import first_order
 from .terms import Terms
 from .tokens import SoftTokens
@@ -84,7 +81,7 @@ class _Whole(torch.autograd.Function):
         noise = Noise(seeds, positions)
         terms, tables = call.split(tensors)
         with full_precision(seeds.device.type):
-            token, best, total, soft = _fold(call, terms, noise, tables)
+            token, best, total, soft = _accumulate(call, terms, noise, tables)
         check_logits(best + total.log())
         ctx.call = call
         ctx.save_for_backward(seeds, positions, token, best, total, *soft, *tensors)
@@ -102,7 +99,9 @@ class _Whole(torch.autograd.Function):
             return None, None, None, *back.run(soft, [g.to(best.dtype) for g in ups])
 
 
-def _fold(call: _Call, terms: Terms, noise: Noise, tables: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _accumulate(
+    call: _Call, terms: Terms, noise: Noise, tables: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Per token the noisy best entry, its z + g, Σ exp((z + g - best) / tau), and the soft row of each table."""
     x = terms.xs[0]
     token = noise.seeds.new_zeros(x.shape[0])

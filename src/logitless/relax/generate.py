@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import OptionError, ShapeError
-from ..vocab.head.lm_head import LMHead
-from ..vocab.noise import Noise
+from ..vocab.face import LMHead, Noise
 from .carry import Carried
 from .kl import online_kl
 from .tokens import SoftTokens, soft_embedding
@@ -155,9 +154,14 @@ def _steps(
         states.append(hidden[:, -1])
         noise = Noise(seeds, torch.full_like(seeds, t))
         soft = gumbel_topk(
-            states[-1], policy.head(), sampling.tau,
-            k=sampling.k, hard=sampling.hard, noise=noise, memory_budget=sampling.memory_budget,
-        )  # fmt: skip
+            states[-1],
+            policy.head(),
+            sampling.tau,
+            k=sampling.k,
+            hard=sampling.hard,
+            noise=noise,
+            memory_budget=sampling.memory_budget,
+        )
         softs.append(soft)
         row = soft_embedding(soft, policy.table)[:, None]
         if sampling.carry == "recompute":
@@ -193,9 +197,15 @@ def _replay(
     noise = Noise(seeds[:, None], torch.arange(sampling.steps, device=seeds.device))
     noise = noise.expand(tuple(drawn.token.shape))
     soft = soft_at(
-        hidden, policy.head(), sampling.tau, drawn.ids, noise,
-        hard=sampling.hard, outside=drawn.outside, token=drawn.token,
-    )  # fmt: skip
+        hidden,
+        policy.head(),
+        sampling.tau,
+        drawn.ids,
+        noise,
+        hard=sampling.hard,
+        outside=drawn.outside,
+        token=drawn.token,
+    )
     produced = soft_embedding(soft, policy.table)[:, :-1]
     most = sampling.steps if sampling.most_sweeps is None else sampling.most_sweeps
     return soft, hidden, Carried(rows, produced, sampling.tolerance, most)

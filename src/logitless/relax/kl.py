@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError
-from ..vocab.api import token_stats
-from ..vocab.head.lm_head import LMHead
+from ..vocab.face import LMHead, token_stats
 
 
 def online_kl(

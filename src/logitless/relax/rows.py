@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientError
-from ..vocab.backends.rows import dot, scatter, weighted
-from ..vocab.call.call import full_precision
+from ..vocab.face import dot, full_precision, scatter, weighted
 
 
 def rows_dot(x: Tensor, table: Tensor, ids: Tensor) -> Tensor:

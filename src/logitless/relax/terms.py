@@ -9,19 +9,15 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..vocab.call.call import Inputs, compute_dtype
-from ..vocab.call.lora import up_of, with_low_rank
-from ..vocab.head.lm_head import LMHead, place
-from ..vocab.head.shard import VocabShard
-from ..vocab.ranks.collectives import spread, summed
+from ..vocab.face import LMHead, VocabShard, compute_dtype, lora_b_of, lora_hidden_of, place, spread, summed
 from .rows import rows_dot
 
 
 @dataclass(frozen=True)
 class Terms:
-    """z = softcap(scale·(Σ xᵢ·tableᵢᵀ + bias)): hidden with the weight, then low with up where there are adapters.
+    """z = softcap(scale·(Σ xᵢ·tableᵢᵀ + bias)): hidden with the weight, and lora_hidden with lora_b of adapters.
 
-    low is formed before, by autograd, which so owns the gradients of the adapters' a and the dropout masks.
+    lora_hidden is formed before, by autograd, which so owns the gradients of the adapters' a and the dropout masks.
     """
 
     tensors: tuple[Tensor, ...]  # n of (N, Hᵢ) fp32 or fp64, n of (V, Hᵢ), and (V,) where there is a bias
@@ -29,18 +25,18 @@ class Terms:
     scale: float
     softcap: float | None
     shard: VocabShard | None = None  # whose rows the tables are
-    held: int = 0  # how many of these exist
+    local_rows: int = 0  # how many of these exist
 
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead) -> Terms:
         """The head on hidden (N, H)."""
-        low, up = with_low_rank(Inputs(hidden, head.weight), head, None).low, up_of(head)
+        lora_hidden, lora_b = lora_hidden_of(hidden, head), lora_b_of(head)
         bias = [] if head.bias is None else [head.bias]
         x = hidden.to(compute_dtype(hidden))
-        rest = head.scale, head.softcap, head.shard, head.held
-        if low is None or up is None:
+        rest = head.scale, head.softcap, head.shard, head.local_rows
+        if lora_hidden is None or lora_b is None:
             return cls((x, head.weight, *bias), 1, *rest)
-        return cls((x, low, head.weight, up, *bias), 2, *rest)
+        return cls((x, lora_hidden, head.weight, lora_b, *bias), 2, *rest)
 
     def holding(self, tensors: Sequence[Tensor]) -> Terms:
         """The same head with other tensors."""
@@ -62,9 +58,9 @@ class Terms:
         """z at ids (N, k): a gather of k rows, 2·N·k·H flop. Of a sharded head (N, k) numbers from every rank."""
         if self.shard is None:
             return self._finish(self._at_rows(self.xs, ids), None)
-        rows, mine = place(ids, self.shard.offset, self.held)
+        rows, mine = place(ids, self.shard.offset, self.local_rows)
         xs = [spread(x, self.shard) for x in self.xs]
-        if self.held == 0:  # no product here, but a graph: in backward the others wait for this rank
+        if self.local_rows == 0:  # no product here, but a graph: in backward the others wait for this rank
             nothing = reduce(torch.add, (x[:0].sum() for x in (*xs, *self.tensors[self.n :])))
             return self._finish(summed(nothing.expand(ids.shape), self.shard), None)
         return self._finish(summed(torch.where(mine, self._at_rows(xs, rows), 0.0), self.shard), None)

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NotFiniteError, OptionError
-from ..vocab.api import explain, token_stats
-from ..vocab.call.validate import check_logits
-from ..vocab.head.lm_head import LMHead
-from ..vocab.noise import Noise
-from ..vocab.ranks.agreement import on_all
-from ..vocab.ranks.collectives import first_on_all
+from ..vocab.face import LMHead, Noise, check_logits, explain, first_on_all, on_all, token_stats
 from .full import soft_whole
 from .terms import Terms
 from .tokens import SoftTokens, check_table, soft_embedding

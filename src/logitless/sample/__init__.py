@@ -1,6 +1,6 @@
 """One token drawn per hidden state, with a record of the distribution that it came from."""
 
-from ..vocab.noise import Noise
+from ..vocab.face import Noise
 from .record import SampleRecord
 from .targets import TeacherTargets, read_targets
 from .tokens import sample_tokens

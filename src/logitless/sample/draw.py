@@ -11,17 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..algebra.fold import MASK
+from ..algebra.online_softmax import MASK
 from ..errors import NotFiniteError, OptionError, ShapeError
-from ..vocab.backends.base import Chunk, Folded, Tile
-from ..vocab.backends.eager.backend import exp_
-from ..vocab.backends.eager.topk import keep_best
-from ..vocab.call.validate import check_logits
-from ..vocab.head.lm_head import place
-from ..vocab.head.shard import VocabShard
-from ..vocab.noise import Noise, at_a_time
-from ..vocab.ranks.agreement import whole_rows
-from ..vocab.ranks.collectives import best_of_all, summed
+from ..vocab.face import (
+    Accumulated,
+    Chunk,
+    Noise,
+    Tile,
+    VocabShard,
+    at_a_time,
+    best_of_all,
+    check_logits,
+    exp_,
+    gather_rows,
+    keep_topk,
+    place,
+    summed,
+)
 from .record import SampleRecord
 from .rules import Rules
 
@@ -55,13 +61,13 @@ class Rows:
     shard: VocabShard | None = None
 
     @classmethod
-    def folded(cls, chunk: Chunk, folded: Folded) -> Rows:
-        """The rows of a chunk that its fold has left in the buffers."""
-        if folded.top_logits is None or folded.top_ids is None:
-            raise OptionError("Rows: expected a fold with its best entries, got none; pass top_k ≥ 1")
+    def of(cls, chunk: Chunk, found: Accumulated) -> Rows:
+        """The rows of a chunk that the pass has left in the buffers."""
+        if found.top_logits is None or found.top_ids is None:
+            raise OptionError("Rows: expected an accumulation with its best entries, got none; pass top_k ≥ 1")
         head = chunk.policy.head
-        best = folded.top_logits, folded.top_ids
-        return cls(chunk.kept, folded.totals.m, *best, chunk.may_be_infinite, head.rows, head.shard)
+        best = found.top_logits, found.top_ids
+        return cls(chunk.materialised, found.totals.m, *best, chunk.may_be_infinite, head.rows, head.shard)
 
     def changed(self, change: Change) -> Rows:
         """Rows of what `change` makes of these."""
@@ -76,7 +82,7 @@ class Rows:
             raise NotFiniteError("logits processors: expected finite logits, some of them in each row, got none or NaN")
         values = torch.full_like(self.top_logits, -math.inf)
         ids = torch.full_like(self.top_ids, -1)
-        keep_best(values, ids, z, 0)
+        keep_topk(values, ids, z, 0)
         return Rows([Tile(slice(0, shape[1]), z.clamp_(min=MASK))], m, values, ids, True, self.size)
 
     def whole(self, rows: Tensor | slice) -> Tensor:
@@ -84,7 +90,7 @@ class Rows:
         parts = [tile.z[rows] for tile in self.tiles]
         if self.shard is None:
             return torch.cat(parts, 1)
-        return whole_rows(torch.cat([self.m[rows][:, None][:, :0], *parts], 1), self.shard, self.size)
+        return gather_rows(torch.cat([self.m[rows][:, None][:, :0], *parts], 1), self.shard, self.size)
 
     def ids(self, tile: Tile) -> slice:
         """A slice's vocabulary ids."""
@@ -156,13 +162,13 @@ class Draw:
     """A token from each of some rows, by noise at a temperature; greedy where it is 0."""
 
     rows: Rows
-    heat: Tensor  # (C,)
+    temperature: Tensor  # (C,)
     noise: Noise  # (C,)
     log_s: Tensor | None = None  # (C,) log Σ e^(z-m), where it is known
 
     def __post_init__(self) -> None:
-        self.greedy = self.heat == 0
-        self.warm = torch.where(self.greedy, 1.0, self.heat)
+        self.greedy = self.temperature == 0
+        self.divisor = torch.where(self.greedy, 1.0, self.temperature)
 
     @cached_property
     def retained(self) -> Tensor:
@@ -171,7 +177,7 @@ class Draw:
 
     def under(self, rules: Rules, live: Tensor, budget: int) -> Drawn:
         """The token of each row; whole rows are read again within `budget` bytes where the best entries may not do."""
-        zero = torch.zeros_like(self.warm)
+        zero = torch.zeros_like(self.divisor)
         best = Drawn(self.rows.top_ids[:, 0], torch.ones_like(live), zero, zero)
         if bool(self.greedy.all()):
             return best
@@ -185,10 +191,10 @@ class Draw:
 
     def _scaled(self, z: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
         """(z - m) / T of some rows."""
-        return (z - self.rows.m[rows, None]).div_(self.warm[rows, None])
+        return (z - self.rows.m[rows, None]).div_(self.divisor[rows, None])
 
     def _log_sum(self) -> Tensor:
-        if self.log_s is not None and bool((self.warm == 1).all()):
+        if self.log_s is not None and bool((self.divisor == 1).all()):
             return self.log_s
 
         def shares(tile: Tile) -> Tensor:
@@ -260,21 +266,28 @@ def rows_at_a_time(z: Tensor) -> int:
 
 
 def recorded(
-    chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, *, rules: Rules, keep: int, budget: int,
+    chunk: Chunk,
+    found: Accumulated,
+    temperature: Tensor,
+    noise: Noise,
+    *,
+    rules: Rules,
+    keep: int,
+    budget: int,
     change: Change | None = None,
-) -> SampleRecord:  # fmt: skip
+) -> SampleRecord:
     """A token for each row of a folded chunk, drawn from its logits or from what `change` makes of them."""
-    totals = folded.totals
+    totals = found.totals
     check_logits(totals.logsumexp)
-    raw = Rows.folded(chunk, folded)
+    raw = Rows.of(chunk, found)
     rows = raw if change is None else raw.changed(change)
-    draw = Draw(rows, heat, noise, totals.log_s if change is None else None)
+    draw = Draw(rows, temperature, noise, totals.log_s if change is None else None)
     live = raw.live()
     drawn = draw.under(rules, live if change is None else rows.live(), budget)
     logit = raw.at(drawn.token)
-    log_sum = rows.m / draw.warm + drawn.log_sum
+    log_sum = rows.m / draw.divisor + drawn.log_sum
     if change is not None:  # relative to the token's raw logit
-        log_sum = log_sum - (rows.at(drawn.token) - logit) / draw.warm
+        log_sum = log_sum - (rows.at(drawn.token) - logit) / draw.divisor
     return SampleRecord(
         token=drawn.token.int(),
         token_logit=logit,
@@ -284,7 +297,7 @@ def recorded(
         logsumexp=totals.logsumexp,
         mean_logit=raw.mean(live),
         entropy=totals.entropy,
-        temperature=heat,
+        temperature=temperature,
         logsumexp_at_temperature=torch.where(draw.greedy, 0.0, log_sum),
         log_kept_mass=drawn.log_kept_mass,
         n_kept=drawn.n_kept.int(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..algebra import rules
-from ..vocab.backends.eager.backend import exp_
+from ..vocab.face import exp_
 
 
 class Kept(NamedTuple):

@@ -10,15 +10,22 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ..algebra.costs import Price
 from ..errors import OptionError, ShapeError
-from ..vocab.call.call import Inputs, Problem, Spec, capturing, compute_dtype, full_precision
-from ..vocab.call.lora import stand_in, with_low_rank
-from ..vocab.call.validate import flatten
-from ..vocab.head.lm_head import LMHead
-from ..vocab.noise import Noise
-from ..vocab.passes.engine import Pass
-from ..vocab.ranks.agreement import on_all
-from ..vocab.ranks.collectives import first_on_all
+from ..vocab.face import (
+    Call,
+    LMHead,
+    Noise,
+    Pass,
+    capturing,
+    first_on_all,
+    flatten,
+    full_precision,
+    load,
+    on_all,
+    stand_in,
+    with_lora,
+)
 from .draw import Change, recorded
 from .record import SampleRecord
 from .rules import Rules
@@ -60,9 +67,15 @@ def sample_tokens(
     """
     rules = on_all(head, lambda: Rules(top_k, top_p, min_p))
     return draw_tokens(
-        hidden, head, rules, temperature=temperature, keep=keep, generator=generator, noise=noise,
+        hidden,
+        head,
+        rules,
+        temperature=temperature,
+        keep=keep,
+        generator=generator,
+        noise=noise,
         memory_budget=memory_budget,
-    )  # fmt: skip
+    )
 
 
 def draw_tokens(
@@ -83,52 +96,55 @@ def draw_tokens(
     token's own logit, logsumexp_at_temperature is moved as much, so that `behaviour_logprob` is right.
     """
 
-    def arguments() -> tuple[Spec, Inputs, Tensor, Noise, SampleRecord]:
-        spec, inputs = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
-        lead, n = tuple(hidden.shape[:-1]), inputs.hidden.shape[0]
-        heat = _temperatures(temperature, lead, hidden).reshape(n)
+    def arguments() -> tuple[Call, Tensor, Noise, SampleRecord]:
+        call = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
+        lead, n = tuple(hidden.shape[:-1]), call.inputs.hidden.shape[0]
+        temperatures = _temperatures(temperature, lead, hidden).reshape(n)
         given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))
-        dtype = compute_dtype(inputs.hidden)
-        record = SampleRecord.empty((0,), keep=keep, vocab_size=head.rows, dtype=dtype, device=hidden.device)
-        return spec, inputs, heat, given, record
+        record = SampleRecord.empty((0,), keep=keep, vocab_size=head.rows, dtype=call.compute, device=hidden.device)
+        return call, temperatures, given, record
 
-    spec, inputs, heat, (seeds, positions), record = on_all(head, arguments)
-    budget = max(1, spec.budget // 2)  # the other half is for rows that are read again
-    spec = replace(spec, budget=budget, top_k=rules.retained(keep, head.rows))
-    if spec.backend == "triton":  # whose fold has the logits' sum for nothing
-        spec = replace(spec, want=(*spec.want, "mean_logit"))
+    call, temperatures, (seeds, positions), record = on_all(head, arguments)
+    call, budget = _halved(call, rules.retained(keep, head.rows))
     if head.shard is not None:
         options = (rules.top_k, float(rules.top_p), float(rules.min_p), keep, noise is None, change is None)
-        Problem(spec, stand_in(inputs, head)).meet(f"sample {options}", heat, *(noise or ()))
+        stand_in(call).agree(f"sample {options}", temperatures, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
-    problem = Problem(spec, with_low_rank(inputs, head, None))
-    run = Pass(problem, whole=True, wide=True)
+    run = Pass(with_lora(call), Price("values", 1, materialised=True), wide=True)
     if change is not None:
-        run.slices = replace(run.slices, tokens=max(1, problem.n_tokens))
-    for rows, part in _parts(run, heat, Noise(seeds, positions), rules, keep, budget, change):
-        if part.shape == heat.shape:
+        run.slices = replace(run.slices, tokens=max(1, call.n_tokens))
+    for rows, part in _parts(run, temperatures, Noise(seeds, positions), rules, keep, budget, change):
+        if part.shape == temperatures.shape:
             return part.reshape(*hidden.shape[:-1])
         if not record.shape[0]:  # not before it is needed: each of its tensors is a launch
-            record = record.map(lambda x: x.new_empty((problem.n_tokens, *x.shape[1:])))
+            record = record.map(lambda x: x.new_empty((call.n_tokens, *x.shape[1:])))
         record.write(rows, part)
     return record.reshape(*hidden.shape[:-1])
 
 
+def _halved(call: Call, retained: int) -> tuple[Call, int]:
+    """The call with half of its budget, and the other half, for rows that are read again."""
+    options = call.options
+    budget = max(1, options.memory_budget // 2)
+    want = (*options.want, "mean_logit") if load(options.backend).sums_logits_anyway else options.want
+    return replace(call, options=replace(options, memory_budget=budget, top_k=retained, want=want)), budget
+
+
 def _parts(
-    run: Pass, heat: Tensor, noise: Noise, rules: Rules, keep: int, budget: int, change: Change | None
+    run: Pass, temperatures: Tensor, noise: Noise, rules: Rules, keep: int, budget: int, change: Change | None
 ) -> Iterator[tuple[slice, SampleRecord]]:
     """(rows, their record), chunk by chunk; by the backend's own kernels where it has some that reach far enough."""
-    with full_precision(heat.device.type):
+    with full_precision(temperatures.device.type):
         for rows, chunk in run.chunks():
-            folded, part = run.fold(chunk, keep="logits"), None
-            some, warmth = Noise(noise.seeds[rows], noise.positions[rows]), heat[rows].to(run.problem.compute)
-            if run.problem.spec.backend == "triton" and change is None:
+            found, part = run.accumulate(chunk, keep="logits"), None
+            some, own = Noise(noise.seeds[rows], noise.positions[rows]), temperatures[rows].to(run.call.compute)
+            if run.backend.draws_on_device and change is None:
                 from . import triton_draw  # on first use: it imports triton
 
-                part = triton_draw.recorded(chunk, folded, warmth, some, rules=rules, keep=keep)
+                part = triton_draw.recorded(chunk, found, own, some, rules=rules, keep=keep)
             if part is None:
-                part = recorded(chunk, folded, warmth, some, rules=rules, keep=keep, budget=budget, change=change)
+                part = recorded(chunk, found, own, some, rules=rules, keep=keep, budget=budget, change=change)
             yield rows, part
 
 

@@ -12,12 +12,9 @@ import triton
 from torch import Tensor
 
 from ..errors import OptionError
-from ..vocab.backends.base import Chunk, Folded
 from ..vocab.backends.triton import draw_kernels
-from ..vocab.backends.triton.device import on
-from ..vocab.call.call import capturing
-from ..vocab.call.validate import check_logits
-from ..vocab.noise import Noise
+from ..vocab.backends.triton.device import on as on_device
+from ..vocab.face import Accumulated, Chunk, Noise, capturing, check_logits
 from .record import SampleRecord
 from .rules import Rules
 
@@ -27,8 +24,8 @@ PROGRAMS = 1056  # a few for each of a GPU's processors
 
 
 def suits(chunk: Chunk) -> bool:
-    """Whether a folded chunk's rows are what the kernels read: fp32, of one slice, here in full."""
-    return len(chunk.kept) == 1 and chunk.policy.compute == torch.float32 and chunk.policy.head.shard is None
+    """Whether an accumulated chunk's rows are what the kernels read: fp32, of one slice, here in full."""
+    return len(chunk.materialised) == 1 and chunk.policy.compute == torch.float32 and chunk.policy.head.shard is None
 
 
 def settles(rules: Rules, retained: int, vocab_size: int) -> bool:
@@ -37,56 +34,66 @@ def settles(rules: Rules, retained: int, vocab_size: int) -> bool:
 
 
 def recorded(
-    chunk: Chunk, folded: Folded, heat: Tensor, noise: Noise, *, rules: Rules, keep: int
+    chunk: Chunk, found: Accumulated, temperature: Tensor, noise: Noise, *, rules: Rules, keep: int
 ) -> SampleRecord | None:
     """`draw.recorded`; None where a row's draw reaches past its best entries.
 
     Raises NotFiniteError, and in a CUDA graph, where nobody could look, OptionError for rules that may reach further
     and for rows that the kernels do not read.
     """
-    if not suits(chunk) or folded.top_logits is None or folded.top_ids is None:
-        if capturing(folded.totals.m):
+    if not suits(chunk) or found.top_logits is None or found.top_ids is None:
+        if capturing(found.totals.m):
             got = f"{chunk.inputs.hidden.dtype} and {chunk.policy.head.weight.dtype}"
             raise OptionError(
                 "sample_tokens: a CUDA graph wants hidden states and head of one dtype, not float64, whole on this "
                 f"device, got {got}; cast one, or sample outside of the graph"
             )
         return None
-    totals, best, ids = folded.totals, folded.top_logits, folded.top_ids
-    width, held = chunk.kept[0].z.shape[1], best.shape[1]
-    looks = not settles(rules, held, width)
+    totals, best, ids = found.totals, found.top_logits, found.top_ids
+    width, n_topk = chunk.materialised[0].z.shape[1], best.shape[1]
+    looks = not settles(rules, n_topk, width)
     if looks and capturing(best):
         raise OptionError(
-            f"top_p, min_p: in a CUDA graph expected top_k in 1..{held} as well, so that the best entries will do, got "
-            f"{rules.top_k}; set top_k, or sample outside of the graph"
+            f"top_p, min_p: in a CUDA graph expected top_k in 1..{n_topk} as well, so that the best entries will do, "
+            f"got {rules.top_k}; set top_k, or sample outside of the graph"
         )
-    heat = heat.contiguous()
-    with on(best.device):
-        look = _Look(chunk.kept[0].z, totals.m, heat, noise, rules.none)
-    kept = None if rules.none else _kept(rules, best, totals.m, heat, look.sums)
-    if looks and kept is not None and not bool((rules.settled(kept, held, width) | (heat == 0)).all()):
+    temperature = temperature.contiguous()
+    with on_device(best.device):
+        look = _Look(chunk.materialised[0].z, totals.m, temperature, noise, rules.none)
+    kept = None if rules.none else _kept(rules, best, totals.m, temperature, look.sums)
+    if looks and kept is not None and not bool((rules.settled(kept, n_topk, width) | (temperature == 0)).all()):
         return None
-    with on(best.device):
+    with on_device(best.device):
         whole, real = look.tokens(best, ids, kept)
     if not capturing(best):
         check_logits(totals.logsumexp)
     return SampleRecord(
-        token=whole[0], token_logit=real[0], rank=whole[1], topk_logits=best[:, :keep], topk_ids=ids[:, :keep].int(),
-        logsumexp=totals.logsumexp, mean_logit=totals.mean_logit, entropy=totals.entropy, temperature=heat,
-        logsumexp_at_temperature=real[1], log_kept_mass=real[2], n_kept=whole[2], vocab_size=width,
-    )  # fmt: skip
+        token=whole[0],
+        token_logit=real[0],
+        rank=whole[1],
+        topk_logits=best[:, :keep],
+        topk_ids=ids[:, :keep].int(),
+        logsumexp=totals.logsumexp,
+        mean_logit=totals.mean_logit,
+        entropy=totals.entropy,
+        temperature=temperature,
+        logsumexp_at_temperature=real[1],
+        log_kept_mass=real[2],
+        n_kept=whole[2],
+        vocab_size=width,
+    )
 
 
-def _kept(rules: Rules, best: Tensor, m: Tensor, heat: Tensor, sums: Tensor) -> Tensor:
+def _kept(rules: Rules, best: Tensor, m: Tensor, temperature: Tensor, sums: Tensor) -> Tensor:
     """How many of the best entries the rules keep, (n,)."""
-    x = (best - m[:, None]) / torch.where(heat == 0, 1.0, heat)[:, None]
+    x = (best - m[:, None]) / torch.where(temperature == 0, 1.0, temperature)[:, None]
     return rules.prefix(x, sums.sum(1).log())
 
 
 class _Look:
     """One look at rows of logits z (n, V), in parts: what temperature and noise make of them."""
 
-    def __init__(self, z: Tensor, m: Tensor, heat: Tensor, noise: Noise, alone: bool) -> None:
+    def __init__(self, z: Tensor, m: Tensor, temperature: Tensor, noise: Noise, alone: bool) -> None:
         n, width = z.shape
         self.z, self.alone = z, alone
         self.parts = max(1, min(PROGRAMS // max(1, n), triton.cdiv(width, BLOCK)))
@@ -94,7 +101,7 @@ class _Look:
         self.sums, noisy = torch.empty(2, n, self.parts, dtype=z.dtype, device=z.device)
         lives = torch.empty(n, self.parts, dtype=torch.int32, device=z.device)
         places = torch.empty(n, self.parts, dtype=torch.int64, device=z.device)
-        rows = (z, z.stride(0), m, heat, noise.seeds.contiguous(), noise.positions.contiguous())
+        rows = (z, z.stride(0), m, temperature, noise.seeds.contiguous(), noise.positions.contiguous())
         self.common = (*rows, noisy, places, self.sums, lives)
         if n:
             kernels.look_for_tokens[(n, self.parts)](
@@ -103,13 +110,26 @@ class _Look:
 
     def tokens(self, best: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each."""
-        (n, width), held = self.z.shape, best.shape[1]
+        (n, width), n_topk = self.z.shape, best.shape[1]
         whole = torch.empty(3, n, dtype=torch.int32, device=best.device)
         real = torch.empty(3, n, dtype=best.dtype, device=best.device)
         if n:
             kernels.draw_tokens[(n,)](
-                *self.common, best, ids, ids if kept is None else kept, width, self.parts, held, n, whole, real,
-                RULES=kept is not None, PARTS=triton.next_power_of_2(self.parts), LANES=triton.next_power_of_2(held),
-                BLOCK=4096, num_warps=8, enable_fp_fusion=False,
-            )  # fmt: skip
+                *self.common,
+                best,
+                ids,
+                ids if kept is None else kept,
+                width,
+                self.parts,
+                n_topk,
+                n,
+                whole,
+                real,
+                RULES=kept is not None,
+                PARTS=triton.next_power_of_2(self.parts),
+                LANES=triton.next_power_of_2(n_topk),
+                BLOCK=4096,
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
         return whole, real

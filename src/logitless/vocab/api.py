@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import OptionError
-from .call.call import Inputs, Problem, Spec, compute_dtype
-from .call.lora import stand_in, with_low_rank
-from .call.validate import Options, flatten, flatten_inputs
+from .call.call import Call
+from .call.lora import stand_in, with_lora
+from .call.options import Options
+from .call.validate import flatten, flatten_inputs
+from .devices import compute_dtype
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
 from .passes import compiled
@@ -71,21 +73,24 @@ def token_stats(
     Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
     """
     return _token_stats(
-        hidden, head, labels, want=want, temperature=temperature, ignore_index=ignore_index, top_k=top_k,
-        candidates=candidates, reference=reference, jsd_beta=jsd_beta, memory_budget=memory_budget, backend=backend,
-    )  # fmt: skip
+        hidden,
+        head,
+        labels,
+        want=want,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        top_k=top_k,
+        candidates=candidates,
+        reference=reference,
+        jsd_beta=jsd_beta,
+        memory_budget=memory_budget,
+        backend=backend,
+    )
 
 
 def _uncompiled(function: F) -> F:
-    """`function` as one graph break under torch.compile: it calls the caller's own function."""
+    """`function` as one graph break under torch.compile: it calls the caller's own function, or reports to it."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
-
-
-def _way(eager: F, operator: F, spec: Spec) -> F:
-    """The pass itself, or in a compiled graph its operator, which cannot carry what a sparse backward reports."""
-    if not torch.compiler.is_compiling():
-        return eager
-    return operator if spec.sparse is None else _uncompiled(eager)
 
 
 @_uncompiled
@@ -114,11 +119,11 @@ def token_loss(
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
     on_all(head, lambda: check_reduction(reduction))
-    spec, flat = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), alike=(reduction,), **options)
+    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), alike=(reduction,), **options)
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
-        return loss_of_each(loss_fn, spec, flat, extra).reshape(hidden.shape[:-1])
-    return chunked_loss(loss_fn, spec, flat, extra, reduction == "mean")
+        return loss_of_each(loss_fn, call, extra).reshape(hidden.shape[:-1])
+    return chunked_loss(loss_fn, call, extra, reduction == "mean")
 
 
 def linear_cross_entropy(
@@ -159,18 +164,27 @@ def linear_cross_entropy(
     alike = label_smoothing, z_loss, reduction, divisor
     if reduction == "none":
         return cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
-    spec, flat = _prepared(hidden, head, labels, alike=alike, **options)
-    run = _way(chunked_cross_entropy, compiled.cross_entropy, spec)
-    return run(spec, flat, float(label_smoothing), float(z_loss), reduction == "mean", divisor)
+    call, mean = _prepared(hidden, head, labels, alike=alike, **options), reduction == "mean"
+    if not torch.compiler.is_compiling():
+        return chunked_cross_entropy(call, float(label_smoothing), float(z_loss), mean, divisor)
+    if call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+        return _uncompiled(chunked_cross_entropy)(call, float(label_smoothing), float(z_loss), mean, divisor)
+    return compiled.cross_entropy(call, float(label_smoothing), float(z_loss), mean, divisor)
 
 
 def _token_stats(
     hidden: Tensor, head: LMHead, labels: Tensor | None, alike: tuple[Any, ...] = (), **options: Unpack[Options]
 ) -> TokenStats:
     """`token_stats`; alike: options of a caller's own that ranks which share the head must agree on."""
-    spec, inputs = _prepared(hidden, head, labels, alike=alike, **options)
-    lead, run = hidden.shape[:-1], _way(stats, compiled.stats, spec)
-    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in run(spec, inputs).items()})
+    call = _prepared(hidden, head, labels, alike=alike, **options)
+    if not torch.compiler.is_compiling():
+        found = stats(call)
+    elif call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+        found = _uncompiled(stats)(call)
+    else:
+        found = compiled.stats(call)
+    lead = hidden.shape[:-1]
+    return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in found.items()})
 
 
 def _prepared(
@@ -180,17 +194,17 @@ def _prepared(
     also: Callable[[], Any] = tuple,
     alike: tuple[Any, ...] = (),
     **options: Unpack[Options],
-) -> tuple[Spec, Inputs]:
+) -> Call:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    also: what else of the call is checked before the ranks meet; alike: options besides the spec's that they compare.
+    also: what else of the call is checked before the ranks agree; alike: options beside the call's that they compare.
     """
-    spec, inputs = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
+    call = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
     if head.shard is not None and not torch.compiler.is_compiling():
         named = str([x for x in alike if not isinstance(x, Tensor)])
-        Problem(spec, stand_in(inputs, head)).meet(named, *(x for x in alike if isinstance(x, Tensor)))
+        stand_in(call).agree(named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
-    return spec, with_low_rank(inputs, head, None if reference is None else reference[1])
+    return with_lora(call, None if reference is None else reference[1])
 
 
 def _check_names(options: Options) -> None:

@@ -14,15 +14,15 @@ from ..algebra.costs import (
     dense_loss_bytes,
     gemm_flop,
     low_rank_flop,
-    price_of,
     traffic_of,
     weight_gradient_bytes,
 )
-from .call.call import Inputs, Needs, Spec, capturing, compute_dtype
+from .call.call import Call, Inputs, Needs
 from .call.lora import stand_in
-from .call.validate import Options, check, flatten
+from .call.options import Options
+from .call.validate import check_sparse, flatten
 from .head.lm_head import LMHead
-from .passes.autograd import grads_of, needs_of, stats_price
+from .passes.autograd import loss_price, stats_price
 from .passes.engine import slices_for
 
 
@@ -36,7 +36,7 @@ class Explanation:
     rank: int  # of the head's adapters together
     flop: int  # of all products with the vocabulary, of a sharded head with its rows here
     buffer_bytes: int  # slices, reused
-    kept_bytes: int  # (N, H) products kept for backward, fp32; which slices a sparse backward leaves out
+    saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
@@ -52,7 +52,7 @@ class Explanation:
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
-            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.kept_bytes / mib:.1f} MiB kept for backward, "
+            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
         )
@@ -71,50 +71,54 @@ def explain(
     `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
     Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
     """
-    spec, flat = flatten(hidden, head, labels, **options)
-    flat = stand_in(flat, head)
-    needs = needs_of(flat)
-    price = price_of(spec.want, **grads_of(needs), loss=True) if loss else stats_price(spec, flat, needs)
-    n, itemsize = flat.hidden.shape[0], compute_dtype(flat.hidden).itemsize
-    skips = price.skips and spec.sparse is not None
-    if skips:
-        check(spec, flat.ref_weight is not None, capturing(flat.hidden))
-    slices = slices_for(spec, flat, n, price.whole_rows, bases=len(price.bases), skips=skips)
-    rank, ref_rank = (0 if x is None else x.shape[1] for x in (flat.up, flat.ref_up))
-    flop = price.gemms * gemm_flop(n, head.hidden_size, head.held) + low_rank_flop(
-        price, n, head.held, rank=rank, reference_rank=ref_rank, backward=needs.low + needs.up
-    )
+    call = stand_in(flatten(hidden, head, labels, **options))
+    needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
+    price = loss_price(call, needs) if loss else stats_price(call, needs)
+    sparse = call.options.sparse if price.skips else None
+    if sparse is not None:
+        check_sparse(call)
+    slices = slices_for(call, n, price)
+    rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
+    rows, itemsize = head.local_rows, call.compute.itemsize
+    products = len(price.bases) * n * (head.hidden_size + rank) * itemsize
     return Explanation(
-        price, spec.backend, slices, rank, flop, slices.nbytes,
-        len(price.bases) * n * (head.hidden_size + rank) * itemsize + skips * n * -(-head.held // slices.width),
-        _gradient_bytes(flat, needs, itemsize),
-        dense_loss_bytes(n, head.rows, flat.hidden.itemsize),
-        None if head.shard is None else _traffic(spec, flat, needs, slices),
-        spec.sparse.bound if skips and spec.sparse is not None else None,
-    )  # fmt: skip
+        price=price,
+        backend=call.options.backend,
+        slices=slices,
+        rank=rank,
+        flop=price.gemms * gemm_flop(n, head.hidden_size, rows)
+        + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
+        buffer_bytes=slices.nbytes,
+        saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
+        gradient_bytes=_gradient_bytes(i, needs, itemsize),
+        dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
+        traffic=None if head.shard is None else _traffic(call, needs, slices),
+        skipped_mass=None if sparse is None else sparse.bound,
+    )
 
 
-def _traffic(spec: Spec, flat: Inputs, needs: Needs, slices: Slices) -> Traffic:
-    n, up = flat.hidden.shape[0], flat.up
-    widths = (flat.hidden.shape[1],) if needs.hidden else ()
+def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
+    i = call.inputs
+    n = i.hidden.shape[0]
+    widths = (i.hidden.shape[1],) if needs.hidden else ()
     return traffic_of(
-        spec.want,
+        call.options.want,
         n,
         chunks=-(-n // slices.tokens),
-        itemsize=compute_dtype(flat.hidden).itemsize,
-        label=flat.labels is not None,
-        numbers=0 if flat.candidates is None else flat.candidates.shape[1],
-        best=spec.top_k,
-        widths=(*widths, up.shape[1]) if needs.low and up is not None else widths,
+        itemsize=call.compute.itemsize,
+        label=i.labels is not None,
+        numbers=0 if i.candidates is None else i.candidates.shape[1],
+        top_k=call.options.top_k,
+        widths=(*widths, i.lora_b.shape[1]) if needs.lora_hidden and i.lora_b is not None else widths,
     )
 
 
-def _gradient_bytes(flat: Inputs, needs: Needs, itemsize: int) -> int:
+def _gradient_bytes(i: Inputs, needs: Needs, itemsize: int) -> int:
     """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower."""
-    total = needs.hidden * flat.hidden.numel() * flat.hidden.itemsize
-    if flat.up is not None:
-        total += needs.low * flat.hidden.shape[0] * flat.up.shape[1] * itemsize
-    for x, wanted in ((flat.weight, needs.weight), (flat.bias, needs.bias), (flat.up, needs.up)):
+    total = needs.hidden * i.hidden.numel() * i.hidden.itemsize
+    if i.lora_b is not None:
+        total += needs.lora_hidden * i.hidden.shape[0] * i.lora_b.shape[1] * itemsize
+    for x, wanted in ((i.weight, needs.weight), (i.bias, needs.bias), (i.lora_b, needs.lora_b)):
         if wanted and x is not None:
             total += sum(weight_gradient_bytes(x.shape[0], x.shape[1:].numel(), x.itemsize))
     return total

@@ -1,4 +1,4 @@
-"""Run on four host devices by test_jax_sharded.py: sharded heads give what one device gives."""
+"""Run on four host devices by tests/jax/test_mesh.py: sharded heads give what one device gives."""
 
 import sys
 from functools import partial

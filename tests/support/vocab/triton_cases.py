@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
+from logitless.algebra.costs import Price
 from logitless.algebra.stats import STATISTICS
 from logitless.errors import NotFiniteError, OptionError
 from logitless.sample.record import SampleRecord, names
@@ -33,7 +34,7 @@ from logitless.vocab.backends import logits as tiles
 from logitless.vocab.backends.triton import tuned as triton_tuned
 from logitless.vocab.call import call as problem
 from logitless.vocab.call import validate as checks
-from logitless.vocab.call.call import Problem
+from logitless.vocab.call.call import Call
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.head.low_rank import LowRank
 from logitless.vocab.noise import Noise
@@ -168,6 +169,10 @@ def _add_frozen_heads() -> None:
 
 
 _add_frozen_heads()
+
+
+def on_triton(call: Call) -> Call:
+    return replace(call, options=replace(call.options, backend="triton"))
 
 
 @case("frozen head with best entries")
@@ -342,8 +347,8 @@ def kept_rows() -> None:
     """What `sample_tokens` draws from."""
     for options in ({"bias": True, "softcap": 6.0}, {"bias": False}):
         ops = moved(operands((7,), 5, 1031, dtype=torch.float32, **options))
-        spec, inputs = flatten(ops.hidden, ops.head, None, want=("logsumexp",), temperature=0.6, top_k=3)
-        run = Pass(Problem(replace(spec, backend="triton"), inputs), whole=True)
+        call = flatten(ops.hidden, ops.head, None, want=("logsumexp",), temperature=0.6, top_k=3)
+        run = Pass(on_triton(call), Price("values", 1, materialised=True))
         z = F.linear(ops.hidden, ops.weight, ops.bias)
         z = (torch.tanh(z / 6) * 6 if ops.head.softcap else z) / 0.6
         with torch.no_grad():
@@ -429,7 +434,7 @@ def one_kernel() -> None:
     from logitless.vocab.backends.triton import backend
 
     with patch.object(backend, "table_for", lambda _: table), patch.object(
-        backend.folding, "fold_slice", None
+        backend.folding, "accumulate_slice", None
     ), torch.no_grad():  # fmt: skip
         every = tuple(name for name in ALONE if name != "max_logit")
         for options, want in (
@@ -640,8 +645,8 @@ def best_of_rows() -> None:
     weight[330] = 2.0
     ops = moved(Operands(torch.tensor([[1.0], [-1.0], [0.0]]), weight, None, None))
     for k in (2, 6, 64):
-        spec, inputs = flatten(ops.hidden, ops.head, None, want=("logsumexp",), top_k=k)
-        run = Pass(Problem(replace(spec, backend="triton"), inputs), whole=True)
+        call = flatten(ops.hidden, ops.head, None, want=("logsumexp",), top_k=k)
+        run = Pass(on_triton(call), Price("values", 1, materialised=True))
         ((_, chunk),) = run.chunks()
         found = run.fold(chunk, keep="logits")
         z = ops.hidden @ ops.weight.t()
@@ -768,7 +773,6 @@ def many_parts() -> None:
 def overlapped() -> None:
     from logitless.vocab.backends.triton import backend
     from logitless.vocab.backends.triton import slices as triton_slices
-    from logitless.vocab.passes import engine
 
     names: list[str] = []
     slice_of = triton_slices.slice_of
@@ -779,9 +783,7 @@ def overlapped() -> None:
 
     table = triton_tuned.table_for(torch.device(DEVICE)) | {"overlap": 1}
     ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True)
-    with patch.object(backend, "table_for", lambda _: table), patch.object(
-        engine, "table_for", lambda _: table
-    ), patch.object(triton_slices, "slice_of", named):  # fmt: skip
+    with patch.object(backend, "table_for", lambda _: table), patch.object(triton_slices, "slice_of", named):
         check(ops, ("logprob", "entropy", "kl", "rank"), top_k=3, memory_budget=40_000)
     assert names[:4] == ["a", "b", "a", "b"]
 

@@ -104,7 +104,7 @@ def test_memory_holds_neither_the_logits_nor_a_merged_head(want, trainable, loss
     per_token = 4 * N * (4 * H + 160)
     block = 4 * 4096 * H  # of the weight's rows, while they are summed
     assert traced.largest <= max(block, budget) < 4 * V * H
-    said_bytes = said.buffer_bytes + said.kept_bytes + said.gradient_bytes
+    said_bytes = said.buffer_bytes + said.saved_bytes + said.gradient_bytes
     assert traced.peak <= said_bytes + factors + per_token + block < 4 * N * V
 
 

@@ -1,5 +1,6 @@
 """A sparse backward leaves out what it says, never more than its bound, and the gradient moves by no more than that."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.errors import OptionError
-from logitless.vocab.call.call import Spec
-from logitless.vocab.call.validate import check
+from logitless.vocab.call import validate
+from logitless.vocab.call.validate import check_sparse, flatten
 from logitless.vocab.head.sparse import SparseBackward
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import Operands, operands
@@ -285,8 +286,8 @@ def test_memory_is_what_explain_says(dtype, reduction):
     said = ll.explain(ops.hidden, head, ops.labels, loss=reduction == "mean", **options)
     if reduction == "none":
         kept = [trace_allocations(lambda h=h: loss_of(h)).kept for h in (head, dense)]
-        assert kept[0] - kept[1] == said.kept_bytes + 4 * n == n * v // 128 + 4 * n  # the mass that each leaves out
-    predicted = said.buffer_bytes + said.kept_bytes + said.gradient_bytes
+        assert kept[0] - kept[1] == said.saved_bytes + 4 * n == n * v // 128 + 4 * n  # the mass that each leaves out
+    predicted = said.buffer_bytes + said.saved_bytes + said.gradient_bytes
     peak = trace_allocations(run).peak
     assert peak <= 1.05 * predicted + n * (12 * h + 256)
     assert predicted < 4 * n * v
@@ -333,15 +334,19 @@ def test_what_p_does_not_bound_is_refused(name, way):
         ll.token_stats(ops.hidden, head, ops.labels, **call)
 
 
-@pytest.mark.parametrize(
-    ("spec", "capturing", "got"),
-    [({"shard": "0/2"}, False, "sharded"), ({"backend": "triton"}, False, "'triton'"), ({}, True, "CUDA graph")],
-    ids=str,
-)
-def test_where_it_cannot_run(spec, capturing, got):
-    with pytest.raises(OptionError, match=f"^sparse: .*{got}"):
-        check(Spec(("logprob",), **spec), False, capturing)
-    check(Spec(("logprob", "entropy")), False, False)
+def test_where_it_cannot_run(monkeypatch):
+    ops = operands((3,))
+    call = flatten(ops.hidden, with_sparse(ops, SparseBackward(0.1)), ops.labels, want=("logprob", "entropy"))
+    check_sparse(call)
+    with pytest.raises(OptionError, match=r"^sparse: .*'triton'"):
+        check_sparse(replace(call, options=replace(call.options, backend="triton")))
+    sharded = replace(call.head)
+    object.__setattr__(sharded, "shard", object())
+    with pytest.raises(OptionError, match=r"^sparse: .*sharded"):
+        check_sparse(replace(call, head=sharded))
+    monkeypatch.setattr(validate, "capturing", lambda x: True)
+    with pytest.raises(OptionError, match=r"^sparse: .*CUDA graph"):
+        check_sparse(call)
 
 
 @pytest.mark.slow

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from logitless.vocab.call.call import Inputs, Spec
-from logitless.vocab.call.lora import with_low_rank
+from logitless.vocab.call.call import Call, Needs
+from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
-from logitless.vocab.passes.autograd import needs_of
-from logitless.vocab.passes.compiled import _packed
+from logitless.vocab.passes.compiled import _key, _packed
 from logitless.vocab.passes.loss import cross_entropy_wants
 from tests.support.vocab.comparing import EVERYTHING, Operands, operands
 
@@ -17,9 +16,9 @@ TRAINABLE = [("hidden", "weight", "bias", "a", "b"), FROZEN, ("b",), ()]
 pytestmark = pytest.mark.compiled
 
 
-def prepared(ops: Operands, **options) -> tuple[Spec, Inputs]:
-    spec, inputs = flatten(ops.hidden, ops.head, ops.labels, reference=ops.reference, **options)
-    return spec, with_low_rank(inputs, ops.head, None if ops.ref is None else ops.ref.head)
+def prepared(ops: Operands, **options) -> Call:
+    call = flatten(ops.hidden, ops.head, ops.labels, reference=ops.reference, **options)
+    return with_lora(call, None if ops.ref is None else ops.ref.head)
 
 
 @pytest.mark.parametrize("ranks", [(), (3,)], ids=str)
@@ -37,8 +36,8 @@ def test_stats(want, options, trainable, ranks):
     ops = operands((7,), dtype=torch.float32, reference="kl" in want, ranks=ranks, softcap=5.0 if options else None)
     ops = ops.training(*trainable)
     ops.labels[2] = -100
-    spec, inputs = prepared(ops, want=want, **options)
-    args = (*_packed(inputs), spec.key, needs_of(inputs).flags)
+    call = prepared(ops, want=want, **options)
+    args = (*_packed(call.inputs), _key(call), Needs.of(call.inputs).flags)
     torch.library.opcheck(torch.ops.logitless.stats.default, args, test_utils=CHECKS)
 
 
@@ -47,6 +46,6 @@ def test_stats(want, options, trainable, ranks):
 @pytest.mark.parametrize("denominator", [None, torch.tensor(5.0)], ids=str)
 def test_cross_entropy(denominator, trainable, ranks):
     ops = operands((7,), dtype=torch.float32, ranks=ranks).training(*trainable)
-    spec, inputs = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
-    args = (*_packed((*inputs, denominator)), spec.key, needs_of(inputs).flags, 0.1, 0.0, True)
+    call = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
+    args = (*_packed((*call.inputs, denominator)), _key(call), Needs.of(call.inputs).flags, 0.1, 0.0, True)
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DtypeError, ShapeError
 from ...sample import Noise, SampleRecord
 from ...sample.tokens import draw_tokens
-from ...vocab.head.lm_head import LMHead
-from ...vocab.head.peft import unwrapped
+from ...vocab.face import LMHead, unwrapped
 from .generation_options import (
     Processors,
     check_prompts,

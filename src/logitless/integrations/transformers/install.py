@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ...errors import ConfigError, DtypeError, OptionError
-from ...vocab.api import linear_cross_entropy
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .lm_head import HandedOn, causal_lm, forward_with, handed_on, output_head, replaced, through_head
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...vocab.head.lm_head import LMHead
-from ...vocab.head.peft import unwrapped
+from ...vocab.face import LMHead, unwrapped
 
 T = TypeVar("T")
 

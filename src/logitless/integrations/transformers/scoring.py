@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import DtypeError, ShapeError
 from ...sample import SampleRecord
-from ...vocab.api import token_stats
-from ...vocab.head.lm_head import LMHead
-from ...vocab.stats import TokenStats
+from ...vocab.face import LMHead, TokenStats, token_stats
 from .lm_head import evaluating, forward_with, through_head
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...vocab.api import token_loss
-from ...vocab.call.validate import Options
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, Options, token_loss
 from ..transformers.lm_head import causal_lm, forward_with, through_head
 from .scores import IGNORED, Collected
 

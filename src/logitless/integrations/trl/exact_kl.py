@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead
 from ..transformers.lm_head import forward_with, handed_on
 
 NEWTON_STEPS = 12  # quadratic from above: 6 reach float64 for every KL from 1e-16 to 1e4

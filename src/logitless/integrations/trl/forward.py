@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ConfigError, OptionError
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
 from ..transformers.lm_head import handed_on, through_head
 from .contract import Settings

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...vocab.api import token_stats
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, token_stats
 from .scores import IGNORED
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, NotFiniteError, OptionError
-from ...vocab.api import token_stats
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, token_stats
 from ..transformers.lm_head import causal_lm, evaluating, forward_with, through_head
 from .completions import Ids, Row, batch_of, check_rows, rows_of
 

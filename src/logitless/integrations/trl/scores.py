@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GradientError
-from ...vocab.api import TokenStats, token_loss, token_stats
-from ...vocab.call.validate import Options
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, Options, TokenStats, token_loss, token_stats
 
 IGNORED = -100
 

@@ -12,8 +12,7 @@ import torch
 
 from ...errors import ConfigError, OptionError
 from ...models.positions import reach
-from ...vocab.api import explain
-from ...vocab.head.lm_head import LMHead
+from ...vocab.face import LMHead, explain
 from ..transformers.lm_head import causal_lm, output_head, replaced
 from .contract import FUSED_TRAINERS, Settings, kind_of, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss

@@ -1,22 +1,162 @@
-"""What backends take and give: some tokens of a problem with their buffers, the totals of a fold, the gradients."""
+"""The written contract between the pass and its backends: `Backend`, and what it takes and gives.
+
+A pass goes over the valid tokens of a call chunk by chunk. A backend sees one `Chunk`: the heads on its tokens, and
+reused buffers. It accumulates the rows of the vocabulary that are here into an `Accumulation` (online softmax), and
+turns coefficients, one number for each token and basis of the gradient formula, into gradients.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Slices
-from ...algebra.fold import MASK, Fold, Totals, finish
-from ...algebra.stats import Slope, mixture_shares, sums_of
-from ..call.call import Inputs, Problem
+from ...algebra.costs import Slices, slices_of, sparse_slices, tiles_of
+from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
+from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
+from ..call.call import Call, Inputs
 from ..head.sparse import BOUNDED, SparseBackward
-from .load import rows_of
-from .logits import Operands, Projection, mask_labels
+from . import rows as few_rows
+from .logits import Operands, Projection, mask_labels, operand_dtype
+
+MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
+
+
+class Backend(ABC):
+    """One way to compute the pass on the rows of a head that are here.
+
+    A backend has to give three functions: `accumulate_local`, `mixture_sums` and `logits_grad`. The others are right
+    for any backend and may be replaced by faster ones. It may use `chunk.scratch` for anything, and keep in
+    `chunk.materialised` the slices of logits that `keep` asks for, which is all that one function may leave for
+    another. It never waits for the device unless the call's statistics cannot be had otherwise, never makes C·V
+    elements but in those slices, and never reads what the chunk does not hold: ignored tokens, rows past
+    `local_rows`, buffers that were not written (tests fill them with NaN).
+    """
+
+    @abstractmethod
+    def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
+        """The accumulation of the rows here, the label's entry left out (it is kept apart, in `chunk.label`).
+
+        bases: of `algebra.stats.DENSE`, those whose products Σ_v basis_v·W_v, (C, H + R), accumulate on the way.
+        keep: "logits" or "weights" leaves every slice in `chunk.materialised`, as logits z or as weights e^(z-m);
+        whoever asks for weights needs p alone. Reads every slice of the operands once.
+        """
+
+    @abstractmethod
+    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
+        """(jsd, KL(p||M)) summed over the rows here, the label's left out, (C,) each: a second look, no product.
+
+        Reads the logits that `accumulate_local` left in `chunk.materialised`, which must stay as they are.
+        """
+
+    @abstractmethod
+    def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
+        """Add the dense bases' share of every gradient to `grads`; 0 at the label but for the constant term.
+
+        coefficients: (C,) each, of dL/dz, without the head's scale and temperature. Uses up `chunk.materialised`
+        where it holds slices, and recomputes them where it does not. Nothing to do where `is_dense` says so.
+        """
+
+    draws_on_device = False  # whether kernels of its own draw tokens from a chunk's rows: see `sample.triton_draw`
+    sums_logits_anyway = False  # whether `zsum` costs it nothing
+
+    def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
+        """`accumulate_local` of all rows, finished."""
+        return self.accumulate_local(chunk, bases, keep).finished(chunk)
+
+    def add_mixture(self, chunk: Chunk, totals: Totals) -> None:
+        """jsd and KL(p||M) into `totals`: both need the log-sum-exps first."""
+        put_mixture(chunk, totals, *self.mixture_sums(chunk, totals))
+
+    def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
+        """dL/d(hW) at the label, (C,): what `logits_grad` leaves out."""
+        total = label_coefficient(coefficients, totals, chunk.jsd_beta, torch)
+        return self.chained_at_label(chunk, totals, coefficients, total)
+
+    def chained_at_label(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, total: Tensor) -> Tensor:
+        """dL/d(hW) at the label from dL/dz there."""
+        if chunk.policy.outer is not None and "one" in coefficients:
+            total = total + coefficients["one"]
+        return chunk.policy.chain(total, totals.label_logit)
+
+    def slices(
+        self,
+        call: Call,
+        n_tokens: int,
+        vocab_size: int,
+        *,
+        materialised: bool,
+        wide: bool = False,
+        bases: int = 0,
+        sparse: bool = False,
+    ) -> Slices:
+        """The slice sizes of a call with `n_tokens` valid tokens and at most `vocab_size` rows on a rank.
+
+        materialised: whether a chunk's slices all stay; wide: whether few tokens are to see long slices; bases: how
+        many products accumulate on the way; sparse: whether a backward pass may leave slices out.
+        """
+        options, i, compute = call.options, call.inputs, call.compute
+        found = slices_of(
+            n_tokens,
+            vocab_size,
+            **self.demand(call),
+            whole=materialised,
+            device=i.hidden.device.type,
+            tiles=tiles_of(options.want, softcap=bool(call.head.softcap), top_k=options.top_k),
+            wide=wide,
+        )
+        if not sparse or options.sparse is None:
+            return found
+        width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
+        return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)
+
+    def demand(self, call: Call) -> dict[str, int]:
+        """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths."""
+        i, compute = call.inputs, call.compute
+        weights = [w for w in (i.weight, i.ref_weight) if w is not None]
+        converted = sum(
+            w.shape[1]
+            for w in weights
+            if w.dtype != operand_dtype(i.hidden, w.dtype, compute) or call.options.autocast is not None
+        )
+        converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
+        return {
+            "budget": call.options.memory_budget,
+            "itemsize": compute.itemsize,
+            "heads": len(weights),
+            "converted": converted,
+        }
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """x times a scalar tensor, in place."""
+        if factor.device.type != "cpu" or factor.item() != 1:
+            x.mul_(factor)
+
+    def dot(
+        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x_n · table[i_nk], (N, k): see `rows.dot`."""
+        return few_rows.dot(x, table, ids, cast, dtype)
+
+    def add_weighted(
+        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
+    ) -> None:
+        """into += Σ_k w_nk·table[i_nk]: see `rows.add_weighted`."""
+        few_rows.add_weighted(into, weights, table, ids, cast)
+
+    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
+        """into[i_nk] += w_nk·x_n: see `rows.scatter`."""
+        few_rows.scatter(weights, x, ids, into)
+
+
+def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:
+    """Whether there is anything to do for `logits_grad`: bases with a number for every entry."""
+    return any(basis in coefficients for basis in DENSE) or (chunk.policy.outer is not None and "one" in coefficients)
 
 
 class Scratch:
@@ -27,6 +167,7 @@ class Scratch:
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, like: Tensor | tuple[int, int]) -> Tensor:
+        """A buffer (rows, width), with anything in it."""
         rows, width = like.shape if isinstance(like, Tensor) else like
         need = rows * width
         if name not in self.buffers or self.buffers[name].numel() < need:
@@ -45,9 +186,22 @@ class Tile:
     raw: bool = False  # the slice holds the heads' bare products, without scale, bias, softcap and temperature
 
 
+@dataclass(frozen=True)
+class SliceMass:
+    """A slice's part of each token's sums, (C,) each, w = e^(z-m)."""
+
+    m: Tensor
+    w: Tensor  # Σw
+    t: Tensor | None  # Σw·(z-m), where entropy is wanted
+
+
 @dataclass
 class Chunk:
-    """A chunk of tokens; `label` holds the label's logit and its reference logit, `kept` the slices of whole rows."""
+    """A chunk of valid tokens: the heads on them, buffers, and what is asked of them.
+
+    label holds the label's logit and its reference logit. materialised: the slices of logits that stay. slice_masses,
+    skip: what a sparse backward is to know of each slice, and what it leaves out.
+    """
 
     inputs: Inputs
     policy: Projection
@@ -58,27 +212,28 @@ class Chunk:
     top_k: int
     jsd_beta: float
     label: tuple[Tensor, Tensor | None] | None
-    kept: list[Tile] = field(default_factory=list)
-    shares: list[Share] | None = None  # of each slice, where a sparse backward is to know them
-    skip: Skip | None = None  # what it leaves out
+    materialised: list[Tile] = field(default_factory=list)
+    slice_masses: list[SliceMass] | None = None
+    skip: Skip | None = None
 
     @classmethod
-    def of(cls, problem: Problem, rows: slice, slices: Slices, scratch: Scratch) -> Chunk:
-        i, compute = problem.chunk(rows), problem.compute
-        temperature = problem.spec.temperature if i.temperature is None else i.temperature
-        table = rows_of(problem.spec.backend)
-        policy = Projection(i.hidden, problem.head, temperature, compute, problem.spec.operand, (i.low, i.up), table)
+    def of(cls, call: Call, rows: slice, slices: Slices, scratch: Scratch, backend: Backend) -> Chunk:
+        """The valid tokens `rows` of a call."""
+        i, options = call.chunk(rows), call.options
+        temperature = options.temperature if i.temperature is None else i.temperature
+
+        def on(hidden: Tensor, head: Any, lora: tuple[Tensor | None, Tensor | None]) -> Projection:
+            return Projection(hidden, head, temperature, call.compute, backend, autocast=options.autocast, lora=lora)
+
+        policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b))
         reference = label = None
-        if problem.reference is not None and i.ref_hidden is not None:
-            reference = Projection(
-                *(i.ref_hidden, problem.reference, temperature, compute, problem.spec.operand),
-                *((i.ref_low, i.ref_up), table),
-            )
+        if call.reference is not None and i.ref_hidden is not None:
+            reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b))
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
-        sums = sums_of(problem.spec.want)
-        top_k = max(problem.spec.top_k, int("argmax" in sums))
-        return cls(i, policy, reference, slices, scratch, sums, top_k, problem.spec.jsd_beta, label)
+        sums = sums_of(options.want)
+        top_k = max(options.top_k, int("argmax" in sums))
+        return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, label)
 
     @property
     def n_tokens(self) -> int:
@@ -86,7 +241,7 @@ class Chunk:
 
     @property
     def sums_logits(self) -> bool:
-        """Whether the fold adds the logits up: where the head's summed rows do not give their mean."""
+        """Whether the pass adds the logits up: where the head's summed rows do not give their mean."""
         return "zsum" in self.sums and (self.policy.outer is not None or self.policy.head.shard is not None)
 
     @property
@@ -96,7 +251,7 @@ class Chunk:
 
     def vocabulary(self) -> Iterator[slice]:
         """Slices of the rows here."""
-        size, width = self.policy.head.held, self.slices.width
+        size, width = self.policy.head.local_rows, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
     def logits(self, v: slice, w: Operands, name: str = "") -> Tile:
@@ -116,7 +271,7 @@ class Chunk:
             if self.may_be_infinite:
                 z.clamp_(min=MASK)
             if self.inputs.labels is not None:
-                mask_labels(z, self.inputs.labels - (self.policy.head.first + tile.v.start))
+                mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
 
     def gap(self, tile: Tile, shift: Tensor) -> Tensor:
         """-e = z_ref - z + d0, before masking or after; 0 where both are -inf."""
@@ -128,35 +283,58 @@ class Chunk:
 
 
 @dataclass
-class Folded:
-    """A chunk after its fold: totals, the best entries, and per basis Σ basis_v·W_v with the label left out."""
+class Accumulated:
+    """A chunk after its accumulation: totals, the best entries, and per basis Σ basis_v·W_v without the label."""
 
     totals: Totals
     top_ids: Tensor | None = None  # (C, k)
     top_logits: Tensor | None = None  # (C, k)
     products: dict[str, Tensor] = field(default_factory=dict)  # basis -> (C, H + R), of the rows here
-    candidates: Tensor | None = None  # (C, K), their logits where the fold had to ask for them
+    candidates: Tensor | None = None  # (C, K), their logits where the ranks had to ask for them
 
 
 @dataclass
-class Part:
-    """The fold of the rows here, the label's entry left out, before it is finished."""
+class Partial:
+    """The accumulation of the rows here, the label's entry left out, before it is finished.
 
-    fold: Fold
-    normalised: Callable[[Totals], dict[str, Tensor]]  # the products, once the totals are known
-    zsum: Tensor | None = None  # (C,), the sum of the logits, the label's included
-    best: tuple[Tensor, Tensor] | None = None  # (C, k) logits and rows, best first, -inf and -1 where there are less
-    finish: Callable[[Fold, Any], Totals] = lambda fold, label: finish(fold, label, torch)  # with the chunk's label
+    normalised: the products, once the totals are known. zsum: (C,), the sum of the logits, the label's included.
+    topk: (C, k) logits and rows, best first, -inf and -1 where there are less. finish: with the chunk's label.
+    """
 
-    def folded(self, chunk: Chunk) -> Folded:
-        """What a fold of all rows amounts to."""
-        totals = self.finish(self.fold, chunk.label)
+    state: Accumulation
+    normalised: Callable[[Totals], dict[str, Tensor]]
+    zsum: Tensor | None = None
+    topk: tuple[Tensor, Tensor] | None = None
+    finish: Callable[[Accumulation, Any], Totals] = lambda state, label: finish(state, label, torch)
+
+    def finished(self, chunk: Chunk) -> Accumulated:
+        """What an accumulation of all rows amounts to."""
+        totals = self.finish(self.state, chunk.label)
         if self.zsum is not None:
             totals.mean_logit = self.zsum / chunk.policy.head.rows
-        out = Folded(totals, products=self.normalised(totals))
-        if self.best is not None:
-            out.top_logits, out.top_ids = self.best
+        out = Accumulated(totals, products=self.normalised(totals))
+        if self.topk is not None:
+            out.top_logits, out.top_ids = self.topk
         return out
+
+
+def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals) -> dict[str, Tensor]:
+    """The products with probabilities in the weights' place, whichever rows the totals are of."""
+    offset = (state.m - totals.m) - totals.log_s  # log p = (z - state.m) + offset
+    factor = torch.exp(offset)[:, None]
+    out = dict(products)
+    if "plogp" in out:
+        out["plogp"].addcmul_(out["p"], offset[:, None]).mul_(factor)
+    if "pD" in out:
+        log_ratio = totals.log_ratio + (state.shift - totals.shift)
+        out["pD"].addcmul_(out["p"], log_ratio[:, None]).mul_(factor)
+    if "p2" in out:
+        out["p2"].mul_(factor * factor)
+    if "q" in out:
+        out["q"].mul_(torch.exp((state.m_ref - totals.m_ref) - totals.log_s_ref)[:, None])
+    if "p" in out:
+        out["p"].mul_(factor)
+    return out
 
 
 def put_mixture(chunk: Chunk, totals: Totals, jsd: Tensor, kl_mixture: Tensor) -> None:
@@ -171,92 +349,89 @@ def put_mixture(chunk: Chunk, totals: Totals, jsd: Tensor, kl_mixture: Tensor) -
 
 
 @dataclass
-class Grads:
+class Gradients:
     """Gradients being accumulated, in the compute dtype; None where not needed. Per token those of the chunk."""
 
     hidden: Tensor | None = None  # (C, H)
     weight: Tensor | None = None  # (V, H)
     bias: Tensor | None = None  # (V,)
-    low: Tensor | None = None  # (C, R)
-    up: Tensor | None = None  # (V, R)
-    blank: list[Tensor] = field(default_factory=list)  # of these, those with nothing in them yet
+    lora_hidden: Tensor | None = None  # (C, R)
+    lora_b: Tensor | None = None  # (V, R)
+    unwritten: list[Tensor] = field(default_factory=list)  # of these, those with nothing in them yet
 
     def begins(self, x: Tensor | None) -> bool:
         """Whether `x` has nothing in it yet, so that its first part is written, not added; said once."""
-        found = [i for i, y in enumerate(self.blank) if y is x]
-        return bool(found) and self.blank.pop(found[0]) is x
+        found = [i for i, y in enumerate(self.unwritten) if y is x]
+        return bool(found) and self.unwritten.pop(found[0]) is x
 
     def clear(self) -> None:
         """Zero what has nothing in it yet."""
-        while self.blank:
-            self.blank.pop().zero_()
+        while self.unwritten:
+            self.unwritten.pop().zero_()
+
+    def of_chunk(self, n_tokens: int, dtype: torch.dtype) -> Gradients:
+        """The same sums for entries, and zeros for a chunk's tokens."""
+
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.zeros(n_tokens, x.shape[1], dtype=dtype, device=x.device)
+
+        return replace(self, hidden=zeros(self.hidden), lora_hidden=zeros(self.lora_hidden))
 
     @property
     def all(self) -> list[Tensor | None]:
-        return [self.hidden, self.weight, self.bias, self.low, self.up]
+        return [self.hidden, self.weight, self.bias, self.lora_hidden, self.lora_b]
 
     @property
     def pairs(self) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
         """(per token, per entry) for each of the head's factors."""
-        return (self.hidden, self.weight), (self.low, self.up)
-
-
-WHOLE = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
-
-
-class Share(NamedTuple):
-    """A slice's part of each token's sums, (C,) each, w = e^(z-m)."""
-
-    m: Tensor
-    w: Tensor  # Σw
-    t: Tensor | None  # Σw·(z-m), where entropy is wanted
+        return (self.hidden, self.weight), (self.lora_hidden, self.lora_b)
 
 
 @dataclass
 class Skip:
     """What a chunk's backward pass leaves out."""
 
-    kept: Tensor  # (C, J), whether a token takes part in the products of a slice
+    computed: Tensor  # (C, J), whether a token takes part in the products of a slice
     mass: Tensor  # (C,), what a token leaves out
     report: SparseBackward
 
     @classmethod
-    def of(cls, shares: list[Share], totals: Totals, report: SparseBackward) -> Skip:
+    def of(cls, slice_masses: list[SliceMass], totals: Totals, report: SparseBackward) -> Skip:
         """Of each token the slices of least mass, while their sum keeps to the bound."""
-        mass = masses(shares, totals)
+        mass = masses(slice_masses, totals)
         ordered, order = mass.sort(1)
-        keeps = ~(ordered.cumsum(1) <= report.bound)  # NaN keeps
-        kept = torch.zeros_like(keeps).scatter_(1, order, keeps)
-        kept |= kept.sum(0) > WHOLE * kept.shape[0]
-        return cls(kept, mass.masked_fill_(kept, 0.0).sum(1), report)
+        above = ~(ordered.cumsum(1) <= report.bound)  # NaN is computed
+        computed = torch.zeros_like(above).scatter_(1, order, above)
+        computed |= computed.sum(0) > MOSTLY * computed.shape[0]
+        return cls(computed, mass.masked_fill_(computed, 0.0).sum(1), report)
 
     @classmethod
     def saved(cls, extra: dict[str, Tensor], report: SparseBackward | None) -> Skip | None:
         """From what `items` gave."""
-        return None if report is None else cls(extra["kept_slices"], extra["skipped_mass"], report)
+        return None if report is None else cls(extra["computed_slices"], extra["skipped_mass"], report)
 
     def items(self) -> dict[str, Tensor]:
         """What has to wait for backward."""
-        return {"kept_slices": self.kept, "skipped_mass": self.mass}
+        return {"computed_slices": self.computed, "skipped_mass": self.mass}
 
-    def rows(self, chunk: Chunk, slope: Slope) -> list[Tensor | None]:
+    def rows(self, chunk: Chunk, coefficients: Coefficients) -> list[Tensor | None]:
         """The tokens of each slice, None where they are all of the chunk's; and the report's part of this chunk."""
-        weight = torch.stack([slope[basis].abs() for basis in sorted(BOUNDED & slope.keys())]).sum(0)
-        kept = (self.kept & (weight != 0)[:, None]).t().contiguous()
-        counts = kept.sum(1).tolist()  # the one wait for the device
-        computed = sum(count * (v.stop - v.start) for count, v in zip(counts, chunk.vocabulary(), strict=True))
+        weight = torch.stack([coefficients[basis].abs() for basis in sorted(BOUNDED & coefficients.keys())]).sum(0)
+        computed = (self.computed & (weight != 0)[:, None]).t().contiguous()
+        counts = computed.sum(1).tolist()  # the one wait for the device
+        pairs = sum(count * (v.stop - v.start) for count, v in zip(counts, chunk.vocabulary(), strict=True))
         n = chunk.n_tokens
-        self.report.add(self.mass, weight, computed, n * chunk.policy.head.held)
-        rows = torch.nonzero_static(kept.view(-1), size=sum(counts)).squeeze(1).remainder_(n).split(counts)
+        self.report.add(self.mass, weight, pairs, n * chunk.policy.head.local_rows)
+        rows = torch.nonzero_static(computed.view(-1), size=sum(counts)).squeeze(1).remainder_(n).split(counts)
         return [None if x.shape[0] == n else x for x in rows]
 
 
-def masses(shares: list[Share], totals: Totals) -> Tensor:
+def masses(slice_masses: list[SliceMass], totals: Totals) -> Tensor:
     """Each token's mass in each slice, (C, J): Σp, or Σ p·|log p| where that is asked for and more."""
-    offset = torch.stack([share.m for share in shares], 1)
+    offset = torch.stack([x.m for x in slice_masses], 1)
     offset.sub_(totals.m[:, None]).sub_(totals.log_s[:, None])  # log p = (z - m) + offset
-    w = torch.stack([share.w for share in shares], 1)
-    sharp = [share.t for share in shares if share.t is not None]
+    w = torch.stack([x.w for x in slice_masses], 1)
+    sharp = [x.t for x in slice_masses if x.t is not None]
     if sharp:
         torch.maximum(w, torch.stack(sharp, 1).addcmul_(w, offset).neg_(), out=w)
     return w.mul_(offset.exp_())

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache, reduce
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...algebra.fold import MASK
+from ...algebra.online_softmax import MASK
 from ..head.lm_head import LMHead, place
-from . import rows as plain_rows
+from ..sizing import current_sizing
+
+
+def has_out_dtype(device_type: str) -> bool:
+    """Whether products of bf16 operands come, and are added up, in fp32 on this kind of device."""
+    sized = current_sizing()
+    return _multiplies_wide(device_type) if sized is None else sized.wide_products
 
 
 @cache
-def has_out_dtype(device_type: str) -> bool:
-    """Whether products of bf16 operands come, and are added up, in fp32 on this kind of device."""
+def _multiplies_wide(device_type: str) -> bool:
     if device_type != "cuda":
         return False
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
@@ -33,22 +39,49 @@ def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> 
     return hidden.dtype if low and has_out_dtype(hidden.device.type) else compute
 
 
-def slope_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
+def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """What dL/dz is rounded to for its products: as the operands, but fp16 has no room for what a mean makes of p."""
     return compute if operand == torch.float16 else operand
+
+
+LOG2E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e^x in place, as exp2 of a scaled x: torch's vectorised exp2 costs a third of its exp."""
+    return x.mul_(LOG2E).exp2_()
+
+
+class FewRows(Protocol):
+    """Products with a few rows of a table for each token, as every backend has them: see `rows`."""
+
+    def dot(
+        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+    def add_weighted(
+        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
+    ) -> None: ...
+
+    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None: ...
 
 
 Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
 
 
 class Factor:
-    """One product of a head: tokens (C, K) times entries (V, K), as h and W, or as an adapter's low and up."""
+    """One product of a head: tokens (C, K) times entries (V, K), as h and W, or an adapter's lora_hidden and lora_b."""
 
     def __init__(
-        self, tokens: Tensor, entries: Tensor, inner: float | Tensor, compute: torch.dtype, cast: torch.dtype,
-        table: Any = plain_rows,
-    ) -> None:  # fmt: skip
-        self.entries, self.cast, self.compute, self.table = entries, cast, compute, table
+        self,
+        tokens: Tensor,
+        entries: Tensor,
+        inner: float | Tensor,
+        compute: torch.dtype,
+        cast: torch.dtype,
+        few_rows: FewRows,
+    ) -> None:
+        self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
         unit = isinstance(inner, float) and inner == 1.0
@@ -62,15 +95,15 @@ class Factor:
 
     def at(self, ids: Tensor) -> Tensor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
-        z = self.table.dot(self.rows, self.entries, ids, self.cast, self.compute)
+        z = self.few_rows.dot(self.rows, self.entries, ids, self.cast, self.compute)
         return z if self.late is None else z * self.late
 
     def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
         """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
         if tokens is not None:
-            self.table.add_weighted(tokens, c, self.entries, ids, self.cast)
+            self.few_rows.add_weighted(tokens, c, self.entries, ids, self.cast)
         if entries is not None:
-            self.table.scatter(c, self.tokens, ids, entries)
+            self.few_rows.scatter(c, self.tokens, ids, entries)
 
     def total(self, entry_sum: Tensor) -> Tensor:
         """The product summed over all entries, (C,), from their sum (K,)."""
@@ -87,23 +120,24 @@ class Projection:
         head: LMHead,
         temperature: float | Tensor,
         compute: torch.dtype,
-        operand: str = "",
-        adapters: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R), (V, R)
-        table: Any = plain_rows,  # whose dot, add_weighted and scatter take single entries
+        few_rows: FewRows,
+        *,
+        autocast: torch.dtype | None = None,
+        lora: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R) of the tokens, (V, R) of the entries
     ) -> None:
         self.head = head
         self.compute = compute
-        self.bias = None if head.bias is None else head.bias.detach()[: head.held].to(compute).contiguous()
+        self.bias = None if head.bias is None else head.bias.detach()[: head.local_rows].to(compute).contiguous()
         column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
         # factors are numbers, or (C, 1) where the temperature is per token
         self.inner = head.scale / (head.softcap if head.softcap else column)
         self.outer = head.softcap / column if head.softcap else None
-        self.slope = head.scale / column  # dz/d(hW) where the softcap is flat
-        weight, (low, up) = head.weight.detach()[: head.held], adapters
-        cast = getattr(torch, operand) if operand else weight.dtype
-        self.factors = [Factor(hidden, weight, self.inner, compute, cast, table)]
-        if low is not None and up is not None:  # small: they multiply in the compute dtype
-            self.factors.append(Factor(low, up.detach()[: head.held], self.inner, compute, up.dtype, table))
+        self.row_scale = head.scale / column  # dz/d(hW) where the softcap is flat
+        weight, (lora_hidden, lora_b) = head.weight.detach()[: head.local_rows], lora
+        self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows)]
+        if lora_hidden is not None and lora_b is not None:  # small: they multiply in the compute dtype
+            entries = lora_b.detach()[: head.local_rows]
+            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     def operand(self, v: slice) -> Operands:
@@ -127,12 +161,12 @@ class Projection:
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """`head.place`, with None where no rank has other rows."""
-        return (ids, None) if self.head.shard is None else place(ids, self.head.first, self.head.held)
+        return (ids, None) if self.head.shard is None else place(ids, self.head.vocab_start, self.head.local_rows)
 
     def at(self, ids: Tensor) -> Tensor:
         """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks."""
         columns, mine = self.place(ids if ids.dim() == 2 else ids[:, None])
-        if self.head.held == 0:
+        if self.head.local_rows == 0:
             return torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
         z = sum_of(f.at(columns) for f in self.factors)
         if self.bias is not None:
@@ -148,13 +182,13 @@ class Projection:
             total = total + self.bias.sum() * _flat(self.inner)
         return total / self.head.rows
 
-    def chain(self, slope: Tensor, z: Tensor | None = None) -> Tensor:
-        """dL/d(hW), (C,) or (C, k), from dL/dz: the row factor, and the softcap's derivative where `z` is given."""
-        wide = slope.dim() == 2
-        slope = slope * (self.slope if wide else _flat(self.slope))
+    def chain(self, dz: Tensor, z: Tensor | None = None) -> Tensor:
+        """dL/d(hW), (C,) or (C, k), from dL/dz: the row's scale, and the softcap's derivative where `z` is given."""
+        wide = dz.dim() == 2
+        dz = dz * (self.row_scale if wide else _flat(self.row_scale))
         if z is None or self.outer is None:
-            return slope
-        return slope * (1 - (z / (self.outer if wide else _flat(self.outer))).square())
+            return dz
+        return dz * (1 - (z / (self.outer if wide else _flat(self.outer))).square())
 
     def flatness(self, z: Tensor) -> Tensor:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
@@ -184,12 +218,12 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def weight_sum(weight: Tensor, compute: torch.dtype, operand: str = "") -> Tensor:
+def weight_sum(weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None) -> Tensor:
     """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
     weight = weight.detach()
-    if weight.dtype == compute and not operand:
+    if weight.dtype == compute and autocast is None:
         return weight.sum(0)
-    cast = getattr(torch, operand) if operand else weight.dtype
+    cast = autocast or weight.dtype
     total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
     for part in weight.split(4096):
         total += part.to(cast).to(compute).sum(0)

@@ -1,85 +1,119 @@
-"""A backend over the rows that each rank holds: the parts of all ranks merge into the fold of the whole vocabulary."""
+"""A backend over the rows that each rank has: the ranks' accumulations merge into that of the whole vocabulary."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...algebra.fold import Fold, Totals, merge
-from ...errors import BackendError
+from ...algebra.costs import Slices
+from ...algebra.online_softmax import Accumulation, Totals, merge
+from ...algebra.stats import Coefficients
+from ..call.call import Call
 from ..head.shard import VocabShard
 from ..ranks.agreement import layout_of
 from ..ranks.collectives import Ranks, in_order
-from .base import Chunk, Folded, Part, put_mixture
+from .base import Accumulated, Backend, Chunk, Gradients, Partial
 
 
-class Parallel:
-    """The wrapped backend folds its rows; one collective for a chunk of tokens makes them the whole vocabulary's.
+class ShardedBackend(Backend):
+    """The wrapped backend accumulates its rows; one collective for a chunk of tokens makes them the whole vocabulary's.
 
-    `unfold` is the wrapped backend's own: weight, bias and adapters get the gradients of the rows here, and the
-    engine adds up the ranks' gradients of hidden states.
+    The gradients are the wrapped backend's own: weight, bias and adapters get those of the rows here, and the pass
+    adds up the ranks' gradients of hidden states.
     """
 
-    def __init__(self, local: ModuleType, shard: VocabShard, rows: int) -> None:
-        if not hasattr(local, "part"):
-            name = local.__name__.rsplit(".", 1)[-1]
-            raise BackendError(f"backend: expected one that folds a part of a sharded head, got {name!r}; pass 'eager'")
-        self.local: Any = local
+    def __init__(self, local: Backend, shard: VocabShard, rows: int) -> None:
+        self.local = local
         self.layout = layout_of(shard, rows)
-        self.ranks = Ranks(VocabShard.parse(shard.key).group)
-        self.unfold, self.label_coefficient = local.unfold, local.label_coefficient
+        self.ranks = Ranks(shard.process_group)
 
-    def fold(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Folded:
-        """The wrapped backend's `fold` of all ranks' rows."""
-        first = "above" in chunk.sums and chunk.label is not None  # entries are counted against it
-        if first:
-            chunk.label = self._label(self.ranks.gather_all(_flat(chunk.label)))
-        part = self.local.part(chunk, bases, keep)
-        if chunk.reference is not None and part.fold.shift is None:  # no row here
-            part.fold.shift = torch.zeros_like(part.fold.m)
-        sent = dict(part.fold.items())
-        if part.zsum is not None:
-            sent["zsum"] = part.zsum
+    def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
+        return self.local.accumulate_local(chunk, bases, keep)
+
+    def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
+        label_first = "above" in chunk.sums and chunk.label is not None  # entries are counted against it
+        if label_first:
+            chunk.label = self._label(self.ranks.gather_all(_present(chunk.label)))
+        partial = self.accumulate_local(chunk, bases, keep)
+        if chunk.reference is not None and partial.state.shift is None:  # no row here
+            partial.state.shift = torch.zeros_like(partial.state.m)
+        sent = dict(partial.state.items())
+        if partial.zsum is not None:
+            sent["zsum"] = partial.zsum
         if chunk.inputs.candidates is not None:
             sent["candidates"] = chunk.policy.at(chunk.inputs.candidates)
-        if part.best is not None:
-            sent["logits"], sent["ids"] = part.best[0], part.best[1] + chunk.policy.head.first
-        label = [] if first else _flat(chunk.label)
+        if partial.topk is not None:
+            sent["logits"], sent["ids"] = partial.topk[0], partial.topk[1] + chunk.policy.head.vocab_start
+        label = [] if label_first else _present(chunk.label)
         (*each,) = self.ranks.gather_all([*sent.values(), *label])
         got = dict(zip(sent, each, strict=False))
         if label:
             chunk.label = self._label(each[len(sent) :])
-        whole = self._merged(chunk, part, got).folded(chunk)
+        whole = self._merged(chunk, partial, got).finished(chunk)
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
 
-    def second_look(self, chunk: Chunk, totals: Totals) -> None:
-        """The wrapped backend's, over all ranks' rows."""
+    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
         jsd, kl_mixture = self.ranks.total(list(self.local.mixture_sums(chunk, totals)))
-        put_mixture(chunk, totals, jsd, kl_mixture)
+        return jsd, kl_mixture
+
+    def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
+        self.local.logits_grad(chunk, totals, coefficients, grads)
+
+    def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
+        return self.local.label_coefficient(chunk, totals, coefficients)
+
+    def slices(
+        self,
+        call: Call,
+        n_tokens: int,
+        vocab_size: int,
+        *,
+        materialised: bool,
+        wide: bool = False,
+        bases: int = 0,
+        sparse: bool = False,
+    ) -> Slices:
+        return self.local.slices(
+            call, n_tokens, vocab_size, materialised=materialised, wide=wide, bases=bases, sparse=sparse
+        )
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        self.local.scale_(x, factor)
+
+    def dot(
+        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self.local.dot(x, table, ids, cast, dtype)
+
+    def add_weighted(
+        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
+    ) -> None:
+        self.local.add_weighted(into, weights, table, ids, cast)
+
+    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
+        self.local.scatter(weights, x, ids, into)
 
     def _label(self, each: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The label's logits, which one rank has and the others have 0 for."""
         mine = [in_order(x.unbind(0)) for x in each]
         return mine[0], mine[1] if len(mine) == 2 else None
 
-    def _merged(self, chunk: Chunk, part: Part, got: dict[str, Tensor]) -> Part:
-        """The part that all ranks' parts are together; ranks without rows are left out."""
-        names = [name for name, _ in part.fold.items()]
-        folds = [Fold(**{name: got[name][rank] for name in names}) for rank in self.layout.holding]
-        out = replace(part, fold=reduce(lambda x, y: merge(x, y, torch), folds))
-        if part.zsum is not None:
+    def _merged(self, chunk: Chunk, partial: Partial, got: dict[str, Tensor]) -> Partial:
+        """What all ranks' accumulations are together; ranks without rows are left out."""
+        names = [name for name, _ in partial.state.items()]
+        states = [Accumulation(**{name: got[name][rank] for name in names}) for rank in self.layout.holding]
+        out = replace(partial, state=reduce(lambda x, y: merge(x, y, torch), states))
+        if partial.zsum is not None:
             out.zsum = in_order(got["zsum"].unbind(0))
-        if part.best is not None:
-            out.best = self._best(got["logits"], got["ids"], chunk.top_k)
+        if partial.topk is not None:
+            out.topk = self._topk(got["logits"], got["ids"], chunk.top_k)
         return out
 
-    def _best(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _topk(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k best of all ranks' best, (R, C, k) each; of equal ones the lowest ids, which come first."""
         pairs = [(rank, min(k, self.layout.rows[rank])) for rank in self.layout.holding]
         values, order = torch.cat([logits[r, :, :n] for r, n in pairs], 1).sort(dim=1, descending=True, stable=True)
@@ -87,5 +121,5 @@ class Parallel:
         return values[:, :k].contiguous(), columns[:, :k].contiguous()
 
 
-def _flat(label: tuple[Tensor, Tensor | None] | None) -> list[Tensor]:
+def _present(label: tuple[Tensor, Tensor | None] | None) -> list[Tensor]:
     return [] if label is None else [x for x in label if x is not None]

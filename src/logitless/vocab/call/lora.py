@@ -1,46 +1,48 @@
-"""A head's low-rank additions as one more product of the pass: low (N, R) · upᵀ (R, V).
+"""A head's low-rank additions as one more product of the pass: lora_hidden (N, R) · lora_bᵀ (R, V).
 
-`low` is formed before the pass, by autograd, which so owns the gradients of a and the dropout masks; the pass gives
-the gradients of `low` and `up`. Several adapters stand side by side: R is the sum of their ranks.
+`lora_hidden` is formed before the pass, by autograd, which so owns the gradients of a and the dropout masks; the pass
+gives the gradients of `lora_hidden` and `lora_b`. Several adapters stand side by side: R is the sum of their ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..devices import compute_dtype, full_precision
 from ..head.lm_head import LMHead
 from ..head.low_rank import LowRank
 from ..head.shard import VocabShard
 from ..ranks.collectives import first_on_all
-from .call import Inputs, compute_dtype, full_precision
+from .call import Call
 
 BLOCK = 2048  # tokens whose hidden states are widened at a time
 
 
-def with_low_rank(inputs: Inputs, head: LMHead, reference: LMHead | None) -> Inputs:
-    """The inputs with the adapters' products of the hidden states in them; the reference's are constants."""
-    if head.adapters:
-        inputs = inputs._replace(low=_low(inputs.hidden, head))
-    if reference is not None and reference.adapters and inputs.ref_hidden is not None:
+def with_lora(call: Call, reference: LMHead | None = None) -> Call:
+    """The call with the adapters' products of its hidden states; those of `reference`, as given, are constants."""
+    inputs = call.inputs._replace(lora_hidden=lora_hidden_of(call.inputs.hidden, call.head))
+    if reference is not None and inputs.ref_hidden is not None:
         with torch.no_grad():
-            inputs = inputs._replace(ref_low=_low(inputs.ref_hidden, reference))
-    return inputs
+            inputs = inputs._replace(ref_lora_hidden=lora_hidden_of(inputs.ref_hidden, reference))
+    return replace(call, inputs=inputs)
 
 
-def stand_in(inputs: Inputs, head: LMHead) -> Inputs:
-    """The inputs with an empty `low` that requires a gradient where the real one would."""
-    if inputs.up is None:
-        return inputs
-    trained = inputs.hidden.requires_grad or any(x.a.requires_grad for x in head.adapters)
-    low = inputs.hidden.new_empty(0, inputs.up.shape[1])
-    return inputs._replace(low=low.requires_grad_(trained and torch.is_grad_enabled()))
+def stand_in(call: Call) -> Call:
+    """The call with an empty `lora_hidden` that requires a gradient where the real one would."""
+    hidden, lora_b = call.inputs.hidden, call.inputs.lora_b
+    if lora_b is None:
+        return call
+    trained = hidden.requires_grad or any(x.a.requires_grad for x in call.head.adapters)
+    empty = hidden.new_empty(0, lora_b.shape[1]).requires_grad_(trained and torch.is_grad_enabled())
+    return replace(call, inputs=call.inputs._replace(lora_hidden=empty))
 
 
-def up_of(head: LMHead) -> Tensor | None:
+def lora_b_of(head: LMHead) -> Tensor | None:
     """The adapters' b side by side, (V, R); the very tensor where there is one."""
     if not head.adapters:
         return None
@@ -48,7 +50,10 @@ def up_of(head: LMHead) -> Tensor | None:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _low(hidden: Tensor, head: LMHead) -> Tensor:  # (N, R)
+def lora_hidden_of(hidden: Tensor, head: LMHead) -> Tensor | None:  # (N, R)
+    """The adapters' products of hidden with their a, scaled, side by side, in the compute dtype."""
+    if not head.adapters:
+        return None
     parts = [_scaled(hidden, x, head.shard) for x in head.adapters]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -64,10 +69,10 @@ def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None) -> Tensor:
         keep.bernoulli_(1 - x.dropout, generator=generator)
     with full_precision(hidden.device.type):
         if torch.compiler.is_compiling():
-            low = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()
+            product = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()
         else:
-            low = _Shrink.apply(hidden, x.a, keep)
-    return low * (x.scaling / (1 - x.dropout))  # pyright: ignore[reportOperatorIssue]
+            product = _Shrink.apply(hidden, x.a, keep)
+    return product * (x.scaling / (1 - x.dropout))  # pyright: ignore[reportOperatorIssue]
 
 
 def _widened(hidden: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -85,11 +90,11 @@ class _Shrink(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(hidden, a, keep)
         dtype = compute_dtype(hidden)
-        low, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
+        product, wide = hidden.new_empty(hidden.shape[0], a.shape[0], dtype=dtype), a.to(dtype).t()
         for rows in _blocks(hidden.shape[0]):
             kept = None if keep is None else keep[rows]
-            torch.mm(_widened(hidden[rows], kept, dtype), wide, out=low[rows])
-        return low
+            torch.mm(_widened(hidden[rows], kept, dtype), wide, out=product[rows])
+        return product
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,46 +16,17 @@ from ...algebra.costs import DEFAULT_BUDGET
 from ...algebra.options import check_ignore_index, check_numbers, check_want
 from ...algebra.stats import STATISTICS
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
+from ..devices import autocast_dtype, capturing
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED
-from .call import Inputs, Spec, capturing, has_autocast
+from .call import Call, Inputs
 from .choice import choose
-from .lora import up_of
-
-if TYPE_CHECKING:
-    from .call import Spec
+from .lora import lora_b_of
+from .options import DEFAULTS, CallOptions, Options
 
 
-class Options(TypedDict, total=False):
-    """The options of the pass, shared by `token_stats`, `token_loss` and `explain`; see `token_stats`."""
-
-    want: tuple[str, ...]
-    temperature: float | Tensor
-    ignore_index: int
-    top_k: int
-    candidates: Tensor | None
-    reference: tuple[Tensor, LMHead] | None
-    jsd_beta: float
-    memory_budget: int | None
-    backend: str | None
-
-
-REFERENCE = ("ref_weight", "ref_bias", "ref_up")  # constants
-DEFAULTS: Options = {
-    "want": ("logprob",),
-    "temperature": 1.0,
-    "ignore_index": -100,
-    "top_k": 0,
-    "candidates": None,
-    "reference": None,
-    "jsd_beta": 0.5,
-    "memory_budget": None,
-    "backend": None,
-}
-
-
-def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> tuple[Spec, Inputs]:
-    """The checked call: options as a `Spec`, tensors with their leading dimensions flattened; `low` is to come."""
+def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> Call:
+    """The checked call, its tensors flat; the adapters' products of hidden (`lora.with_lora`) are to come."""
     _refuse_functorch()
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
@@ -66,35 +38,40 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     if labels is not None:
         labels = _check_ids("labels", labels, lead, hidden).reshape(n)
     candidates = _check_candidates(o["candidates"], lead, hidden)
-    number, tensor = _check_temperature(o["temperature"], lead, hidden)
+    temperature, temperatures = _check_temperature(o["temperature"], lead, hidden)
     ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
-    cast = _autocast_dtype(hidden)
+    cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
-    if cast is not None:
-        hidden = hidden.to(cast)
-        ref_hidden = None if ref_hidden is None else ref_hidden.to(cast)
-    spec = Spec(
-        want,
-        number,
-        o["ignore_index"],
-        o["top_k"],
-        float(o["jsd_beta"]),
-        int(o["memory_budget"] or DEFAULT_BUDGET),
-        choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
-        *_transform(head),
-        *_transform(ref_head),
-        operand="" if cast is None else str(cast).removeprefix("torch."),
-        shard="" if head.shard is None else head.shard.key,
+    checked = CallOptions(
+        want=want,
+        temperature=temperature,
+        ignore_index=o["ignore_index"],
+        top_k=o["top_k"],
+        jsd_beta=float(o["jsd_beta"]),
+        memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
+        backend=choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
+        autocast=cast,
         sparse=sparse,
     )
-    hidden = hidden.reshape(n, head.hidden_size)
-    inputs = Inputs(hidden, head.weight, head.bias, None, up_of(head), labels, tensor, candidates, ref_hidden)
-    if ref_head is not None:
-        with torch.no_grad():
-            rows, up = _alongside(head, ref_head), up_of(ref_head)
-        weight, bias, up = (None if x is None else x[rows] for x in (ref_head.weight, ref_head.bias, up))
-        inputs = inputs._replace(ref_weight=weight, ref_bias=bias, ref_up=up)
-    return spec, inputs._replace(**{name: _constant(getattr(inputs, name)) for name in REFERENCE})
+    inputs = Inputs(
+        hidden=(hidden if cast is None else hidden.to(cast)).reshape(n, head.hidden_size),
+        weight=head.weight,
+        bias=head.bias,
+        lora_b=lora_b_of(head),
+        labels=labels,
+        temperature=temperatures,
+        candidates=candidates,
+    )
+    if ref_head is None or ref_hidden is None:
+        return Call(checked, head, inputs)
+    rows, lora_b = _alongside(head, ref_head), lora_b_of(ref_head)
+    inputs = inputs._replace(
+        ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
+        ref_weight=ref_head.weight[rows].detach(),
+        ref_bias=None if ref_head.bias is None else ref_head.bias[rows].detach(),
+        ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
+    )
+    return Call(checked, head, inputs, _beside(head, ref_head, inputs))
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
@@ -118,10 +95,6 @@ def check_logits(logsumexp: Tensor) -> None:
     """Raise NotFiniteError where a token's logits are NaN, +inf, or all -inf."""
     if not logsumexp.isfinite().all():
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
-
-
-def _constant(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
 
 
 def _refuse_functorch() -> None:
@@ -151,24 +124,33 @@ def _with_defaults(options: Options) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
-def _transform(head: LMHead | None) -> tuple[float, float, int]:
-    """A head's (scale, softcap, vocab_size) as `Spec` holds them."""
-    return (1.0, 0.0, 0) if head is None else (float(head.scale), head.softcap or 0.0, head.vocab_size or 0)
-
-
 def _alongside(head: LMHead, reference: LMHead) -> slice:
     """The reference's rows that lie beside the head's own: all, or of a whole head those of this rank."""
     if head.shard is None and reference.shard is None:
         return slice(None)
     if head.shard is not None and reference.shard is None:
-        return slice(head.first, head.first + head.weight.shape[0])
-    here, there = ((x.shard and x.shard.name, x.first, x.held) for x in (head, reference))
+        return slice(head.vocab_start, head.vocab_start + head.weight.shape[0])
+    here, there = ((x.shard and x.shard.name, x.vocab_start, x.local_rows) for x in (head, reference))
     if here != there:
         raise ConfigError(
             f"reference: expected its rows sharded as the head's (group, first, rows) = {here}, or whole, got {there}; "
             "shard both alike"
         )
-    return slice(0, head.held)
+    return slice(0, head.local_rows)
+
+
+def _beside(head: LMHead, reference: LMHead, inputs: Inputs) -> LMHead:
+    """The reference with the rows that lie beside the head's own."""
+    if head.shard is None or inputs.ref_weight is None:
+        return reference
+    return replace(
+        reference,
+        weight=inputs.ref_weight,
+        bias=inputs.ref_bias,
+        vocab_size=head.rows,
+        adapters=(),
+        shard=head.shard,
+    )
 
 
 def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
@@ -254,28 +236,22 @@ def _check_reference(
     return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head
 
 
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def check(spec: Spec, reference: bool, capturing: bool) -> None:
+def check_sparse(call: Call) -> None:
     """Raise OptionError where a call's gradient cannot be bounded, or not made without waiting."""
-    wrong = [name for name in spec.want if not STATISTICS[name].bases <= BOUNDED]
-    if spec.softcap:  # the same slope for all entries is not the same behind it
-        wrong += [name for name in spec.want if "zsum" in STATISTICS[name].sums]
+    options = call.options
+    wrong = [name for name in options.want if not STATISTICS[name].bases <= BOUNDED]
+    if call.head.softcap:  # the same coefficient for all entries is not the same behind it
+        wrong += [name for name in options.want if "zsum" in STATISTICS[name].sums]
     if wrong:
         raise OptionError(
             f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
             f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
         )
-    if reference:
+    if call.reference is not None:
         raise OptionError("sparse: expected no reference, got one; pass a head without sparse")
-    if spec.shard:
+    if call.shard is not None:
         raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")
-    if spec.backend != "eager":
-        raise OptionError(f"sparse: expected backend 'eager', got {spec.backend!r}; leave backend out")
-    if capturing:
+    if options.backend != "eager":
+        raise OptionError(f"sparse: expected backend 'eager', got {options.backend!r}; leave backend out")
+    if capturing(call.inputs.hidden):
         raise OptionError("sparse: expected no CUDA graph, got one being captured; pass a head without sparse")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import ConfigError
-from .lm_head import LMHead
+from .low_rank import LowRank
 from .peft import class_of, parts_of, unwrapped
 
 MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -40,8 +41,20 @@ HARMLESS_HOOKS = (
 )  # fmt: skip
 
 
-def head_of(module: nn.Module) -> LMHead:
-    """The head of a model or a head layer; see `LMHead.of`."""
+@dataclass(frozen=True)
+class ModelHead:
+    """What a model's output head multiplies with, and what its forward does to the logits afterwards."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: tuple[LowRank, ...] = ()
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+
+
+def parts_of_model(module: nn.Module) -> ModelHead:
+    """The parts of the head of a model, or of a head layer; see `LMHead.of`."""
     module = unwrapped(module)
     find = getattr(module, "get_output_embeddings", None)
     if find is None:
@@ -52,7 +65,7 @@ def head_of(module: nn.Module) -> LMHead:
             )
         _refuse_hooks(module)
         weight, bias, adapters = parts_of(module)
-        return LMHead(weight, bias, adapters=adapters)
+        return ModelHead(weight, bias, adapters)
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
@@ -60,7 +73,7 @@ def head_of(module: nn.Module) -> LMHead:
     weight, bias, adapters = parts_of(unwrapped(layer))
     scale, softcap, rows = _transforms(module)
     rows = None if rows is None or rows >= weight.shape[0] else rows
-    return LMHead(weight, bias, scale=scale, softcap=softcap, vocab_size=rows, adapters=adapters)
+    return ModelHead(weight, bias, adapters, scale, softcap, rows)
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
-from .low_rank import LowRank, _check_whole
+from .from_model import parts_of_model
+from .low_rank import LowRank, check_whole
 from .shard import VocabShard, is_dtensor, localised
 from .sparse import SparseBackward
 
@@ -71,14 +73,21 @@ class LMHead:
         return self.weight.shape[0] if self.shard is None else self.shard.total
 
     @property
-    def first(self) -> int:
+    def vocab_start(self) -> int:
         """The vocabulary id of the weight's first row here."""
         return 0 if self.shard is None else self.shard.offset
 
     @property
-    def held(self) -> int:
+    def local_rows(self) -> int:
         """How many of the weight's rows here exist."""
-        return min(self.weight.shape[0], max(0, self.rows - self.first))
+        return min(self.weight.shape[0], max(0, self.rows - self.vocab_start))
+
+    def with_tensors(self, weight: Tensor, bias: Tensor | None) -> LMHead:
+        """The head on tensors that autograd saved, of the same shapes: nothing is checked again."""
+        other = copy(self)
+        object.__setattr__(other, "weight", weight)
+        object.__setattr__(other, "bias", bias)
+        return other
 
     def _localise(self) -> None:
         """Put a DTensor's local rows in its place."""
@@ -111,16 +120,22 @@ class LMHead:
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
         it does not know (DoRA, other adapters, quantised, sharded, with forward hooks), which it never ignores.
         """
-        from .from_model import head_of  # lookup builds an LMHead
+        parts = parts_of_model(module)
+        return cls(
+            parts.weight,
+            parts.bias,
+            scale=parts.scale,
+            softcap=parts.softcap,
+            vocab_size=parts.vocab_size,
+            adapters=parts.adapters,
+            sparse=sparse,
+        )
 
-        found = head_of(module)
-        return found if sparse is None else replace(found, sparse=sparse)
 
-
-def place(ids: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
-    """(rows here, whether these are the entries) for vocabulary ids, of `held` rows from id `first` on."""
-    rows = ids - first
-    return rows.clamp(0, max(0, held - 1)), (rows >= 0) & (rows < held)
+def place(ids: Tensor, vocab_start: int, local_rows: int) -> tuple[Tensor, Tensor]:
+    """(rows here, whether these are the entries) for vocabulary ids, of `local_rows` rows from id `vocab_start` on."""
+    rows = ids - vocab_start
+    return rows.clamp(0, max(0, local_rows - 1)), (rows >= 0) & (rows < local_rows)
 
 
 def _localised_adapter(x: LowRank) -> LowRank:
@@ -136,7 +151,7 @@ def _localised_adapter(x: LowRank) -> LowRank:
 
 def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
     if isinstance(weight, Tensor):
-        _check_whole("LMHead: weight", weight)
+        check_whole("LMHead: weight", weight)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
@@ -157,7 +172,7 @@ def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
-    _check_whole("LMHead: bias", bias)
+    check_whole("LMHead: bias", bias)
     rows = weight.shape[0]
     if tuple(bias.shape) != (rows,):
         raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")
@@ -171,8 +186,8 @@ def _check_adapters(adapters: tuple[LowRank, ...], weight: Tensor) -> None:
         raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
     rows, width = weight.shape
     for x in adapters:
-        _check_whole("LowRank: a", x.a)
-        _check_whole("LowRank: b", x.b)
+        check_whole("LowRank: a", x.a)
+        check_whole("LowRank: b", x.b)
         if x.b.shape[0] != rows or x.a.shape[1] != width:
             raise ShapeError(
                 f"LMHead: an adapter of a weight {(rows, width)} needs a (rank, {width}) and b ({rows}, rank), "

@@ -36,7 +36,7 @@ class LowRank:
                 got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
             if not is_dtensor(x):  # what the head makes of one is known with its weight
-                _check_whole(f"LowRank: {name}", x)
+                check_whole(f"LowRank: {name}", x)
         a, b = tuple(self.a.shape), tuple(self.b.shape)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
@@ -48,7 +48,7 @@ class LowRank:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
 
 
-def _check_whole(name: str, x: Tensor) -> None:
+def check_whole(name: str, x: Tensor) -> None:
     """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
     if type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
         raise ConfigError(

@@ -32,21 +32,18 @@ class VocabShard:
     offset: int
     total: int
     dim: str | None = None
-    name: str = field(init=False, repr=False)  # of the process group, by which it is found again
-    key: str = field(init=False, repr=False)  # the shard as a string, which goes where a process group cannot
+    process_group: ProcessGroup = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, x in (("offset", self.offset), ("total", self.total)):
             if isinstance(x, bool) or not isinstance(x, int) or x < 0:
                 raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
-        object.__setattr__(self, "name", process_group("VocabShard", self.group, self.dim).group_name)
-        object.__setattr__(self, "key", f"{self.name}@{self.offset}@{self.total}")
+        object.__setattr__(self, "process_group", process_group("VocabShard", self.group, self.dim))
 
-    @classmethod
-    def parse(cls, key: str) -> VocabShard:
-        """The shard whose `key` this is."""
-        name, offset, total = key.rsplit("@", 2)
-        return cls(group_named(name), int(offset), int(total))
+    @property
+    def name(self) -> str:
+        """The process group's name, by which it is found where a group cannot go."""
+        return self.process_group.group_name
 
 
 def group_named(name: str) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import OptionError
-
-if TYPE_CHECKING:
-    pass
 
 BOUNDED = frozenset({"p", "plogp", "p2"})  # bases of the gradient that the fold can bound slice by slice
 

@@ -9,49 +9,49 @@ from torch import Tensor
 
 from ...algebra.costs import Price, price_of
 from ...errors import GradientError
-from ..call.call import DIFFERENTIATED, Inputs, Needs, Problem, Spec, hidden_where_ignored, settled
+from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from .engine import Saved, gradients, values
-from .gradient import Accumulator
+from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
 )
+NOT_DIFFERENTIATED = (None,) * (len(Inputs._fields) - DIFFERENTIATED)
 
 
-def needs_of(inputs: Inputs) -> Needs:
-    """Which gradients autograd will ask for, read outside of any Function."""
-    if not torch.is_grad_enabled():
-        return Needs()
-    return Needs(*(x is not None and x.requires_grad for x in inputs[:DIFFERENTIATED]))
-
-
-def grads_of(needs: Needs) -> dict[str, bool]:
-    """`price_of`'s arguments: the adapters' gradients need the slopes of all entries, as a bias does."""
-    slopes = needs.bias or needs.up or (needs.low and not needs.hidden)
-    return {"hidden_grad": needs.hidden, "weight_grad": needs.weight, "bias_grad": slopes}
-
-
-def stats_price(spec: Spec, inputs: Inputs, needs: Needs) -> Price:
+def stats_price(call: Call, needs: Needs) -> Price:
     """What `token_stats` pays."""
+    return _price(call, needs, one_hots=bool(call.options.top_k) or call.inputs.candidates is not None)
+
+
+def loss_price(call: Call, needs: Needs) -> Price:
+    """What `token_loss` and `linear_cross_entropy` pay."""
+    return _price(call, needs, loss=True)
+
+
+def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = False) -> Price:
+    # the adapters' gradients need the logits' gradient at all entries, as a bias does
+    everywhere = needs.bias or needs.lora_b or (needs.lora_hidden and not needs.hidden)
     return price_of(
-        spec.want,
-        **grads_of(needs),
-        one_hots=bool(spec.top_k) or inputs.candidates is not None,
-        softcap=bool(spec.softcap),
+        call.options.want,
+        hidden_grad=needs.hidden,
+        weight_grad=needs.weight,
+        bias_grad=everywhere,
+        one_hots=one_hots,
+        loss=loss,
+        softcap=bool(call.head.softcap),
     )
 
 
 class _Stats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: Spec, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
-        inputs = Inputs(*tensors)
-        problem = Problem.checked(spec, inputs)
-        out, saved = values(problem, price, save=True)
+    def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
+        out, saved = values(call, price, save=True)
         names.extend(out)
-        ctx.spec, ctx.index, ctx.price, ctx.needs, ctx.names = spec, problem.index, price, needs, names
+        ctx.call, ctx.price, ctx.needs, ctx.names = call.without_tensors(), price, needs, names
         ctx.saved_names, flat = saved.flat()
-        ctx.save_for_backward(*inputs, *flat)
+        ctx.save_for_backward(*tensors, *flat)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in out.values() if not x.is_floating_point()))
         return tuple(out.values())
@@ -61,51 +61,45 @@ class _Stats(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GradientError(NO_SECOND_DERIVATIVE)
         tensors = ctx.saved_tensors
-        inputs = Inputs(*tensors[: len(Inputs._fields)])
+        call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
         given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        result = gradients(Problem(ctx.spec, inputs, ctx.index), ctx.price, saved, given, ctx.needs)
-        return None, None, None, None, *result, *([None] * (len(Inputs._fields) - DIFFERENTIATED))
+        result = gradients(call, ctx.price, saved, given, ctx.needs)
+        return None, None, None, None, *result, *NOT_DIFFERENTIATED
 
 
-def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
-    """The wanted statistics, (N, ...) each, differentiable with respect to hidden, weight, bias, low and up."""
-    inputs, counted = settled(spec, inputs)
-    needs = needs_of(inputs)
-    price = stats_price(spec, inputs, needs)
+def stats(call: Call) -> dict[str, Tensor]:
+    """The wanted statistics, (N, ...) each, differentiable with respect to the first of `Inputs`."""
+    call, valid = computing_all(call)
+    needs = Needs.of(call.inputs)
+    price = stats_price(call, needs)
     if price.method == "values":
         with torch.no_grad():
-            return hidden_where_ignored(values(Problem.checked(spec, inputs), price, save=False)[0], counted)
+            return blank_ignored(values(call.checked(), price, save=False)[0], valid)
     names: list[str] = []
-    out = _Stats.apply(spec, price, needs, names, *inputs)
-    return hidden_where_ignored(dict(zip(names, out, strict=True)), counted)
+    out = _Stats.apply(call.checked(), price, needs, names, *call.inputs)
+    return blank_ignored(dict(zip(names, out, strict=True)), valid)
 
 
 class FormedLoss:
     """A loss whose gradient exists already: given away once, recomputed from per-token coefficients afterwards."""
 
     def __init__(
-        self,
-        spec: Spec,
-        index: Tensor | None,
-        needs: Needs,
-        total: Accumulator,
-        saved: Saved,
-        stat_grads: dict[str, Tensor],
+        self, call: Call, needs: Needs, total: GradientBuffers, saved: Saved, stat_grads: dict[str, Tensor]
     ) -> None:
-        self.spec, self.index, self.needs = spec, index, needs
+        self.call, self.needs = call.without_tensors(), needs
         self.saved, self.stat_grads = saved, stat_grads
-        self.total: Accumulator | None = total
+        self.total: GradientBuffers | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """(dhidden, dweight, dbias, dlow, dup) times the upstream gradient."""
+        """The gradients of the differentiated inputs times the upstream gradient."""
         total, self.total = self.total, None
         if total is not None:
             total.scale_(upstream)
             return total.result()
-        problem = Problem(self.spec, inputs, self.index)
         scaled = {name: g * upstream for name, g in self.stat_grads.items()}
-        return gradients(problem, Price("recompute", 0, whole_rows=True), self.saved, scaled, self.needs)
+        price = Price("recompute", 0, materialised=True)
+        return gradients(self.call.with_tensors(inputs), price, self.saved, scaled, self.needs)
 
 
 class _Attach(torch.autograd.Function):
@@ -121,12 +115,11 @@ class _Attach(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GradientError(NO_SECOND_DERIVATIVE)
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
-        others = [None] * (len(Inputs._fields) - DIFFERENTIATED)
         given = [
             None if g is None else (g * upstream).to(dtype)
             for g, dtype in zip(ctx.input_grads, ctx.dtypes, strict=True)
         ]
-        return None, None, None, *result, *others, *given
+        return None, None, None, *result, *NOT_DIFFERENTIATED, *given
 
 
 def attach(

@@ -13,27 +13,28 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price
-from ...algebra.fold import total_names
+from ...algebra.online_softmax import total_names
 from ...algebra.stats import sums_of
-from ..call.call import DIFFERENTIATED, Inputs, Needs, Problem, Spec, compute_dtype, hidden_where_ignored, settled
-from .autograd import needs_of, stats_price
+from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
+from ..call.options import CallOptions
+from ..head.lm_head import LMHead
+from ..head.shard import VocabShard, group_named
+from .autograd import stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
 from .loss import CrossEntropy, reduction_scale
 
 
-def stats(spec: Spec, inputs: Inputs) -> dict[str, Tensor]:
+def stats(call: Call) -> dict[str, Tensor]:
     """`autograd.stats` as one operator in a compiled graph."""
-    out = torch.ops.logitless.stats(*_packed(inputs), spec.key, needs_of(inputs).flags)
-    return dict(zip(outputs(spec, inputs), out, strict=False))
+    out = torch.ops.logitless.stats(*_packed(call.inputs), _key(call), Needs.of(call.inputs).flags)
+    return dict(zip(outputs(call), out, strict=False))
 
 
-def cross_entropy(
-    spec: Spec, inputs: Inputs, label_smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
-) -> Tensor:
+def cross_entropy(call: Call, label_smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None) -> Tensor:
     """`linear_cross_entropy` as one operator in a compiled graph."""
-    tensors, present = _packed((*inputs, denominator))
+    tensors, present = _packed((*call.inputs, denominator))
     out = torch.ops.logitless.cross_entropy(
-        tensors, present, spec.key, needs_of(inputs).flags, float(label_smoothing), float(z_loss), mean
+        tensors, present, _key(call), Needs.of(call.inputs).flags, float(label_smoothing), float(z_loss), mean
     )
     return out[0]
 
@@ -48,54 +49,98 @@ def _unpacked(tensors: Sequence[Tensor], present: Sequence[bool]) -> list[Any]:
     return [next(rest) if there else None for there in present]
 
 
-class _Call(NamedTuple):
+def _key(call: Call) -> str:
+    """What an operator is told of a call beside its tensors, by name: options, heads and shard."""
+    o = call.options
+    said = (
+        f"want={'+'.join(o.want)};temperature={o.temperature};ignore_index={o.ignore_index};top_k={o.top_k};"
+        f"jsd_beta={o.jsd_beta};memory_budget={o.memory_budget};backend={o.backend};"
+        f"autocast={'' if o.autocast is None else str(o.autocast).removeprefix('torch.')};{_of_head('head', call.head)}"
+    )
+    if call.reference is not None:
+        said += f";{_of_head('reference', call.reference)}"
+    if call.shard is not None:
+        said += f";group={call.shard.name};offset={call.shard.offset};total={call.shard.total}"
+    return said
+
+
+def _of_head(name: str, head: LMHead) -> str:
+    return f"{name}={float(head.scale)},{head.softcap or 0.0},{head.vocab_size or 0}"
+
+
+def _call_of(key: str, inputs: Inputs) -> Call:
+    """The call whose `_key` this is, on an operator's tensors."""
+    said = dict(part.split("=", 1) for part in key.split(";"))
+    shard = None
+    if "group" in said:
+        shard = VocabShard(group_named(said["group"]), int(said["offset"]), int(said["total"]))
+
+    def head(name: str, weight: Tensor, bias: Tensor | None) -> LMHead:
+        scale, softcap, rows = said[name].split(",")
+        return LMHead(weight, bias, float(scale), float(softcap) or None, int(rows) or None, shard=shard)
+
+    options = CallOptions(
+        want=tuple(filter(None, said["want"].split("+"))),
+        temperature=float(said["temperature"]),
+        ignore_index=int(said["ignore_index"]),
+        top_k=int(said["top_k"]),
+        jsd_beta=float(said["jsd_beta"]),
+        memory_budget=int(said["memory_budget"]),
+        backend=said["backend"],
+        autocast=getattr(torch, said["autocast"]) if said["autocast"] else None,
+    )
+    reference = None if inputs.ref_weight is None else head("reference", inputs.ref_weight, inputs.ref_bias)
+    return Call(options, head("head", inputs.weight, inputs.bias), inputs, reference)
+
+
+class _Operator(NamedTuple):
     """What an operator's flat arguments say; `rest` are the tensors after the inputs."""
 
-    spec: Spec
-    inputs: Inputs
+    call: Call
     needs: Needs
     price: Price
     rest: list[Tensor]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> _Call:
-        spec, needs = Spec.parse(key), Needs(*flags)
+    def of(cls, tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> _Operator:
         inputs = Inputs(*_unpacked(tensors, present[: len(Inputs._fields)]))
+        call, needs = _call_of(key, inputs), Needs(*flags)
         rest = list(tensors[sum(x is not None for x in inputs) :])
-        return cls(spec, inputs, needs, stats_price(spec, inputs, needs), rest)
+        return cls(call, needs, stats_price(call, needs), rest)
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, trailing shape and dtype of all that backward needs beside the inputs."""
-        spec, i = self.spec, self.inputs
+        options, i, real = self.call.options, self.call.inputs, self.call.compute
         if self.price.method == "values":
             return []
-        real, sums = compute_dtype(i.hidden), sums_of(spec.want)
+        sums = sums_of(options.want)
         out: list[tuple[str, tuple[int, ...], torch.dtype]] = [
             (f"totals.{name}", (), torch.int64 if name == "rank" else real)
             for name in total_names(sums, i.labels is not None)
         ]
-        k = max(spec.top_k, int("argmax" in sums))
+        k = max(options.top_k, int("argmax" in sums))
         if k:
             out += [("extra.top_ids", (k,), torch.int64), ("extra.top_logits", (k,), real)]
-        if i.candidates is not None and spec.softcap:
+        if i.candidates is not None and self.call.head.softcap:
             out.append(("extra.candidate_logits", (i.candidates.shape[1],), real))
-        width = i.hidden.shape[1] + (0 if i.up is None else i.up.shape[1])
+        width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
         return out + [(f"products.{basis}", (width,), real) for basis in self.price.bases]
 
     def blank(self) -> list[Tensor]:
         """Outputs, and what backward needs, with nothing in them."""
-        hidden = self.inputs.hidden
-        shapes = [*outputs(self.spec, self.inputs).values(), *((shape, dtype) for _, shape, dtype in self.layout)]
+        hidden = self.call.inputs.hidden
+        shapes = [*outputs(self.call).values(), *((shape, dtype) for _, shape, dtype in self.layout)]
         return [hidden.new_empty((hidden.shape[0], *shape), dtype=dtype) for shape, dtype in shapes]
 
     def own(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients that there are, in the dtypes that `blank_gradients` says."""
-        pairs = zip(gradients, self.inputs[:DIFFERENTIATED], strict=True)
+        pairs = zip(gradients, self.call.inputs[:DIFFERENTIATED], strict=True)
         return [x.to(i.dtype) for x, i in pairs if x is not None and i is not None]
 
     def blank_gradients(self) -> list[Tensor]:
-        pairs = zip(self.inputs[:DIFFERENTIATED], self.needs.flags, strict=True)
+        """The gradients that there are, with nothing in them."""
+        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, strict=True)
         return [torch.empty_like(x) for x, wanted in pairs if wanted and x is not None]
 
 
@@ -108,50 +153,56 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 
 @torch.library.custom_op("logitless::stats", mutates_args=())
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
-    call = _Call.of(tensors, present, key, flags)
-    inputs, counted = settled(call.spec, call.inputs)
-    out, saved = values(Problem.met(call.spec, inputs), call.price, save=call.price.method != "values")
-    out = hidden_where_ignored(out, counted)
+    said = _Operator.of(tensors, present, key, flags)
+    call, valid = computing_all(said.call)
+    out, saved = values(call.agree().checked(), said.price, save=said.price.method != "values")
+    out = blank_ignored(out, valid)
     parts = dict(zip(*saved.flat(), strict=True))
-    n = call.inputs.hidden.shape[0]
-    kept = [
-        parts[name].clone() if name in parts else call.inputs.hidden.new_zeros((n, *shape), dtype=dtype)
-        for name, shape, dtype in call.layout
+    hidden = call.inputs.hidden
+    for_backward = [
+        parts[name].clone() if name in parts else hidden.new_zeros((hidden.shape[0], *shape), dtype=dtype)
+        for name, shape, dtype in said.layout
     ]
-    return [*(out[name].clone() for name in outputs(call.spec, call.inputs)), *kept]
+    return [*(out[name].clone() for name in outputs(call)), *for_backward]
 
 
 @_stats.register_fake
 def _(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
-    return _Call.of(tensors, present, key, flags).blank()
+    return _Operator.of(tensors, present, key, flags).blank()
 
 
 @torch.library.custom_op("logitless::stats_backward", mutates_args=())
 def _stats_backward(
-    tensors: Sequence[Tensor], present: Sequence[bool], grads: Sequence[Tensor], given: Sequence[bool], key: str,
+    tensors: Sequence[Tensor],
+    present: Sequence[bool],
+    grads: Sequence[Tensor],
+    given: Sequence[bool],
+    key: str,
     flags: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    call = _Call.of(tensors, present, key, flags)
-    saved = Saved.of([name for name, _, _ in call.layout], call.rest)
-    names = [name for name, there in zip(outputs(call.spec, call.inputs), given, strict=True) if there]
-    inputs, counted = settled(call.spec, call.inputs)
-    up = hidden_where_ignored(dict(zip(names, grads, strict=True)), counted)
-    result = gradients(Problem.of(call.spec, inputs), call.price, saved, up, call.needs)
-    return call.own(result)
+) -> list[Tensor]:
+    said = _Operator.of(tensors, present, key, flags)
+    saved = Saved.of([name for name, _, _ in said.layout], said.rest)
+    names = [name for name, there in zip(outputs(said.call), given, strict=True) if there]
+    call, valid = computing_all(said.call)
+    upstream = blank_ignored(dict(zip(names, grads, strict=True)), valid)
+    return said.own(gradients(call.valid_alone(), said.price, saved, upstream, said.needs))
 
 
 @_stats_backward.register_fake
 def _(
-    tensors: Sequence[Tensor], present: Sequence[bool], grads: Sequence[Tensor], given: Sequence[bool], key: str,
+    tensors: Sequence[Tensor],
+    present: Sequence[bool],
+    grads: Sequence[Tensor],
+    given: Sequence[bool],
+    key: str,
     flags: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    return _Call.of(tensors, present, key, flags).blank_gradients()
+) -> list[Tensor]:
+    return _Operator.of(tensors, present, key, flags).blank_gradients()
 
 
 def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.present, ctx.key, ctx.flags = inputs
-    call = _Call.of(tensors, *inputs[1:])
-    ctx.n_tensors, ctx.n_outputs = len(tensors), len(outputs(call.spec, call.inputs))
+    ctx.n_tensors, ctx.n_outputs = len(tensors), len(outputs(_Operator.of(tensors, *inputs[1:]).call))
     ctx.save_for_backward(*tensors, *output[ctx.n_outputs :])
 
 
@@ -159,9 +210,13 @@ def _stats_grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     upstream = grads[: ctx.n_outputs]
     given = [g is not None and g.is_floating_point() for g in upstream]
     result = torch.ops.logitless.stats_backward(
-        list(ctx.saved_tensors), ctx.present, [g for g, there in zip(upstream, given, strict=True) if there], given,
-        ctx.key, ctx.flags,
-    )  # fmt: skip
+        list(ctx.saved_tensors),
+        ctx.present,
+        [g for g, there in zip(upstream, given, strict=True) if there],
+        given,
+        ctx.key,
+        ctx.flags,
+    )
     return _spread(result, ctx.flags, ctx.n_tensors, ctx.present), None, None, None
 
 
@@ -170,26 +225,36 @@ _stats.register_autograd(_stats_grad, setup_context=_stats_setup)
 
 @torch.library.custom_op("logitless::cross_entropy", mutates_args=())
 def _cross_entropy(
-    tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool], label_smoothing: float,
-    z_loss: float, mean: bool,
-) -> list[Tensor]:  # fmt: skip
-    call = _Call.of(tensors, present, key, flags)
-    inputs, counted = settled(call.spec, call.inputs)
-    problem = Problem.met(call.spec, inputs)
-    denominator = call.rest[0] if call.rest else None
-    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
-    total, _, _ = loss_gradients(problem, call.needs, evaluate)
-    return [evaluate.total, *call.own(total.result())]
+    tensors: Sequence[Tensor],
+    present: Sequence[bool],
+    key: str,
+    flags: Sequence[bool],
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+) -> list[Tensor]:
+    said = _Operator.of(tensors, present, key, flags)
+    call, valid = computing_all(said.call)
+    call = call.agree().checked()
+    denominator = said.rest[0] if said.rest else None
+    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
+    total, _, _ = loss_gradients(call, said.needs, evaluate)
+    return [evaluate.total, *said.own(total.result())]
 
 
 @_cross_entropy.register_fake
 def _(
-    tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool], label_smoothing: float,
-    z_loss: float, mean: bool,
-) -> list[Tensor]:  # fmt: skip
-    call = _Call.of(tensors, present, key, flags)
-    hidden = call.inputs.hidden
-    return [hidden.new_empty((), dtype=compute_dtype(hidden)), *call.blank_gradients()]
+    tensors: Sequence[Tensor],
+    present: Sequence[bool],
+    key: str,
+    flags: Sequence[bool],
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+) -> list[Tensor]:
+    said = _Operator.of(tensors, present, key, flags)
+    scalar = said.call.inputs.hidden.new_empty((), dtype=said.call.compute)
+    return [scalar, *said.blank_gradients()]
 
 
 def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

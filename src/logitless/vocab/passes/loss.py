@@ -9,72 +9,72 @@ from torch import Tensor
 
 from ...errors import GradientError, ShapeError
 from ...losses import supervised
-from ..call.call import Inputs, Needs, Problem, Spec, settled
+from ..call.call import Call, Needs, computing_all
 from ..stats import TokenStats
-from .autograd import FormedLoss, attach, needs_of, stats
+from .autograd import FormedLoss, attach, stats
 from .engine import loss_gradients
 
 LossFn = Callable[..., Tensor]
 
 
-def chunked_loss(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
-    """Σ over tokens of loss_fn(stats, *extra), or its mean over the tokens that count."""
-    inputs, counted = settled(spec, inputs)
-    needs = needs_of(inputs)
-    problem = Problem.checked(spec, inputs)
-    caller = _Caller(loss_fn, problem, extra, needs, reduction_scale(problem, mean, None, counted))
-    return _finish(problem, needs, caller, extra, caller.extra_grads)
+def chunked_loss(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
+    """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid tokens."""
+    call, valid = computing_all(call)
+    needs = Needs.of(call.inputs)
+    call = call.checked()
+    caller = _Caller(loss_fn, call, extra, needs, reduction_scale(call, mean, None, valid))
+    return _finish(call, needs, caller, extra, caller.extra_grads)
 
 
 def chunked_cross_entropy(
-    spec: Spec, inputs: Inputs, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
+    call: Call, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
 ) -> Tensor:
-    """Cross-entropy over all tokens, with its slopes in closed form."""
-    inputs, counted = settled(spec, inputs)
-    needs = needs_of(inputs)
-    problem = Problem.checked(spec, inputs)
-    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(problem, mean, denominator, counted))
-    return _finish(problem, needs, evaluator, (), [])
+    """Cross-entropy over all tokens, with its gradient in closed form."""
+    call, valid = computing_all(call)
+    needs = Needs.of(call.inputs)
+    call = call.checked()
+    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
+    return _finish(call, needs, evaluator, (), [])
 
 
-def loss_of_each(loss_fn: LossFn, spec: Spec, inputs: Inputs, extra: tuple[Tensor, ...]) -> Tensor:
-    """loss_fn's value for every token, 0 where ignored; loss_fn sees only the tokens that count."""
-    inputs, counted = settled(spec, inputs)
-    problem = Problem.of(spec, inputs)
-    every = slice(None)
-    numbers = {name: problem.rows(x, every) for name, x in stats(spec, inputs).items()}
-    loss = loss_fn(TokenStats(numbers), *(problem.rows(x, every) for x in extra))
-    _check_loss(loss, problem.n_tokens)
-    if problem.index is None:
-        return loss if counted is None else torch.where(counted, loss, 0)
-    return loss.new_zeros(inputs.hidden.shape[0]).index_put((problem.index,), loss)
+def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tensor:
+    """loss_fn's value for every token, 0 where ignored; loss_fn sees only the valid tokens."""
+    numbers = stats(call)
+    call, valid = computing_all(call)
+    call, every = call.valid_alone(), slice(None)
+    seen = TokenStats({name: call.rows(x, every) for name, x in numbers.items()})
+    loss = loss_fn(seen, *(call.rows(x, every) for x in extra))
+    _check_loss(loss, call.n_tokens)
+    if call.index is None:
+        return loss if valid is None else torch.where(valid, loss, 0)
+    return loss.new_zeros(call.inputs.hidden.shape[0]).index_put((call.index,), loss)
 
 
 def _finish(
-    problem: Problem,
+    call: Call,
     needs: Needs,
     evaluate: CrossEntropy | _Caller,
     extra: tuple[Tensor, ...],
     extra_grads: list[Tensor | None],
 ) -> Tensor:
     with torch.no_grad():
-        formed = FormedLoss(problem.spec, problem.index, needs, *loss_gradients(problem, needs, evaluate))
+        formed = FormedLoss(call, needs, *loss_gradients(call, needs, evaluate))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
-    return attach(formed, evaluate.total, problem.inputs, extra, extra_grads)
+    return attach(formed, evaluate.total, call.inputs, extra, extra_grads)
 
 
-def reduction_scale(problem: Problem, mean: bool, denominator: Tensor | None, counted: Tensor | None = None) -> Tensor:
-    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `counted` says which count."""
-    like = {"dtype": problem.compute, "device": problem.inputs.hidden.device}
-    ones = torch.ones((), **like) if counted is None else counted.to(problem.compute)
+def reduction_scale(call: Call, mean: bool, denominator: Tensor | None, valid: Tensor | None = None) -> Tensor:
+    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `valid` says which are not."""
+    like = {"dtype": call.compute, "device": call.inputs.hidden.device}
+    ones = torch.ones((), **like) if valid is None else valid.to(call.compute)
     if not mean:
         return ones
     if denominator is not None:
         return ones / denominator.detach().to(**like)
-    if counted is not None:
+    if valid is not None:
         return ones / ones.sum().clamp(min=1)
-    return torch.full((), 1 / max(problem.n_tokens, 1), **like)
+    return torch.full((), 1 / max(call.n_tokens, 1), **like)
 
 
 def _of_rows(scale: Tensor, rows: slice) -> Tensor:
@@ -97,7 +97,7 @@ def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
 
 
 class CrossEntropy:
-    """Evaluates cross-entropy and its slopes; closed form, since inside a custom operator autograd is off."""
+    """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
 
     def __init__(self, smoothing: float, z_loss: float, scale: Tensor) -> None:
         self.smoothing, self.z_loss, self.scale = smoothing, z_loss, scale
@@ -107,21 +107,19 @@ class CrossEntropy:
         seen = TokenStats(stats)
         scale = _of_rows(self.scale, rows).expand_as(seen.logprob)
         self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * scale).sum()
-        slope = {"logprob": (self.smoothing - 1) * scale}
+        grads = {"logprob": (self.smoothing - 1) * scale}
         if self.smoothing or self.z_loss:
-            slope["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
+            grads["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
         if self.smoothing:
-            slope["mean_logit"] = -self.smoothing * scale
-        return slope
+            grads["mean_logit"] = -self.smoothing * scale
+        return grads
 
 
 class _Caller:
     """Evaluates the caller's loss function on a chunk and differentiates it with respect to the chunk's numbers."""
 
-    def __init__(
-        self, loss_fn: LossFn, problem: Problem, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor
-    ) -> None:
-        self.loss_fn, self.problem, self.extra, self.needs, self.scale = loss_fn, problem, extra, needs, scale
+    def __init__(self, loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor) -> None:
+        self.loss_fn, self.call, self.extra, self.needs, self.scale = loss_fn, call, extra, needs, scale
         self.differentiate = torch.is_grad_enabled()
         # in the compute dtype: fp16 would underflow before the loss scale arrives
         self.extra_grads: list[Tensor | None] = [
@@ -139,7 +137,7 @@ class _Caller:
             }
             parts = []
             for x, full in zip(self.extra, self.extra_grads, strict=True):
-                part = self.problem.rows(x.detach(), rows)
+                part = self.call.rows(x.detach(), rows)
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             loss = self.loss_fn(TokenStats(leaves), *parts)
             _check_loss(loss, rows.stop - rows.start)
@@ -154,7 +152,7 @@ class _Caller:
         wanted = [full for full in self.extra_grads if full is not None]
         for full, g in zip(wanted, found[len(named) :], strict=True):
             if g is not None:
-                self.problem.put(full, rows, g)
+                self.call.put(full, rows, g)
         return {name: g for name, g in zip(named, found, strict=False) if g is not None}
 
 

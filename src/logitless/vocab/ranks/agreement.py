@@ -12,12 +12,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import LogitlessError, RankError, told
+from ...errors import LogitlessError, RankError, remote_error
 from ..head.shard import VocabShard
 from .collectives import Ranks
 
 ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
-FACTS, REFUSES = 16, 10  # numbers that a rank says at a meeting, and where it says that it cannot make the call
+FACTS, REFUSES = 16, 10  # numbers that a rank says of a call, and where it says that it cannot make it
 WORDS = 1024  # bytes of its reason
 PRIME = 2**31 - 1  # bits of round numbers are multiples of high powers of two, whose sums overflow to 0
 Value = TypeVar("Value")
@@ -40,30 +40,30 @@ class Layout:
         return sorted((r for r, n in enumerate(self.rows) if n), key=lambda r: self.offsets[r])
 
 
-_LAYOUTS: dict[str, Layout] = {}  # by a shard's key: backward and the planner ask again
+_LAYOUTS: dict[tuple[str, int, int, int], Layout] = {}  # by shard and existing rows: backward asks again
 
 
 def layout_of(shard: VocabShard, rows: int) -> Layout:
     """The layout that the ranks have agreed on, or before they meet the even one. rows: that exist in all."""
-    known = _LAYOUTS.get(f"{shard.key}@{rows}")
+    known = _LAYOUTS.get((shard.name, shard.offset, shard.total, rows))
     if known is not None:
         return known
-    each = -(-shard.total // Ranks(VocabShard.parse(shard.key).group).size)
+    each = -(-shard.total // Ranks(shard.process_group).size)
     offsets = tuple(range(0, max(1, shard.total), max(1, each)))
     return Layout(offsets, tuple(max(0, min(each, rows - offset)) for offset in offsets))
 
 
-def whole_rows(z: Tensor, shard: VocabShard, rows: int) -> Tensor:
+def gather_rows(z: Tensor, shard: VocabShard, rows: int) -> Tensor:
     """The logits (C, V) of all ranks from those of the existing rows here, (C, held)."""
     layout = layout_of(shard, rows)
     sent = z.new_zeros(z.shape[0], layout.widest)
     sent[:, : z.shape[1]] = z
-    each = Ranks(VocabShard.parse(shard.key).group).gather(sent)
+    each = Ranks(shard.process_group).gather(sent)
     return torch.cat([each[rank, :, : layout.rows[rank]] for rank in layout.holding], 1)
 
 
 @dataclass(frozen=True)
-class Call:
+class RankFacts:
     """What must be the same on all ranks, or fit together."""
 
     shard: VocabShard
@@ -71,11 +71,11 @@ class Call:
     rows: int  # that exist on all ranks
     options: str  # anything that says which statistics are wanted, and how
     hidden: Tensor  # (N, H)
-    counted: Tensor  # () tokens
+    valid: Tensor  # () how many tokens are not ignored
     labels: Tensor | None
     given: list[Tensor]  # temperatures, candidates, noise
 
-    def facts(self) -> Tensor:  # (FACTS,)
+    def numbers(self) -> Tensor:  # (FACTS,)
         """Whole numbers; floats as their bits."""
         h = self.hidden.detach()
         own = sys.modules[__name__.partition(".")[0]].__version__
@@ -85,7 +85,7 @@ class Call:
         real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
         real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
         bits = torch.stack(real).view(torch.int64)
-        return torch.cat([torch.tensor(whole, device=h.device), self.counted[None], bits.new_zeros(1), *values, bits])
+        return torch.cat([torch.tensor(whole, device=h.device), self.valid[None], bits.new_zeros(1), *values, bits])
 
 
 def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
@@ -98,7 +98,7 @@ def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
 def on_all(head: Any, check: Callable[[], Value]) -> Value:
     """What `check` returns; an error in it is raised on all ranks that share the head and would wait for this one.
 
-    This rank says so at the meeting of their call, so that a call without an error sends nothing more.
+    This rank says so when they agree on their call, so that a call without an error sends nothing more.
     """
     shard = getattr(head, "shard", None)
     if shard is None or torch.compiler.is_compiling():
@@ -108,10 +108,10 @@ def on_all(head: Any, check: Callable[[], Value]) -> Value:
     except LogitlessError as error:
         if isinstance(error, RankError):
             raise
-        ranks = Ranks(VocabShard.parse(shard.key).group)
-        facts = torch.zeros(FACTS, dtype=torch.int64, device=head.weight.device)
-        facts[REFUSES] = 1
-        ranks.gather(facts)
+        ranks = Ranks(shard.process_group)
+        refusal = torch.zeros(FACTS, dtype=torch.int64, device=head.weight.device)
+        refusal[REFUSES] = 1
+        ranks.gather(refusal)
         _refuse(ranks, head.weight.device, error)
 
 
@@ -123,13 +123,13 @@ def _refuse(ranks: Ranks, device: torch.device, own: LogitlessError | None) -> N
     rank = next(r for r, x in enumerate(said) if x)
     kind, _, text = said[rank].partition("|")
     where = "" if len(set(said)) == 1 else f" (rank {rank} of the {ranks.size} that share the head)"
-    raise told(kind, text + where) from own
+    raise remote_error(kind, text + where) from own
 
 
-def meet(call: Call) -> None:
+def agree(facts: RankFacts) -> None:
     """Make sure that all ranks make the same call on shards that fit: one small collective, the same error on all."""
-    ranks = Ranks(VocabShard.parse(call.shard.key).group)
-    table = ranks.gather(call.facts())
+    ranks = Ranks(facts.shard.process_group)
+    table = ranks.gather(facts.numbers())
     reals = table[:, 13:].contiguous().view(torch.float64).tolist()
     columns = list(zip(*table[:, :13].tolist(), strict=True))
     if any(columns[REFUSES]):
@@ -151,10 +151,11 @@ def meet(call: Call) -> None:
             raise RankError(
                 f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
             )
-    _check_shards(columns[2], columns[3], call.shard.total)
+    _check_shards(columns[2], columns[3], facts.shard.total)
     _check_hidden(reals)
-    rows = [max(0, min(n, call.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
-    _LAYOUTS[f"{call.shard.key}@{call.rows}"] = Layout(tuple(columns[2]), tuple(rows))
+    rows = [max(0, min(n, facts.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
+    layout = Layout(tuple(columns[2]), tuple(rows))
+    _LAYOUTS[facts.shard.name, facts.shard.offset, facts.shard.total, facts.rows] = layout
 
 
 SAME_TOKENS = (

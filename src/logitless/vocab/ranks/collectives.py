@@ -31,7 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, shard: VocabShard | None) -> Ranks | None:
-        return None if shard is None else cls(VocabShard.parse(shard.key).group)
+        return None if shard is None else cls(shard.process_group)
 
     def gather(self, x: Tensor) -> Tensor:  # (R, ...)
         """`x` of every rank, all of one shape."""
@@ -98,14 +98,14 @@ def spread(x: Tensor, shard: VocabShard) -> Tensor:
 
 def best_of_all(token: Tensor, value: Tensor, shard: VocabShard) -> Tensor:
     """Of each rank's token (C,) that with the highest value, of equals the lowest."""
-    tokens, values = Ranks(VocabShard.parse(shard.key).group).gather_all([token, value])
+    tokens, values = Ranks(shard.process_group).gather_all([token, value])
     return torch.where(values == values.amax(0), tokens, tokens.max()).amin(0)
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
-        return Ranks(VocabShard.parse(shard.key).group).total([x])[0]
+        return Ranks(shard.process_group).total([x])[0]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -121,7 +121,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         g = g.clone(memory_format=torch.contiguous_format)
-        Ranks(VocabShard.parse(ctx.shard.key).group).add_(g)
+        Ranks(ctx.shard.process_group).add_(g)
         return g, None
 
 

@@ -14,8 +14,7 @@ from ...relax.generate import Reader, Sampling, alive_until
 from ...relax.terms import Terms
 from ...resident import free_bytes
 from ...units import format_bytes
-from ...vocab.head.lm_head import LMHead
-from ...vocab.noise import gumbel
+from ...vocab.face import LMHead, gumbel
 from .config import GradeConfig
 from .method import Batch, Method, Outcome, Task
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...losses import entropy_bonus, ppo_clip
 from ...relax import Rollout, generate
 from ...relax.generate import parallel, read
-from ...vocab.api import token_stats
+from ...vocab.face import token_stats
 from .legacy import GumbelLegacy, StraightThroughLegacy
 from .method import Batch, Method, Outcome, Task
 

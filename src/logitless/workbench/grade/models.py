@@ -13,8 +13,7 @@ from torch import Tensor
 from ...errors import ConfigError, NotFiniteError
 from ...integrations.transformers.lm_head import causal_lm, forward_with
 from ...relax import Reader, SoftTokens, soft_embedding
-from ...vocab.head.lm_head import LMHead
-from ...vocab.head.peft import unwrapped
+from ...vocab.face import LMHead, unwrapped
 
 PROBES = 8  # rows of an embedding table that are compared with what its module returns
 

@@ -48,7 +48,7 @@ def logitless(setting: Setting) -> Iterator[Row]:
     )
     formed = (LOSS,) if price.method == "in-forward" else ()
     again = (LOSS_BACKWARD,) if price.method == "recompute" else ()
-    yield _slices(setting, (LOSS, *again), whole=price.whole_rows, name="slices of the logits")
+    yield _slices(setting, (LOSS, *again), whole=price.materialised, name="slices of the logits")
     yield _slices(setting, (SCORING,), whole=False, name="slices of the logits, scoring")
     yield from _head_gradient(setting, (*formed, LOSS_BACKWARD))
     yield from _hidden_gradient(setting, (*formed, LOSS_BACKWARD))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from ...errors import ConfigError
+from ...vocab.face import Sizing, sizing
 from .labels import Labels
 from .lint import Lint
 from .storages import tensors_of
@@ -28,20 +28,18 @@ CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
 class Fakes:
     """Runs operators on fake tensors, answers questions about data that does not exist, and lints devices.
 
-    Numbers are 1, conditions hold, nothing is found and nothing is NaN; but of vectors of `tokens` elements `ignored`
-    are false (the last label of each row).
+    Numbers are 1, conditions hold, nothing is found and nothing is NaN. What a pass over the vocabulary needs to know
+    of its data `vocab.sizing` tells it.
     """
 
-    def __init__(self, device: str, tokens: int, ignored: int, labels: Labels) -> None:
-        self.device, self.tokens, self.ignored, self.labels = device, tokens, ignored, labels
+    def __init__(self, device: str, labels: Labels) -> None:
+        self.device, self.labels = device, labels
         self.lint = Lint(device)
-        self._false: dict[int, int] = {}  # storages of what is false or 0, and how many answers each still owes
+        self._false: set[int] = set()  # storages of what is false
         self._special = {
             aten._local_scalar_dense.default: self._number,
-            aten.all.default: self._all,
             aten.isnan.default: self._isnan,
             aten.nonzero.default: self._nonzero,
-            aten.stack.default: self._stack,
             aten.mm.dtype_out: lambda func, args, kwargs: kwargs["out"],
             aten.addmm.dtype_out: lambda func, args, kwargs: kwargs["out"],
         }
@@ -63,29 +61,15 @@ class Fakes:
         if not isinstance(x, FakeTensor) or x.constant is not None:
             return func(*args, **kwargs)
         key = x.untyped_storage()._cdata
-        left = self._false.pop(key, 0)
-        if left > 1:
-            self._false[key] = left - 1
+        false = key in self._false
+        self._false.discard(key)
         if x.dtype == torch.bool:
-            return not left
-        return float(not left) if x.is_floating_point() else int(not left)
-
-    def _all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if self.ignored and args[0].shape == (self.tokens,):
-            self._false[out.untyped_storage()._cdata] = 1
-        return out
-
-    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Numbers asked for in one list: all of them 0 where one is false."""
-        out = func(*args, **kwargs)
-        if any(self._false.pop(x.untyped_storage()._cdata, 0) for x in args[0]):
-            self._false[out.untyped_storage()._cdata] = out.numel()
-        return out
+            return not false
+        return float(not false) if x.is_floating_point() else int(not false)
 
     def _isnan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        self._false[out.untyped_storage()._cdata] = 1
+        self._false.add(out.untyped_storage()._cdata)
         return out
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,8 +77,7 @@ class Fakes:
         if self.labels.root != "loss":
             module = self.labels.here()[0]
             raise ConfigError(f"{module} chooses its work by its data, which a trace lacks: measure a real run")
-        found = self.tokens - self.ignored if x.shape == (self.tokens,) else 0
-        return x.new_empty((found, x.dim()), dtype=torch.int64)
+        return x.new_empty((0, x.dim()), dtype=torch.int64)
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -103,8 +86,11 @@ def is_meta(model: nn.Module) -> bool:
 
 
 @contextmanager
-def faked(model: nn.Module, device: str) -> Iterator[None]:
-    """While it lasts, a meta model's parameters and buffers are fake tensors on `device`, "meta" or "cpu"."""
+def faked(model: nn.Module, device: str, ignored: int) -> Iterator[None]:
+    """While it lasts, a meta model's parameters and buffers are fake tensors on `device`, "meta" or "cpu".
+
+    ignored: how many labels of a step have no loss.
+    """
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     own = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     made: dict[int, Tensor] = {}
@@ -117,7 +103,7 @@ def faked(model: nn.Module, device: str) -> Iterator[None]:
             table[name] = made[id(x)]  # pyright: ignore[reportArgumentType]
         stack.callback(_restore, own)
         stack.enter_context(_untraced_masks())
-        stack.enter_context(_few_chunks())
+        stack.enter_context(sizing(Sizing(ignored, wide_products=device == GPU, most_chunks=CHUNKS)))
         stack.enter_context(_first_block())
         if device == GPU:
             stack.enter_context(_gpu_kernels())
@@ -143,16 +129,6 @@ def _untraced_masks() -> Iterator[None]:
     else:
         with patch.object(masks, "is_tracing", lambda tensor=None: False):
             yield
-
-
-@contextmanager
-def _few_chunks() -> Iterator[None]:
-    """The streamed loss over its first chunks; 131,072 tokens have hundreds, and each allocates the same."""
-    from ...vocab.passes.engine import Pass
-
-    every = Pass.chunks
-    with patch.object(Pass, "chunks", lambda self: islice(every(self), CHUNKS)):
-        yield
 
 
 @contextmanager
@@ -186,13 +162,10 @@ def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tupl
 
 @contextmanager
 def _gpu_kernels() -> Iterator[None]:
-    """What GPUs have and the meta device has not: fused attention, fused AdamW, fp32 products of bf16 operands."""
-    from ...vocab.backends import logits
-
+    """What GPUs have and the meta device has not: fused attention and fused AdamW."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_, **__: None))
-        stack.enter_context(patch.object(logits, "has_out_dtype", lambda kind: kind in (GPU, "cuda")))
         yield
 
 

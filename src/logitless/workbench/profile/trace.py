@@ -75,12 +75,12 @@ class Trace:
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:
+            rows, _ = self._batch  # the last label of each row has no loss
             if self.fake:
-                stack.enter_context(faked(self.model, self._kind))
+                stack.enter_context(faked(self.model, self._kind, ignored=rows))
             self._labels = Labels(self.model, self._on_module)
             stack.callback(self._labels.remove)
-            rows, length = self._batch
-            self._fakes = Fakes(self._kind, rows * length, rows, self._labels) if self.fake else None
+            self._fakes = Fakes(self._kind, self._labels) if self.fake else None
             run = None if self._fakes is None else self._fakes.run
             there = self._kind if self.fake else None
             self._tracker = Tracker(self._here, run, head_shape(self.model), there)

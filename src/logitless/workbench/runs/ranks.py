@@ -11,9 +11,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from ...errors import LogitlessError, OptionError, RankError, told
+from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...versions import version_of
-from ...vocab.ranks.collectives import reason_of
+from ...vocab.face import reason_of
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
@@ -45,7 +45,7 @@ def first(work: Callable[[], Value]) -> Value:
             said[1:] = [type(error).__name__, str(error)]
     broadcast_object_list(said)
     if said[1] is not None:
-        raise told(said[1], said[2])
+        raise remote_error(said[1], said[2])
     return said[0]
 
 
@@ -65,7 +65,7 @@ def together(work: Callable[[], Value]) -> Value:
         return value
     name, text = each[failed[0]]
     where = "" if len(set(each)) == 1 else f" (rank {failed[0]} of {len(each)})"
-    raise told(name, text + where)
+    raise remote_error(name, text + where)
 
 
 def accumulation(per_step: int, batch_size: int, ranks: int) -> int:

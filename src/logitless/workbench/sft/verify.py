@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ...algebra.costs import logits_bytes
 from ...integrations.transformers.install import Method, choose
-from ...vocab.api import linear_cross_entropy
-from ...vocab.head.lm_head import LMHead
-from ...vocab.reference import dense_cross_entropy
+from ...vocab.face import LMHead, dense_cross_entropy, linear_cross_entropy
 
 TOKENS, HIDDEN = 64, 64
 DENSE_BYTES = 2**28  # the float64 logits of the check stay below this

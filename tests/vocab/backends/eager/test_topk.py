@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.eager.topk import BLOCK, GROUP, LEAST_ROOM, Best, keep_best
+from logitless.vocab.backends.eager.topk import BLOCK, GROUP, LEAST_ROOM, TopK, keep_topk
 
 
 @pytest.mark.parametrize("k", [1, 3, 16, 40])
@@ -16,7 +16,7 @@ def test_equal_entries_come_by_lowest_id(k, width):
     z[0] = 1.0
     values, ids = torch.full((9, k), -math.inf, dtype=torch.float64), torch.full((9, k), -1)
     for start in range(0, 40, width):
-        keep_best(values, ids, z[:, start : start + width].clone(), start)
+        keep_topk(values, ids, z[:, start : start + width].clone(), start)
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values[:, :k])
     assert torch.equal(ids, expected.indices[:, :k])
@@ -30,7 +30,7 @@ def test_wide_slices(k, levels):
     z[0, :] = -math.inf
     z[0, [5, 4 * GROUP]] = 2.0
     values, ids = torch.full((7, k), -math.inf, dtype=torch.float64), torch.full((7, k), -1)
-    keep_best(values, ids, z, 0)
+    keep_topk(values, ids, z, 0)
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values[:, :k])
     live = values > -math.inf
@@ -61,7 +61,7 @@ def test_what_waits_is_sorted_in_time(k, width, rows):
         "falling": torch.linspace(1, 0, n) + 1e-3 * z,
         "holes": z.masked_fill(torch.rand(6, n) < 0.999, -math.inf),
     }[rows]
-    best = Best(z[:, 0], k)
+    best = TopK(z[:, 0], k)
     for start in range(0, n, width):
         best.add(z[:, start : start + width].clone(), start)
         assert best.count.max() <= max(LEAST_ROOM, 2 * k)

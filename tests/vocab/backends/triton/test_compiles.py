@@ -15,12 +15,13 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from logitless.vocab.backends.triton import draw_kernels, fold_kernels, rows_kernels, topk_kernels, unfold_kernels
+from logitless.vocab.backends.triton import accumulate_kernels, draw_kernels, logits_grad_kernels, rows_kernels
+from logitless.vocab.backends.triton import topk_kernels
 from logitless.vocab.backends.triton.tuned import table
-from logitless.vocab.backends.triton.written import finisher, label_sloper
+from logitless.vocab.backends.triton.written import finisher, label_coefficient_kernel
 
 sizes = table("default")
-MODULES = (draw_kernels, fold_kernels, rows_kernels, topk_kernels, unfold_kernels)
+MODULES = (draw_kernels, accumulate_kernels, rows_kernels, topk_kernels, logits_grad_kernels)
 NARROW = {"out0", "out1", "tokens", "entries", "table", "x"}
 LONG = {"labels", "best_keys", "keys", "ids", "order", "room", "seeds", "positions", "places", "best_ids", "kept"}
 SHORT = {"peaks", "lives", "whole"}
@@ -44,7 +45,7 @@ def compiled_function(function, size, flags, **more):
             return "constexpr"
         if name in NUMBERS or name.endswith("stride"):
             return "i32"
-        half = name in NARROW or (name == "out" and kernel == "unfold_slice")
+        half = name in NARROW or (name == "out" and kernel == "logits_grad_slice")
         return "*" + ("bf16" if half else "i64" if name in LONG else "i32" if name in SHORT else "fp32")
     ragged = {"start", "n_parts", "k", "n_groups", "n_best", "held"}
     aligned = {(names.index(x),): [["tt.divisibility", 16]] for x in names if x not in upper and x not in ragged}
@@ -60,7 +61,7 @@ def compiled_function(function, size, flags, **more):
     }
 
 
-fold, unfold, gemm, look = (sizes[x] for x in ("fold", "unfold", "gemm", "look"))
+fold, unfold, gemm, look = (sizes[x] for x in ("accumulate", "logits_grad", "gemm", "look"))
 at = {
     "ROWS": fold["rows"], "BLOCK": fold["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0, "BASIS1": 0,
     "GROUP": 0,
@@ -70,16 +71,17 @@ everything = ("m", "rest", "t", "r", "above", "m_ref", "s_ref", "shift", "a", "b
 back = {"ROWS": unfold["rows"], "BLOCK": unfold["block"], "LABEL": True, "RAW": True}
 every = {"BIAS": True, "CAP": True, "REF": True, "REF_BIAS": True, "REF_CAP": True}
 print(json.dumps({
-    "fold": compiled("fold_slice", fold, at | {"FIRST": True, "WITH_T": True}),
-    "fold, everything": compiled("fold_slice", fold, at | every | {
+    "fold": compiled("accumulate_slice", fold, at | {"FIRST": True, "WITH_T": True}),
+    "fold, everything": compiled("accumulate_slice", fold, at | every | {
         "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
         "TOP": 32, "BLOCK": 2048}),
-    "fold with weights": compiled("fold_slice", fold, at | {"BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
-    "fold, best of groups": compiled("fold_slice", fold, at | {"FIRST": True, "GROUP": 64, "WITH_SUM": True}),
-    "unfold": compiled("unfold_slice", unfold, back),
-    "unfold, everything": compiled("unfold_slice", unfold, back | every | {
+    "fold with weights": compiled("accumulate_slice", fold, at | {
+        "BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
+    "fold, best of groups": compiled("accumulate_slice", fold, at | {"FIRST": True, "GROUP": 64, "WITH_SUM": True}),
+    "unfold": compiled("logits_grad_slice", unfold, back),
+    "unfold, everything": compiled("logits_grad_slice", unfold, back | every | {
         "PLOGP": True, "PD": True, "PM": True, "P2": True, "Q": True, "ONE": True}),
-    "products and fold": compiled("fold_products", gemm, {
+    "products and fold": compiled("accumulate_products", gemm, {
         "ROWS": gemm["rows"], "BLOCK": gemm["entries"], "INNER": gemm["inner"], "GROUP": gemm["group"],
         "LABEL": True, "WITH_T": True}),
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
@@ -96,8 +98,9 @@ print(json.dumps({
     "draw, rules": compiled("draw_tokens", look, {"RULES": True, "PARTS": 16, "LANES": 64, "BLOCK": 4096}, **exact),
     "finish": compiled_function(finisher(everything, True, True).kernel, small, {}),
     "label's slope": compiled_function(
-        label_sloper(("p", "plogp", "pD"), ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio"),
-                     0.5).kernel, small, {}),
+        label_coefficient_kernel(
+            ("p", "plogp", "pD"),
+            ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio"), 0.5).kernel, small, {}),
 }))
 """
 

@@ -5,38 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....algebra.fold import Totals
-from ....algebra.stats import Slope
+from ....algebra.online_softmax import Totals
+from ....algebra.stats import Coefficients
+from ..base import Chunk, Gradients, Scratch, Tile
 from ..logits import Factor, Projection
 
-if TYPE_CHECKING:
-    from ..base import Chunk, Grads, Scratch, Tile
 
-
-def unfold(
+def logits_grad_of_some(
     chunk: Chunk,
     totals: Totals,
-    slope: Slope,
-    grads: Grads,
-    add_slice: Callable[[Chunk, slice, Tile | None, Totals, Slope, Grads], None],
+    coefficients: Coefficients,
+    grads: Gradients,
+    add_slice: Callable[[Chunk, slice, Tile | None, Totals, Coefficients, Gradients], None],
 ) -> None:
     """`add_slice` for the tokens that each slice still has."""
     assert chunk.skip is not None
-    for i, (v, rows) in enumerate(zip(chunk.vocabulary(), chunk.skip.rows(chunk, slope), strict=True)):
-        tile = chunk.kept[i] if chunk.kept else None
+    for i, (v, rows) in enumerate(zip(chunk.vocabulary(), chunk.skip.rows(chunk, coefficients), strict=True)):
+        tile = chunk.materialised[i] if chunk.materialised else None
         if rows is None:
-            add_slice(chunk, v, tile, totals, slope, grads)
+            add_slice(chunk, v, tile, totals, coefficients, grads)
         elif rows.shape[0]:
             take = _Take(chunk.scratch, rows)
+            some = {basis: c[rows] for basis, c in coefficients.items()}
             numbers = Totals(**{name: x[rows] for name, x in totals.items()})
-            own = replace(grads, hidden=take(grads.hidden, "own"), low=take(grads.low, "own low"))
-            add_slice(take.chunk(chunk), v, take.tile(tile), numbers, {b: c[rows] for b, c in slope.items()}, own)
-            for whole, part in ((grads.hidden, own.hidden), (grads.low, own.low)):
+            own = replace(
+                grads, hidden=take(grads.hidden, "own"), lora_hidden=take(grads.lora_hidden, "own lora_hidden")
+            )
+            add_slice(take.chunk(chunk), v, take.tile(tile), numbers, some, own)
+            for whole, part in ((grads.hidden, own.hidden), (grads.lora_hidden, own.lora_hidden)):
                 if whole is not None and part is not None:
                     whole.index_copy_(0, rows, part)
 
@@ -60,12 +61,12 @@ class _Take:
         inputs = chunk.inputs._replace(
             hidden=policy.factors[0].tokens, labels=None if labels is None else labels[self.rows]
         )
-        return replace(chunk, inputs=inputs, policy=policy, reference=None, kept=[], skip=None)
+        return replace(chunk, inputs=inputs, policy=policy, reference=None, materialised=[], skip=None)
 
     def projection(self, p: Projection) -> Projection:
         out = copy(p)
         out.factors = [self.factor(f, str(i)) for i, f in enumerate(p.factors)]
-        out.inner, out.outer, out.slope = (self.column(x) for x in (p.inner, p.outer, p.slope))
+        out.inner, out.outer, out.row_scale = (self.column(x) for x in (p.inner, p.outer, p.row_scale))
         return out
 
     def factor(self, f: Factor, name: str) -> Factor:

@@ -12,7 +12,7 @@ BLOCK = 64  # neighbours whose maximum is compared with the k-th best so far
 LEAST_ROOM = 32
 
 
-class Best:
+class TopK:
     """The k best entries so far of each row; slices come in order.
 
     Most slices hold a few entries that beat a row's k-th best, if any. Those wait beside the k best until there is no
@@ -61,7 +61,7 @@ class Best:
 
     def _sort(self, z: Tensor, start: int) -> None:
         self.settle()
-        keep_best(self.values, self.ids, z, start)
+        keep_topk(self.values, self.ids, z, start)
 
     def settle(self) -> tuple[Tensor, Tensor]:
         """(values, ids) (C, k), best first, with nothing waiting."""
@@ -77,7 +77,7 @@ class Best:
         return self.values, self.ids
 
 
-def keep_best(values: Tensor, ids: Tensor, z: Tensor, start: int) -> None:
+def keep_topk(values: Tensor, ids: Tensor, z: Tensor, start: int) -> None:
     """Merge a slice z (C, S) of the ids from `start` on into values and ids (C, k), best first; slices come in order.
 
     Only the rows whose slice beats their k-th are sorted.
@@ -87,13 +87,13 @@ def keep_best(values: Tensor, ids: Tensor, z: Tensor, start: int) -> None:
     rows = slice(None) if seen < k else (z.amax(1) > values[:, -1]).nonzero().squeeze(1)
     if isinstance(rows, Tensor) and rows.numel() == 0:
         return
-    new, where = _best(z[rows], min(k, z.shape[1]))
+    new, where = _topk(z[rows], min(k, z.shape[1]))
     merged, order = torch.cat([values[rows, :seen], new], 1).sort(dim=1, descending=True, stable=True)
     values[rows, :full] = merged[:, :full]
     ids[rows, :full] = torch.cat([ids[rows, :seen], where + start], 1).gather(1, order[:, :full])
 
 
-def _best(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _topk(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(values, columns) of each row's k best; topk alone leaves open which of equal ones, and their order."""
     near, columns = _near(z, k + 1)
     values, where = near.topk(min(k + 1, z.shape[1]), dim=1)

@@ -51,9 +51,22 @@ def gumbel_of(words):
 
 @triton.jit
 def look_for_tokens(
-    raw, raw_stride, tops, heat, seeds, positions, noisy, places, sums, lives, width, n_parts, part_width,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    raw,
+    raw_stride,
+    tops,
+    temperatures,
+    seeds,
+    positions,
+    noisy,
+    places,
+    sums,
+    lives,
+    width,
+    n_parts,
+    part_width,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of each part of a row: Σ e^((z-m)/T), how many logits are finite, and the best one after noise with its id.
 
     Noise is made only in blocks whose best could still win, and in full only where a word is high enough for that.
@@ -61,8 +74,8 @@ def look_for_tokens(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     top = tl.load(tops + row)
-    warm = tl.load(heat + row)
-    warm = tl.where(warm == 0, 1.0, warm)
+    divisor = tl.load(temperatures + row)
+    divisor = tl.where(divisor == 0, 1.0, divisor)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     most = top * 0.0 - float("inf")
@@ -74,7 +87,7 @@ def look_for_tokens(
     for column in range(begin, stop, BLOCK):
         columns = column + tl.arange(0, BLOCK)
         z = tl.load(raw + row * raw_stride + columns, mask=columns < stop, other=MASK)
-        x = tl.div_rn(z - top, warm)
+        x = tl.div_rn(z - top, divisor)
         total += tl.sum(tl.exp(x), 0)
         live += tl.sum((z > MASK).to(tl.int32), 0)
         if NOISE:
@@ -99,10 +112,10 @@ def look_for_tokens(
 
 
 @triton.jit
-def among_the_best(best, ids, top, warm, seed, position, kept, lane, inside):
+def among_the_best(best, ids, top, divisor, seed, position, kept, lane, inside):
     """(the token, the log of the kept entries' sum) of the first `kept` of a row's best, after noise."""
     keep = inside & (lane < kept) & (best > -float("inf"))
-    x = tl.where(keep, tl.div_rn(best - top, warm), -float("inf"))
+    x = tl.where(keep, tl.div_rn(best - top, divisor), -float("inf"))
     a, b, c, d = words_of(seed, position, ids >> 2)
     words = tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, a, b), tl.where(ids & 1 == 0, c, d))
     lifted = tl.where(keep, x + gumbel_of(words), -float("inf"))
@@ -113,10 +126,30 @@ def among_the_best(best, ids, top, warm, seed, position, kept, lane, inside):
 
 @triton.jit
 def draw_tokens(
-    raw, raw_stride, tops, heat, seeds, positions, noisy, places, sums, lives, best, best_ids, kept, width, n_parts,
-    held, n, whole, real,
-    RULES: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    raw,
+    raw_stride,
+    tops,
+    temperatures,
+    seeds,
+    positions,
+    noisy,
+    places,
+    sums,
+    lives,
+    best,
+    best_ids,
+    kept,
+    width,
+    n_parts,
+    n_topk,
+    n,
+    whole,
+    real,
+    RULES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each row's token, and what is recorded of it.
 
     whole: (3, n) int32, token, rank, n_kept; real: (3, n), the token's logit, log Σ e^(z/T), log of the kept share.
@@ -124,29 +157,29 @@ def draw_tokens(
     """
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(tops + row)
-    heated = tl.load(heat + row)
-    greedy = heated == 0
-    warm = tl.where(greedy, 1.0, heated)
+    temperature = tl.load(temperatures + row)
+    greedy = temperature == 0
+    divisor = tl.where(greedy, 1.0, temperature)
     part = tl.arange(0, PARTS)
     there = part < n_parts
     at = row * n_parts + part
     log_sum = tl.log(tl.sum(tl.load(sums + at, mask=there, other=0.0), 0))
     n_kept = tl.sum(tl.load(lives + at, mask=there, other=0), 0)
     lane = tl.arange(0, LANES)
-    inside = lane < held
-    z = tl.load(best + row * held + lane, mask=inside, other=-float("inf"))
-    ids = tl.load(best_ids + row * held + lane, mask=inside, other=0)
+    inside = lane < n_topk
+    z = tl.load(best + row * n_topk + lane, mask=inside, other=-float("inf"))
+    ids = tl.load(best_ids + row * n_topk + lane, mask=inside, other=0)
     share = log_sum * 0.0
     if RULES:
         n_kept = tl.load(kept + row).to(tl.int32)
         seed = tl.load(seeds + row)
-        token, mass = among_the_best(z, ids, top, warm, seed, tl.load(positions + row), n_kept, lane, inside)
+        token, mass = among_the_best(z, ids, top, divisor, seed, tl.load(positions + row), n_kept, lane, inside)
         share = tl.minimum(mass - log_sum, 0.0)
     else:
         x = tl.load(noisy + at, mask=there, other=-float("inf"))
         where = tl.load(places + at, mask=there, other=0)
         token = tl.min(tl.where(there & (x == tl.max(x, 0)), where, width), 0)
-    token = tl.minimum(tl.where(greedy, tl.load(best_ids + row * held), token), width - 1)  # whatever NaN does
+    token = tl.minimum(tl.where(greedy, tl.load(best_ids + row * n_topk), token), width - 1)  # whatever NaN does
     n_kept = tl.where(greedy, 1, n_kept)
     logit = tl.load(raw + row * raw_stride + token)
     above = tl.sum((z > logit).to(tl.int32), 0)
@@ -160,5 +193,5 @@ def draw_tokens(
     tl.store(whole + n + row, above + 1)
     tl.store(whole + 2 * n + row, n_kept)
     tl.store(real + row, logit)
-    tl.store(real + n + row, tl.where(greedy, 0.0, top / warm + log_sum))
+    tl.store(real + n + row, tl.where(greedy, 0.0, top / divisor + log_sum))
     tl.store(real + 2 * n + row, tl.where(greedy, 0.0, share))

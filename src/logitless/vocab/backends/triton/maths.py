@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....algebra import fold as algebra
+from ....algebra import online_softmax as algebra
 
 MASK = tl.constexpr(algebra.MASK)
 EMPTY = tl.constexpr(algebra.EMPTY)
@@ -57,16 +57,16 @@ def load_rows(x, field, n, rows, live):
 
 
 @triton.jit
-def logits(raw, heat, bias, n, rows, live, ids, inside, BIAS: tl.constexpr, CAP: tl.constexpr, RAW: tl.constexpr):
+def logits(raw, row_scales, bias, n, rows, live, ids, inside, BIAS: tl.constexpr, CAP: tl.constexpr, RAW: tl.constexpr):
     """z from the head's products: outer·tanh(late·raw + inner·bias), or without the tanh; as it is unless RAW."""
     z = raw
     if RAW:
-        z = z * load_rows(heat, 0, n, rows, live)[:, None]
+        z = z * load_rows(row_scales, 0, n, rows, live)[:, None]
         if BIAS:
             b = tl.load(bias + ids, mask=inside, other=0.0)
-            z += b[None, :] * load_rows(heat, 1, n, rows, live)[:, None]
+            z += b[None, :] * load_rows(row_scales, 1, n, rows, live)[:, None]
         if CAP:
-            z = tanh(z) * load_rows(heat, 2, n, rows, live)[:, None]
+            z = tanh(z) * load_rows(row_scales, 2, n, rows, live)[:, None]
     return z
 
 

@@ -1,4 +1,4 @@
-"""`vocab.rows` as kernels: products with a few rows of a table per token, one launch each."""
+"""`backends.rows` as kernels: products with a few rows of a table per token, one launch each."""
 
 from __future__ import annotations
 
@@ -30,9 +30,16 @@ def dot(
     out = torch.empty(ids.shape, dtype=dtype or x.dtype, device=x.device)
     with on(x.device):
         kernels.dot[(ids.numel(),)](
-            x, x.stride(0), table.detach(), table.stride(0), ids.contiguous(), out, ids.shape[1], x.shape[1],
+            x,
+            x.stride(0),
+            table.detach(),
+            table.stride(0),
+            ids.contiguous(),
+            out,
+            ids.shape[1],
+            x.shape[1],
             BLOCK=_block(x),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -44,9 +51,16 @@ def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast
     width, block = into.shape[1], _block(into)
     with on(into.device):
         kernels.add_weighted[(ids.shape[0], triton.cdiv(width, block))](
-            into, into.stride(0), weights.contiguous(), table.detach(), table.stride(0), ids.contiguous(),
-            ids.shape[1], width, BLOCK=block,
-        )  # fmt: skip
+            into,
+            into.stride(0),
+            weights.contiguous(),
+            table.detach(),
+            table.stride(0),
+            ids.contiguous(),
+            ids.shape[1],
+            width,
+            BLOCK=block,
+        )
 
 
 def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
@@ -58,9 +72,18 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
     width, block = into.shape[1], _block(into)
     with on(into.device):
         kernels.scatter[(ids.numel(), triton.cdiv(width, block))](
-            into, into.stride(0), weights.contiguous(), x, x.stride(0), found.values, found.indices, ids.shape[1],
-            ids.numel(), width, BLOCK=block,
-        )  # fmt: skip
+            into,
+            into.stride(0),
+            weights.contiguous(),
+            x,
+            x.stride(0),
+            found.values,
+            found.indices,
+            ids.shape[1],
+            ids.numel(),
+            width,
+            BLOCK=block,
+        )
 
 
 def _block(x: Tensor) -> int:

@@ -15,7 +15,7 @@ from ..base import Chunk, Tile
 from ..logits import Operands, Projection, add_product, product
 
 
-def heat_of(p: Projection, n: int, device: torch.device) -> Tensor:
+def row_scales_of(p: Projection, n: int, device: torch.device) -> Tensor:
     """(late, inner, outer) per token, (3, n): see `kernels.logits`."""
     out = torch.ones(3, n, dtype=p.compute, device=device)
     for row, x in zip(out, (p.factors[0].late, p.inner, p.outer), strict=True):
@@ -30,7 +30,7 @@ class Head:
     """A head's arguments of a kernel."""
 
     def __init__(self, p: Projection, n: int, device: torch.device) -> None:
-        self.heat = heat_of(p, n, device)
+        self.row_scales = row_scales_of(p, n, device)
         self.bias, self.capped = p.bias, p.outer is not None
         self.plain = self.bias is None and not self.capped and p.factors[0].late is None
 
@@ -80,7 +80,7 @@ def side_stream(device: torch.device) -> Any:
 def ahead(chunk: Chunk) -> Iterator[tuple[Tile, Operands]]:
     """Each slice with its operands, while the next one's products are made on a stream of their own.
 
-    A fold waits for memory and a product computes, so they can share a device. Two slices live at once.
+    The sums wait for memory and a product computes, so they can share a device. Two slices live at once.
     """
     device = chunk.inputs.hidden.device
     side = side_stream(device) if device.type == "cuda" else None
@@ -95,7 +95,7 @@ def ahead(chunk: Chunk) -> Iterator[tuple[Tile, Operands]]:
         if v is not None:
             with nullcontext() if side is None else torch.cuda.stream(side):
                 if side is not None and i >= 2:
-                    side.wait_event(read[i - 2])  # its buffer has been folded
+                    side.wait_event(read[i - 2])  # its buffer has been read
                 w = chunk.policy.operand(v)
                 made = slice_of(chunk, v, w, "ab"[i % 2]), w, None if side is None else side.record_event()
         if last is not None:
@@ -113,15 +113,15 @@ class Heads:
         n, self.device = chunk.n_tokens, chunk.inputs.hidden.device
         self.policy = Head(chunk.policy, n, self.device)
         self.reference = None if chunk.reference is None else Head(chunk.reference, n, self.device)
-        labels, heat, first = chunk.inputs.labels, self.policy.heat, chunk.policy.head.first
-        self.label_logits = heat if chunk.label is None else chunk.label[0]
+        labels, row_scales, first = chunk.inputs.labels, self.policy.row_scales, chunk.policy.head.vocab_start
+        self.label_logits = row_scales if chunk.label is None else chunk.label[0]
         ref = self.reference or self.policy
         self.tensors = {
-            "labels": heat if labels is None else (labels - first if first else labels).contiguous(),
-            "heat": heat,
-            "ref_heat": ref.heat,
-            "bias": self.policy.bias_or(heat),
-            "ref_bias": ref.bias_or(heat),
+            "labels": row_scales if labels is None else (labels - first if first else labels).contiguous(),
+            "row_scales": row_scales,
+            "ref_row_scales": ref.row_scales,
+            "bias": self.policy.bias_or(row_scales),
+            "ref_bias": ref.bias_or(row_scales),
             "n": n,
         }
         self.flags = {

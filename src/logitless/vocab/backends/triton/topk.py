@@ -1,4 +1,4 @@
-"""The k best entries of each row, by the fold's kernel, or of whole rows afterwards; wide ones by torch's top-k."""
+"""The k best entries of each row, by the accumulating kernel, or of whole rows afterwards; wide ones by top-k."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = 64  # neighbours whose highest says whether they are looked at
 BLOCK = 1 << 22  # keys at a time where no kernel does
 
 
-class Best:
+class TopK:
     """The best entries so far of n rows; k = 0 keeps none.
 
     A kernel that streams slices keeps them as it goes. Of rows that stay, `width` entries in one slice, it leaves the
@@ -83,9 +83,21 @@ class Best:
         room = torch.empty(n, self.lanes, dtype=torch.int64, device=z.device)
         if n:
             kernels.best_of_groups[(n,)](
-                z, z.stride(0), z.shape[1], self.keys, groups, min(self.k, groups), self.k, room, logits, ids,
-                GROUPS=triton.next_power_of_2(max(groups, self.lanes)), GROUP=GROUP, LANES=self.lanes, num_warps=8,
-            )  # fmt: skip
+                z,
+                z.stride(0),
+                z.shape[1],
+                self.keys,
+                groups,
+                min(self.k, groups),
+                self.k,
+                room,
+                logits,
+                ids,
+                GROUPS=triton.next_power_of_2(max(groups, self.lanes)),
+                GROUP=GROUP,
+                LANES=self.lanes,
+                num_warps=8,
+            )
         return logits, ids
 
 

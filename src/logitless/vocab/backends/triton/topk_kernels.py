@@ -40,9 +40,20 @@ def logit_of(number):
 
 @triton.jit
 def best_of_groups(
-    raw, raw_stride, width, peaks, n_groups, n_best, k, room, logits, ids,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    raw,
+    raw_stride,
+    width,
+    peaks,
+    n_groups,
+    n_best,
+    k,
+    room,
+    logits,
+    ids,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """The k best entries of a row of logits, (n, k), from the highest of each group; room: (n, LANES)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....algebra.fold import Fold, Totals, finish
-from ....algebra.stats import label_slope
+from ....algebra.online_softmax import Accumulation, Totals, finish
+from ....algebra.stats import label_coefficient
 from .device import on
 from .maths import expm1, log1p, logaddexp
 
@@ -139,19 +139,19 @@ def _compiled(title: str, source: str) -> Any:
 
 @cache
 def finisher(fields: tuple[str, ...], label: bool, reference: bool) -> Written:
-    """`algebra.fold.finish` of a fold with these fields."""
+    """`algebra.online_softmax.finish` of an accumulation with these fields."""
 
     def totals(xp: Program, x: dict[str, Symbol]) -> dict[str, Any]:
-        fold = Fold(**{name: x[name] for name in fields})
-        return dict(finish(fold, (x["label"], x.get("label_ref")) if label else None, xp).items())
+        state = Accumulation(**{name: x[name] for name in fields})
+        return dict(finish(state, (x["label"], x.get("label_ref")) if label else None, xp).items())
 
     return Written("finish", (*fields, *(["label"] * label), *(["label_ref"] * (label and reference))), totals)
 
 
-def finished(fold: Fold, label: tuple[Tensor, Tensor | None] | None) -> Totals:
-    """`finish(fold, label, torch)` in one launch."""
-    inputs = dict(fold.items())
-    fields, reference = tuple(inputs), fold.shift is not None
+def finished(state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
+    """`finish(state, label, torch)` in one launch."""
+    inputs = dict(state.items())
+    fields, reference = tuple(inputs), state.shift is not None
     if label is not None:
         inputs |= {name: x for name, x in zip(("label", "label_ref"), label, strict=True) if x is not None}
     found = finisher(fields, label is not None, reference)(inputs)
@@ -161,19 +161,19 @@ def finished(fold: Fold, label: tuple[Tensor, Tensor | None] | None) -> Totals:
 
 
 @cache
-def label_sloper(slopes: tuple[str, ...], totals: tuple[str, ...], beta: float) -> Written:
-    """`algebra.stats.label_slope` of these slopes and totals."""
+def label_coefficient_kernel(coefficients: tuple[str, ...], totals: tuple[str, ...], beta: float) -> Written:
+    """`algebra.stats.label_coefficient` of these coefficients and totals."""
 
-    def slope(xp: Program, x: dict[str, Symbol]) -> dict[str, Any]:
+    def coefficient(xp: Program, x: dict[str, Symbol]) -> dict[str, Any]:
         given = Totals(**{name: x[f"t_{name}"] for name in totals})
-        return {"slope": label_slope({name: x[name] for name in slopes}, given, beta, xp)}
+        return {"coefficient": label_coefficient({name: x[name] for name in coefficients}, given, beta, xp)}
 
-    return Written("label_slope", (*(f"t_{name}" for name in totals), *slopes), slope)
+    return Written("label_coefficient", (*(f"t_{name}" for name in totals), *coefficients), coefficient)
 
 
-def label_slopes(slope: dict[str, Tensor], totals: Totals, beta: float) -> Tensor:
-    """`label_slope(slope, totals, beta, torch)` in one launch."""
+def label_coefficients(coefficient: dict[str, Tensor], totals: Totals, beta: float) -> Tensor:
+    """`label_coefficient(coefficient, totals, beta, torch)` in one launch."""
     read = ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio", "m_ref", "log_s_ref")
     numbers = {name: x for name, x in totals.items() if name in read}
-    inputs = {f"t_{name}": x for name, x in numbers.items()} | slope
-    return label_sloper(tuple(slope), tuple(numbers), beta)(inputs)["slope"]
+    inputs = {f"t_{name}": x for name, x in numbers.items()} | coefficient
+    return label_coefficient_kernel(tuple(coefficient), tuple(numbers), beta)(inputs)["coefficient"]

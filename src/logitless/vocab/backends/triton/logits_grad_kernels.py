@@ -1,7 +1,7 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""The kernels of the gradient: unfold a slice, jsd's second look, scaling by a number.
+"""The kernels of the gradient: of a slice of logits, jsd's second look, scaling by a number.
 
-As in `fold_kernels`, a program owns the rows that it writes. What they compute is the algebra of
+As in `accumulate_kernels`, a program owns the rows that it writes. What they compute is the algebra of
 `algebra/stats.py`.
 """
 
@@ -12,16 +12,28 @@ import triton.language as tl
 
 from .maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times
 
-# The rows of a kernel's totals and of its slopes.
+# The rows of a kernel's totals and of its coefficients.
 TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
-SLOPES = ("p", "plogp", "pD", "pM", "p2", "q", "one")
+COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one")
 
 
 @triton.jit
 def look_again(
-    raw, ref_raw, raw_stride, ref_stride, out, labels, totals, n, width, start,
-    BETA: tl.constexpr, LABEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    raw,
+    ref_raw,
+    raw_stride,
+    ref_stride,
+    out,
+    labels,
+    totals,
+    n,
+    width,
+    start,
+    BETA: tl.constexpr,
+    LABEL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add a slice's shares of jsd and of KL(p‖M) to `out`, (2, n); the slice holds final logits."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < n
@@ -50,13 +62,40 @@ def look_again(
 
 
 @triton.jit
-def unfold_slice(
-    raw, ref_raw, raw_stride, ref_stride, out, out_stride, totals, slopes, labels, heat, ref_heat, bias, ref_bias,
-    n, width, start, BETA: tl.constexpr,
-    RAW: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
-    REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr, PM: tl.constexpr,
-    P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def logits_grad_slice(
+    raw,
+    ref_raw,
+    raw_stride,
+    ref_stride,
+    out,
+    out_stride,
+    totals,
+    coefficients,
+    labels,
+    row_scales,
+    ref_row_scales,
+    bias,
+    ref_bias,
+    n,
+    width,
+    start,
+    BETA: tl.constexpr,
+    RAW: tl.constexpr,
+    LABEL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    REF: tl.constexpr,
+    REF_BIAS: tl.constexpr,
+    REF_CAP: tl.constexpr,
+    PLOGP: tl.constexpr,
+    PD: tl.constexpr,
+    PM: tl.constexpr,
+    P2: tl.constexpr,
+    Q: tl.constexpr,
+    ONE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """dL/d(products) of a slice, 0 at the label but for δ, over the products themselves where `out` is narrower.
 
     A narrower gradient's column c lies where column c/2 was: blocks go from left to right, each read before it is
@@ -69,14 +108,14 @@ def unfold_slice(
         label = tl.load(labels + rows, mask=live, other=-1)
     m = load_rows(totals, 0, n, rows, live)
     log_s = load_rows(totals, 1, n, rows, live)
-    base = load_rows(slopes, 0, n, rows, live)
+    base = load_rows(coefficients, 0, n, rows, live)
     for column in range(0, width, BLOCK):
         columns = column + tl.arange(0, BLOCK)
         ids = start + columns
         inside = columns < width
         seen = live[:, None] & inside[None, :]
         x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
-        x = finite(logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
+        x = finite(logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
         counted = seen & (ids[None, :] != label[:, None])
         log_p = (tl.where(counted, x, MASK) - m[:, None]) - log_s[:, None]
         p = tl.exp(log_p)
@@ -84,29 +123,29 @@ def unfold_slice(
         z_ref = x
         if REF:
             z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=0.0)
-            z_ref = logits(z_ref, ref_heat, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
+            z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
         if PD or PM:
             gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), counted)
             d = load_rows(totals, 3, n, rows, live)[:, None] - gap
             if PD:
-                total += load_rows(slopes, 2, n, rows, live)[:, None] * d
+                total += load_rows(coefficients, 2, n, rows, live)[:, None] * d
             if PM:
                 log_share, _ = mixture_logs(d, BETA)
-                total += load_rows(slopes, 3, n, rows, live)[:, None] * log_share
+                total += load_rows(coefficients, 3, n, rows, live)[:, None] * log_share
         if PLOGP:
-            total += load_rows(slopes, 1, n, rows, live)[:, None] * log_p
+            total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
         if P2:
-            total += load_rows(slopes, 4, n, rows, live)[:, None] * p
+            total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
         dz = times(p, total)
         if Q:
             m_ref = load_rows(totals, 4, n, rows, live)[:, None]
             q = tl.exp((tl.where(counted, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
-            dz += q * load_rows(slopes, 5, n, rows, live)[:, None]
+            dz += q * load_rows(coefficients, 5, n, rows, live)[:, None]
         if CAP:
             if ONE:
-                dz += load_rows(slopes, 6, n, rows, live)[:, None]
-            share = x / load_rows(heat, 2, n, rows, live)[:, None]
+                dz += load_rows(coefficients, 6, n, rows, live)[:, None]
+            share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
             dz = tl.where(counted, dz * (1.0 - share * share), 0.0)
         tl.debug_barrier()
         tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=seen)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..algebra.record import Derived
-from ..errors import OptionError
+from ...algebra.record import Derived
+from ...errors import OptionError
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ class SampleRecord(Derived):
     token: Array  # (...)
     token_logit: Array
     rank: Array  # 1 + how many logits are higher
-    topk_logits: Array  # (..., k) the best raw logits
+    topk_logits: Array  # (..., k) the highest raw logits
     topk_ids: Array
     logsumexp: Array  # of all raw logits, as are
     mean_logit: Array
@@ -42,10 +42,11 @@ class SampleRecord(Derived):
     def empty(cls, shape: tuple[int, ...], *, keep: int, vocab_size: int, dtype: Any = jnp.float32) -> SampleRecord:
         """A record of `shape` for `write` to fill; tokens are -1 until they are written. Raises OptionError."""
         check_keep(keep, vocab_size)
-        whole, real = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
-        made = {name: whole if name in ("rank", "n_kept") else real for name in names()}
-        best = (*shape, keep)
-        made |= {"token": whole - 1, "topk_logits": jnp.zeros(best, dtype), "topk_ids": jnp.full(best, -1, jnp.int32)}
+        integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
+        made = {name: integers if name in ("rank", "n_kept") else floats for name in names()}
+        made["token"] = integers - 1
+        made["topk_logits"] = jnp.zeros((*shape, keep), dtype)
+        made["topk_ids"] = jnp.full((*shape, keep), -1, jnp.int32)
         return cls(**made, vocab_size=vocab_size)
 
     def write(self, index: Any, part: SampleRecord) -> SampleRecord:
@@ -68,6 +69,6 @@ def names() -> list[str]:
 
 
 def check_keep(keep: int, vocab_size: int) -> None:
-    """Raise OptionError for a number of best entries that the vocabulary does not have."""
+    """Raise OptionError for a number of top entries that the vocabulary does not have."""
     if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= vocab_size:
         raise OptionError(f"keep: expected a whole number in 0..{vocab_size} (the vocabulary), got {keep!r}")

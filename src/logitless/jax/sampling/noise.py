@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..errors import DtypeError, ShapeError
+from ...errors import DtypeError, ShapeError
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -67,17 +67,17 @@ class Keys(NamedTuple):
         even, lower = ids & 1 == 0, ids & 2 == 0
         return _gumbel_of(jnp.where(lower, jnp.where(even, a, b), jnp.where(even, c, d)))
 
-    def gumbel_from(self, first: Array, width: int) -> Array:
-        """`gumbel` at the ids first, first + 1, ..., (..., width): one block of four words serves four neighbours."""
-        first = jnp.asarray(first, jnp.uint32)
-        blocks = (first >> 2) + jnp.arange((width + 3) // 4 + 1, dtype=jnp.uint32)
+    def gumbel_from(self, first_id: Array, width: int) -> Array:
+        """`gumbel` at the ids first_id, first_id + 1, ..., (..., width): a block of four words serves four of them."""
+        first_id = jnp.asarray(first_id, jnp.uint32)
+        blocks = (first_id >> 2) + jnp.arange((width + 3) // 4 + 1, dtype=jnp.uint32)
         words = jnp.stack(self._blocks(blocks), -1)
         words = words.reshape(*words.shape[:-2], -1)
-        return _gumbel_of(lax.dynamic_slice_in_dim(words, first & 3, width, -1))
+        return _gumbel_of(lax.dynamic_slice_in_dim(words, first_id & 3, width, -1))
 
     def _blocks(self, blocks: Array) -> Words:
-        low, high, first, second = (x[..., None] for x in self)
-        return philox((blocks, first, second, jnp.zeros_like(first)), (low, high))
+        low, high, position, position_high = (x[..., None] for x in self)
+        return philox((blocks, position, position_high, jnp.zeros_like(position)), (low, high))
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
@@ -88,6 +88,7 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
     none = reduce(lambda x, y: x | y, (x & 0 for x in (*counter, *key)))
 
     def step(i: Array, words: Words) -> Words:
+        """One round."""
         a, b, c, d = words
         (p, q), (r, s) = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
         k, l = (k + i.astype(jnp.uint32) * jnp.uint32(w) for k, w in zip(key, WEYL, strict=True))

@@ -12,10 +12,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
 from logitless.jax import LMHead, Noise, SampleRecord, sample_tokens  # noqa: E402
-from logitless.jax.noise import _gumbel_of, philox  # noqa: E402
-from logitless.jax.record import names  # noqa: E402
-from logitless.jax.topk import top_k  # noqa: E402
-from logitless.vocab import noise as torch_noise  # noqa: E402
+from logitless.jax.sampling.record import names  # noqa: E402
 from tests.support.jax.comparing import array  # noqa: E402
 from tests.support.sample.dense import dense_record, some_noise  # noqa: E402
 
@@ -34,7 +31,7 @@ RULES = {
 }
 
 
-def problem(dtype=torch.float64, v=V, **options):
+def operands(dtype=torch.float64, v=V, **options):
     torch.manual_seed(0)
     bias = torch.randn(v, dtype=dtype)
     return torch.randn(N, H, dtype=dtype), ll.LMHead(torch.randn(v, H, dtype=dtype), bias, **options)
@@ -53,11 +50,10 @@ def compare(hidden, head, noise, tolerance, **options):
     """Every field of the record equals the dense one, whatever the slices."""
     dense = {name: x for name, x in options.items() if name != "memory_budget"}
     expected = dense_record(hidden, head, noise, **dense)
-    heat = options.pop("temperature", 1.0)
+    temperature = array(options.pop("temperature", 1.0))
     noise = noise_of(noise).expand((hidden.shape[0],))
     words = Noise(noise.low, np.asarray(noise.position).astype(np.int32), noise.high)
-    heat = array(heat)
-    record = jax.jit(lambda h, w, n: sample_tokens(h, w, n, temperature=heat, **options))(
+    record = jax.jit(lambda h, w, n: sample_tokens(h, w, n, temperature=temperature, **options))(
         array(hidden), in_jax(head), words
     )
     for name, want in expected.items():
@@ -79,30 +75,30 @@ FAST = ("warm", "greedy", "top_p far", "together")
 )
 def test_every_rule(rules):
     with jax.enable_x64(True):
-        compare(*problem(), some_noise((N,)), 1e-10, **rules)
+        compare(*operands(), some_noise((N,)), 1e-10, **rules)
 
 
 @pytest.mark.parametrize("name", ["all", "top_p far", pytest.param("together", marks=pytest.mark.slow)])
 def test_slices_and_chunks(name):
     with jax.enable_x64(True):
-        compare(*problem(), some_noise((N,)), 1e-10, memory_budget=30_000, **RULES[name])
+        compare(*operands(), some_noise((N,)), 1e-10, memory_budget=30_000, **RULES[name])
 
 
 @pytest.mark.parametrize("head", [{"softcap": 2.0}, {"vocab_size": 200, "scale": 0.5}], ids=["softcap", "padded"])
 def test_every_head(head):
     with jax.enable_x64(True):
-        compare(*problem(**head), some_noise((N,)), 1e-10, top_p=0.9, temperature=1.5)
+        compare(*operands(**head), some_noise((N,)), 1e-10, top_p=0.9, temperature=1.5)
 
 
 def test_temperature_per_token():
-    heat = torch.tensor([0.0, 0.5, 1.0, 2.0] * 3 + [0.0], dtype=torch.float64)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 3 + [0.0], dtype=torch.float64)
     with jax.enable_x64(True):
-        compare(*problem(), some_noise((N,)), 1e-10, temperature=heat, top_p=0.9)
+        compare(*operands(), some_noise((N,)), 1e-10, temperature=temperature, top_p=0.9)
 
 
 @pytest.mark.parametrize("rules", [{}, pytest.param({"top_p": 0.999}, marks=pytest.mark.slow)])
 def test_extreme_logits_ties_and_forbidden_entries(rules):
-    hidden, head = problem()
+    hidden, head = operands()
     equal = ll.LMHead(head.weight[torch.arange(V) // 4], torch.zeros(V, dtype=torch.float64))  # four of each row
     bias = torch.full((V,), -math.inf, dtype=torch.float64)
     bias[[3, 50, 200]] = 0.0
@@ -122,7 +118,7 @@ def test_extreme_logits_ties_and_forbidden_entries(rules):
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 0.8}, {"temperature": 0.0}])
 def test_the_same_record_as_torch(rules):
-    hidden, head = problem(torch.float32, v=1009, softcap=5.0)
+    hidden, head = operands(torch.float32, v=1009, softcap=5.0)
     noise = some_noise((N,))
     expected = ll.sample_tokens(hidden, head, noise=noise, **rules)
     got = sample_tokens(array(hidden), in_jax(head), noise_of(noise), **rules)
@@ -135,7 +131,7 @@ def test_the_same_record_as_torch(rules):
 
 
 def test_bf16_operands():
-    hidden, head = problem(torch.float32)
+    hidden, head = operands(torch.float32)
     narrow, rows = array(hidden).astype(jnp.bfloat16), jax.tree.map(lambda x: x.astype(jnp.bfloat16), in_jax(head))
     noise = some_noise((N,))
     exact = ll.LMHead(head.weight.bfloat16().double(), head.bias.bfloat16().double())
@@ -188,42 +184,6 @@ def test_while_loop_and_vmap():
     assert kept[0].shape == (6,)
     assert kept.reshape(12).keep == 3
     assert float(kept[1].perplexity) > 1
-
-
-def test_the_words_are_torchs():
-    low, high, first, second = (torch.randint(2**32, (50,)) for _ in range(4))
-    ids = torch.randint(2**34, (50,)) >> 2
-    seeds, positions = low + (high << 32), first + (second << 32)
-    want = torch_noise._blocks(seeds, positions, ids)
-    words = [jnp.asarray(x.numpy().astype(np.uint32)) for x in (ids, first, second, 0 * low, low, high)]
-    got = jax.jit(lambda a, b, c, d, k, l: philox((a, b, c, d), (k, l)))(*words)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b.numpy())
-
-
-@pytest.mark.parametrize("first", [0, 77])
-def test_noise_is_torchs(first):
-    seeds, positions = np.array([3, -1, 2**62, 0]), np.array([0, 5, 7, 2**40])
-    keys = Noise(seeds, positions).expand((4,))
-    want = torch_noise.gumbel(torch.tensor(seeds), torch.tensor(positions), slice(first, first + 901)).numpy()
-    run, each = (jax.jit(f) for f in (lambda k, i: k.gumbel_from(i, 901), lambda k, ids: k.gumbel(ids)))
-    np.testing.assert_allclose(run(keys, first), want, 1e-6, 1e-6)
-    np.testing.assert_allclose(each(keys, jnp.arange(first, first + 901)), want, 1e-6, 1e-6)
-
-
-def test_noise_at_both_ends():
-    words = np.concatenate([np.arange(50), 2**32 - 1 - np.arange(50), 2**31 - 25 + np.arange(50)]).astype(np.int64)
-    want = torch_noise._gumbel_of(torch.tensor(words)).numpy()
-    np.testing.assert_allclose(_gumbel_of(jnp.asarray(words.astype(np.uint32))), want, 1e-6, 1e-6)
-
-
-@pytest.mark.parametrize(("v", "k"), [(5, 5), (1000, 3), (4096, 10), (5003, 64)])
-def test_two_levels_are_lax_top_k(v, k):
-    """Many equal entries: the same ids."""
-    z = jax.random.randint(jax.random.key(v), (6, v), 0, 50).astype(jnp.float32)
-    z = z.at[1].set(0.0).at[2].set(-jnp.inf).at[3, ::2].set(-jnp.inf)
-    for got, want in zip(top_k(z, k), jax.lax.top_k(z, k), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_no_temporary_of_the_logits_size():

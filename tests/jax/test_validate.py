@@ -46,8 +46,11 @@ def draw(noise, **options):
         (OptionError, "positive values", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4))),
         (OptionError, "jax.shard_map", lambda: token_stats(HIDDEN, HEAD, LABELS, axis_name="v")),
         (OptionError, "'mean', 'sum'", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, reduction="avg")),
-        (OptionError, "reduction='sum'", lambda: linear_cross_entropy(
-            HIDDEN, HEAD, LABELS, reduction="sum", denominator=2)),
+        (
+            OptionError,
+            "reduction='sum'",
+            lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, reduction="sum", denominator=2),
+        ),
         (OptionError, "1..7", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, vocab_size=8), LABELS)),
         (OptionError, "softcap", lambda: LMHead(HEAD.weight, softcap=-1.0)),
         (OptionError, "before tracing", lambda: LMHead(HEAD.weight, scale=math.nan)),
@@ -55,8 +58,11 @@ def draw(noise, **options):
         (ShapeError, r"\(4,\)", lambda: token_stats(HIDDEN, HEAD, LABELS[:3])),
         (ShapeError, "broadcasts", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.ones(3))),
         (ShapeError, "one per row", lambda: token_stats(HIDDEN, LMHead(HEAD.weight, jnp.zeros(6)), LABELS)),
-        (ShapeError, "same vocabulary", lambda: token_stats(
-            HIDDEN, HEAD, LABELS, want=("kl",), reference=(HIDDEN, LMHead(jnp.zeros((6, 3)))))),
+        (
+            ShapeError,
+            "same vocabulary",
+            lambda: token_stats(HIDDEN, HEAD, LABELS, want=("kl",), reference=(HIDDEN, LMHead(jnp.zeros((6, 3))))),
+        ),
         (DtypeError, "integer ids", lambda: token_stats(HIDDEN, HEAD, jnp.zeros(4))),
         (DtypeError, "floating-point", lambda: token_stats(jnp.zeros((4, 3), int), HEAD, LABELS)),
         (DtypeError, "LMHead", lambda: token_stats(HIDDEN, HEAD.weight, LABELS)),
@@ -74,7 +80,7 @@ def draw(noise, **options):
         (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
         (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
     ],
-)  # fmt: skip
+)
 def test_one_line_that_says_what_to_do(error, words, call):
     with pytest.raises(error, match=words) as caught:
         call()

@@ -1,4 +1,4 @@
-"""The fold: running sums of one token over any part of the vocabulary, and how two parts merge.
+"""Online softmax: running sums of one token over any part of the vocabulary, and how two parts merge.
 
 `xp` is the array namespace (`torch` or `jax.numpy`); every field is an array of shape (N,), or None when no
 wanted statistic needs it. Weights are relative to the part's own maximum, w = e^(z-m), and the maximum itself is
@@ -16,7 +16,7 @@ EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries wei
 
 
 @dataclass
-class Fold:
+class Accumulation:
     """Running sums over a part of the vocabulary; an empty part has a very low finite `m` and rest 0."""
 
     m: Array  # max z
@@ -35,9 +35,9 @@ class Fold:
         return [(name, value) for name, value in vars(self).items() if value is not None]
 
 
-def single(z: Array, z_ref: Array | None, like: Fold, xp: Any) -> Fold:
+def single(z: Array, z_ref: Array | None, like: Accumulation, xp: Any) -> Accumulation:
     """The part of the vocabulary that holds one entry, `z` (and `z_ref`) per token, with the sums that `like` has."""
-    one = Fold(m=z, rest=xp.zeros_like(z))
+    one = Accumulation(m=z, rest=xp.zeros_like(z))
     one.t = None if like.t is None else xp.zeros_like(z)
     one.r = None if like.r is None else xp.ones_like(z)
     one.above = None if like.above is None else xp.zeros_like(like.above)
@@ -55,12 +55,12 @@ def difference(z: Array, z_ref: Array, shift: Array, xp: Any) -> Array:
     return xp.where((z == z_ref) & xp.isinf(z), xp.zeros_like(e), e)
 
 
-def merge(x: Fold, y: Fold, xp: Any) -> Fold:
-    """The fold of the union of two disjoint parts of the vocabulary."""
+def merge(x: Accumulation, y: Accumulation, xp: Any) -> Accumulation:
+    """The accumulation of the union of two disjoint parts of the vocabulary."""
     m = xp.maximum(x.m, y.m)
     fx, fy = xp.exp(x.m - m), xp.exp(y.m - m)
     rest = xp.where(x.m >= y.m, x.rest + (1 + y.rest) * fy, y.rest + (1 + x.rest) * fx)
-    out = Fold(m=m, rest=rest)
+    out = Accumulation(m=m, rest=rest)
     if x.t is not None:
         out.t = times(fx, x.t + (1 + x.rest) * (x.m - m), xp) + times(fy, y.t + (1 + y.rest) * (y.m - m), xp)
     if x.r is not None:
@@ -80,11 +80,11 @@ def merge(x: Fold, y: Fold, xp: Any) -> Fold:
     return out
 
 
-def rebase(x: Fold, shift: Array, xp: Any) -> Fold:
+def rebase(x: Accumulation, shift: Array, xp: Any) -> Accumulation:
     """`x` with its differences measured from another d0."""
     step = x.shift - shift
     s = 1 + x.rest
-    moved = Fold(**dict(x.items()))
+    moved = Accumulation(**dict(x.items()))
     moved.shift = shift
     moved.a = x.a + s * step
     moved.b = x.b * xp.exp(-step) + s * xp.expm1(-step)
@@ -100,7 +100,7 @@ def times(factor: Array, x: Array, xp: Any) -> Array:
 
 @dataclass
 class Totals:
-    """What one token's whole fold amounts to: the numbers that statistics are read from and that `unfold` needs."""
+    """What one token's whole accumulation amounts to: what statistics are read from, and gradients are made of."""
 
     m: Array  # max z
     log_s: Array  # log Σ e^(z-m), so that log p = (z - m) - log_s is exact at the maximum
@@ -108,7 +108,7 @@ class Totals:
     logprob: Array = None
     label_ref: Array = None  # the reference's logit of the label
     entropy: Array = None
-    mean_logit: Array = None  # from the head's mean row, or summed over slices: not part of the fold
+    mean_logit: Array = None  # from the head's mean row, or summed over slices: not part of it
     sum_sq_prob: Array = None
     rank: Array = None
     shift: Array = None  # d0
@@ -129,7 +129,7 @@ class Totals:
 
 
 def total_names(sums: frozenset[str], label: bool) -> list[str]:
-    """The fields that the totals of a fold with these sums have."""
+    """The fields that totals with these sums have."""
     names = ["m", "log_s"] + ["label_logit", "logprob"] * label
     names += ["label_ref"] * (label and "ref" in sums)
     for name, given in (("entropy", "t"), ("mean_logit", "zsum"), ("sum_sq_prob", "r"), ("rank", "above")):
@@ -139,30 +139,30 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
     return names + ["jsd", "kl_mixture"] * ("jsd" in sums)
 
 
-def finish(fold: Fold, label: tuple[Array, Array | None] | None, xp: Any) -> Totals:
-    """The totals of a fold over all entries but the label, and of the label's (logit, reference logit)."""
+def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: Any) -> Totals:
+    """The totals of an accumulation over all entries but the label, and of the label's (logit, reference logit)."""
     logprob = label_logit = label_ref = None
     if label is not None:
         label_logit, label_ref = label
-        others = fold.m + xp.log1p(fold.rest)
+        others = state.m + xp.log1p(state.rest)
         logprob = -xp.logaddexp(others - label_logit, xp.zeros_like(others))
-        fold = merge(fold, single(label_logit, label_ref, fold, xp), xp)
-    s = 1 + fold.rest
-    out = Totals(fold.m, xp.log1p(fold.rest), label_logit, logprob, label_ref)
-    if fold.t is not None:
-        out.entropy = xp.clip(out.log_s - fold.t / s, 0, None)
-    if fold.r is not None:
-        out.sum_sq_prob = fold.r / (s * s)
-    if fold.above is not None:
-        out.rank = fold.above + 1
-    if fold.shift is not None:
-        out.shift = fold.shift
-        out.m_ref, out.log_s_ref = fold.m_ref, xp.log(fold.s_ref)
-        direct = (fold.m_ref - out.m + fold.shift) + (out.log_s_ref - out.log_s)
-        out.log_ratio = _log_ratio(fold.b / s, direct, xp)
-        out.kl = xp.clip(fold.a / s + out.log_ratio, 0, None)
-        if fold.a_ref is not None:
-            out.reverse_kl = xp.clip(-fold.a_ref / fold.s_ref - out.log_ratio, 0, None)
+        state = merge(state, single(label_logit, label_ref, state, xp), xp)
+    s = 1 + state.rest
+    out = Totals(state.m, xp.log1p(state.rest), label_logit, logprob, label_ref)
+    if state.t is not None:
+        out.entropy = xp.clip(out.log_s - state.t / s, 0, None)
+    if state.r is not None:
+        out.sum_sq_prob = state.r / (s * s)
+    if state.above is not None:
+        out.rank = state.above + 1
+    if state.shift is not None:
+        out.shift = state.shift
+        out.m_ref, out.log_s_ref = state.m_ref, xp.log(state.s_ref)
+        direct = (state.m_ref - out.m + state.shift) + (out.log_s_ref - out.log_s)
+        out.log_ratio = _log_ratio(state.b / s, direct, xp)
+        out.kl = xp.clip(state.a / s + out.log_ratio, 0, None)
+        if state.a_ref is not None:
+            out.reverse_kl = xp.clip(-state.a_ref / state.s_ref - out.log_ratio, 0, None)
     return out
 
 

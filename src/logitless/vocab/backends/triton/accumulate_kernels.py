@@ -1,8 +1,8 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""The kernels of the fold: a slice of products, products and fold in one, partial folds into one.
+"""The kernels that accumulate: a slice of products, products and sums in one, partial accumulations into one.
 
 A program takes a block of ROWS tokens and walks over their columns BLOCK at a time. What it computes is the algebra of
-`algebra/fold.py`; it owns what it writes, so nothing is atomic and results repeat.
+`algebra/online_softmax.py`; it owns what it writes, so nothing is atomic and results repeat.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .maths import EMPTY, MASK, TAKEN, expm1, finite, keys_of, load_rows, logits, minus_e, ordered, times
 
-# The rows of a running fold, (FIELDS, parts, n); those from M_REF on only where there is a reference.
+# The rows of a running accumulation, (FIELDS, parts, n); those from M_REF on only where there is a reference.
 FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
 ALONE = FIELDS.index("m_ref")
 M, REST, T, R, ABOVE, ZSUM, M_REF, S_REF, SHIFT, A, B, A_REF = map(tl.constexpr, range(len(FIELDS)))
@@ -37,7 +37,7 @@ def keep_best(best, keys):
 
 @triton.jit
 def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr):
-    """Fold a block of logits with MASK for what does not count into the sums over the policy alone.
+    """Accumulation a block of logits with MASK for what does not count into the sums over the policy alone.
 
     Also returns the weights e^(x-m), the old weights' factor, and its logarithm.
     """
@@ -63,7 +63,7 @@ def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R
 
 @triton.jit
 def add_reference(gap, z_ref, w, grow, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.constexpr):
-    """Fold a block into the sums of KL; also returns the reference's weights and their old ones' factor."""
+    """Accumulation a block into the sums of KL; also returns the reference's weights and their old ones' factor."""
     a = times(grow, a) - tl.sum(times(w, gap), 1)
     b = b * grow + tl.sum(expm1(gap) * w, 1)
     top = tl.maximum(m_ref, tl.max(z_ref, 1))
@@ -77,10 +77,21 @@ def add_reference(gap, z_ref, w, grow, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.co
 
 @triton.jit
 def store_sums(
-    cell, field, live, m, rest, t, r, above, zsum,
-    WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr, WITH_SUM: tl.constexpr,
-):  # fmt: skip
-    """The sums over the policy alone into a running fold; `field` lies between two of its rows."""
+    cell,
+    field,
+    live,
+    m,
+    rest,
+    t,
+    r,
+    above,
+    zsum,
+    WITH_T: tl.constexpr,
+    WITH_R: tl.constexpr,
+    RANK: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+):
+    """The sums over the policy alone into a running accumulation; `field` lies between two of its rows."""
     tl.store(cell + M * field, m, mask=live)
     tl.store(cell + REST * field, rest, mask=live)
     if WITH_T:
@@ -109,15 +120,51 @@ def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref):
 
 
 @triton.jit
-def fold_slice(
-    raw, ref_raw, raw_stride, ref_stride, state, best_keys, labels, label_logits, heat, ref_heat, bias, ref_bias,
-    out0, out1, out0_stride, out1_stride, growth, n, width, start, n_parts, part_width,
-    FIRST: tl.constexpr, LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, REF: tl.constexpr,
-    REF_BIAS: tl.constexpr, REF_CAP: tl.constexpr, WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr,
-    WITH_SUM: tl.constexpr, WITH_QE: tl.constexpr, WRITE_BACK: tl.constexpr, BEST: tl.constexpr, TOP: tl.constexpr,
-    BASIS0: tl.constexpr, BASIS1: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Fold one slice of the head's products into the running folds of (token, part of the slice).
+def accumulate_slice(
+    raw,
+    ref_raw,
+    raw_stride,
+    ref_stride,
+    state,
+    best_keys,
+    labels,
+    label_logits,
+    row_scales,
+    ref_row_scales,
+    bias,
+    ref_bias,
+    out0,
+    out1,
+    out0_stride,
+    out1_stride,
+    growth,
+    n,
+    width,
+    start,
+    n_parts,
+    part_width,
+    FIRST: tl.constexpr,
+    LABEL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    REF: tl.constexpr,
+    REF_BIAS: tl.constexpr,
+    REF_CAP: tl.constexpr,
+    WITH_T: tl.constexpr,
+    WITH_R: tl.constexpr,
+    RANK: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    WITH_QE: tl.constexpr,
+    WRITE_BACK: tl.constexpr,
+    BEST: tl.constexpr,
+    TOP: tl.constexpr,
+    BASIS0: tl.constexpr,
+    BASIS1: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Takes one slice of the head's products into the running accumulations of (token, part of the slice).
 
     WRITE_BACK: leave final logits in place of the products. BASIS0, BASIS1: write these bases' weights, relative to
     the new maximum, over the products or elsewhere, and the growth of the maximum; the block then holds whole rows.
@@ -172,7 +219,7 @@ def fold_slice(
         seen = live[:, None] & inside[None, :]
         at = raw + rows[:, None] * raw_stride + columns[None, :]
         x = tl.load(at, mask=seen, other=0.0)
-        x = logits(x, heat, bias, n, rows, live, ids, inside, BIAS, CAP, True)
+        x = logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, True)
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, x, 0.0), 1)
         if BEST > 0:
@@ -188,7 +235,7 @@ def fold_slice(
         if REF:
             at_ref = ref_raw + rows[:, None] * ref_stride + columns[None, :]
             z_ref = tl.load(at_ref, mask=seen, other=0.0)
-            z_ref = logits(z_ref, ref_heat, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
+            z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
             if FIRST:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
                 if column == begin:
                     near = seen & (x > MASK) & (z_ref > MASK)
@@ -214,7 +261,7 @@ def fold_slice(
         if BASIS0 > 0:
             flat = tl.zeros((ROWS, BLOCK), dtype) + 1.0
             if CAP:
-                share = final / load_rows(heat, 2, n, rows, live)[:, None]
+                share = final / load_rows(row_scales, 2, n, rows, live)[:, None]
                 flat = 1.0 - share * share
             tl.debug_barrier()  # the weights may lie over products that other threads have yet to read
             at0 = out0 + rows[:, None] * out0_stride + columns[None, :]
@@ -240,11 +287,22 @@ def fold_slice(
 
 @triton.jit
 def merge_parts(
-    state, out, n, n_parts, n_out, group,
-    WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr, WITH_SUM: tl.constexpr, REF: tl.constexpr,
-    WITH_QE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge groups of `group` ≤ PARTS partial folds of each token into one: (fields, parts, n) -> (fields, out, n)."""
+    state,
+    out,
+    n,
+    n_parts,
+    n_out,
+    group,
+    WITH_T: tl.constexpr,
+    WITH_R: tl.constexpr,
+    RANK: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    REF: tl.constexpr,
+    WITH_QE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge groups of `group` ≤ PARTS partial accumulations of each token: (fields, parts, n) -> (fields, out, n)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     into = tl.program_id(1).to(tl.int64)
     parts = into * group + tl.arange(0, PARTS)
@@ -319,13 +377,33 @@ def rescale(x, plogp, factors, n, width, PLOGP: tl.constexpr, SQUARED: tl.conste
 
 
 @triton.jit
-def fold_products(
-    tokens, entries, tokens_stride, entries_stride, state, labels, label_logits, heat, bias, n, width, depth, n_parts,
-    LABEL: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, WITH_T: tl.constexpr, WITH_R: tl.constexpr,
-    RANK: tl.constexpr, WITH_SUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def accumulate_products(
+    tokens,
+    entries,
+    tokens_stride,
+    entries_stride,
+    state,
+    labels,
+    label_logits,
+    row_scales,
+    bias,
+    n,
+    width,
+    depth,
+    n_parts,
+    LABEL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    WITH_T: tl.constexpr,
+    WITH_R: tl.constexpr,
+    RANK: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     INNER: tl.constexpr,
-):  # fmt: skip
-    """Products and fold in one: GROUP blocks of entries for a block of tokens, whose logits never leave the chip.
+):
+    """Products and sums in one: GROUP blocks of entries for a block of tokens, whose logits never leave the chip.
 
     The programs of one part are neighbours, so that its entries stay in the L2 cache.
     """
@@ -352,7 +430,7 @@ def fold_products(
             x = tl.load(x_at + k, mask=live[:, None] & deep[None, :], other=0.0)
             w = tl.load(w_at + k, mask=deep[:, None] & inside[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
-        z = logits(total, heat, bias, n, rows, live, ids, inside, BIAS, CAP, True)
+        z = logits(total, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, True)
         seen = live[:, None] & inside[None, :]
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, z, 0.0), 1)

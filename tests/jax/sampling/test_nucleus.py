@@ -1,4 +1,4 @@
-"""What `logitless.jax` keeps of whole rows, bit by bit, against torch's way and a sort."""
+"""Which entries of a row the rules keep, found bit by bit, against torch's way and a sort."""
 
 import math
 
@@ -11,14 +11,17 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 from logitless.algebra.rules import Rules  # noqa: E402
-from logitless.jax.nucleus import kept  # noqa: E402
+from logitless.jax.sampling.nucleus import kept  # noqa: E402
 from logitless.sample import rules as torch_rules  # noqa: E402
 
 V = 3_001
 RULES = [
-    {"top_p": 0.9}, {"top_k": 70, "top_p": 0.5}, {"top_k": 10**20, "top_p": 0.3},
-    {"top_p": 0.999, "min_p": 1e-4}, {"top_p": 1e-9},
-]  # fmt: skip
+    {"top_p": 0.9},
+    {"top_k": 70, "top_p": 0.5},
+    {"top_k": 10**20, "top_p": 0.3},
+    {"top_p": 0.999, "min_p": 1e-4},
+    {"top_p": 1e-9},
+]
 
 
 def rows() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Folds of parts of a vocabulary merge, in any order, to the fold of the whole."""
+"""Accumulations of parts of a vocabulary merge, in any order, to that of the whole."""
 
 import dataclasses
 import itertools
@@ -6,23 +6,23 @@ import itertools
 import pytest
 import torch
 
-from logitless.algebra.fold import Fold, finish, merge, rebase, single, total_names
+from logitless.algebra.online_softmax import Accumulation, finish, merge, rebase, single, total_names
 from logitless.algebra.stats import STATISTICS, mixture_logs, sums_of
-from logitless.vocab.call.call import Problem
+from logitless.vocab.call.call import Needs
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.head.lm_head import LMHead
 from logitless.vocab.passes.autograd import stats_price
-from logitless.vocab.passes.engine import Needs, values
+from logitless.vocab.passes.engine import values
 
 N, V = 6, 40
 
 
-def fold_of(z, z_ref, shift):
-    """The fold of a part by its definition: every sum spelt out."""
+def accumulation_of(z, z_ref, shift):
+    """The accumulation of a part by its definition: every sum spelt out."""
     m, m_ref = z.amax(1), z_ref.amax(1)
     w, w_ref = (z - m[:, None]).exp(), (z_ref - m_ref[:, None]).exp()
     e = z - z_ref - shift[:, None]
-    return Fold(
+    return Accumulation(
         m=m,
         rest=w.sum(1) - 1,
         t=(w * (z - m[:, None])).sum(1),
@@ -41,7 +41,7 @@ def logits(spread=3.0):
     return spread * torch.randn(2, N, V, dtype=torch.float64)
 
 
-def assert_same(x: Fold, y: Fold):
+def assert_same(x: Accumulation, y: Accumulation):
     for name, value in x.items():
         torch.testing.assert_close(value, getattr(y, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -53,7 +53,7 @@ def test_parts_merge_to_the_whole(cuts, backwards):
     shift = torch.randn(N, dtype=torch.float64)
     bounds = [0, *cuts, V]
     parts = [
-        fold_of(z[:, a:b], z_ref[:, a:b], shift + i)  # every part measured from a d0 of its own
+        accumulation_of(z[:, a:b], z_ref[:, a:b], shift + i)  # every part measured from a d0 of its own
         for i, (a, b) in enumerate(itertools.pairwise(bounds))
     ]
     if backwards:
@@ -61,35 +61,35 @@ def test_parts_merge_to_the_whole(cuts, backwards):
     total = parts[0]
     for part in parts[1:]:
         total = merge(total, part, torch)
-    assert_same(total, fold_of(z, z_ref, parts[0].shift))
+    assert_same(total, accumulation_of(z, z_ref, parts[0].shift))
 
 
 def test_merge_is_associative():
     z, z_ref = logits(30.0)
     zero = torch.zeros(N, dtype=torch.float64)
-    a, b, c = (fold_of(z[:, s], z_ref[:, s], zero) for s in (slice(0, 9), slice(9, 10), slice(10, V)))
+    a, b, c = (accumulation_of(z[:, s], z_ref[:, s], zero) for s in (slice(0, 9), slice(9, 10), slice(10, V)))
     assert_same(merge(merge(a, b, torch), c, torch), merge(a, merge(b, c, torch), torch))
 
 
 def test_an_entry_is_a_part():
     z, z_ref = logits()
     shift = torch.randn(N, dtype=torch.float64)
-    others = fold_of(z[:, 1:], z_ref[:, 1:], shift)
+    others = accumulation_of(z[:, 1:], z_ref[:, 1:], shift)
     one = single(z[:, 0], z_ref[:, 0], others, torch)
     one.above = (z[:, 0] > 0.3).long()
-    assert_same(merge(others, one, torch), fold_of(z, z_ref, shift))
+    assert_same(merge(others, one, torch), accumulation_of(z, z_ref, shift))
 
 
 def test_rebase_moves_the_origin_of_the_differences():
     z, z_ref = logits()
     here, there = torch.randn(2, N, dtype=torch.float64)
-    assert_same(rebase(fold_of(z, z_ref, here), there, torch), fold_of(z, z_ref, there))
+    assert_same(rebase(accumulation_of(z, z_ref, here), there, torch), accumulation_of(z, z_ref, there))
 
 
 def test_totals_are_the_statistics():
     z, z_ref = logits()
     logp, logq = z.log_softmax(1), z_ref.log_softmax(1)
-    others = fold_of(z[:, 1:], z_ref[:, 1:], torch.randn(N, dtype=torch.float64))
+    others = accumulation_of(z[:, 1:], z_ref[:, 1:], torch.randn(N, dtype=torch.float64))
     got = finish(others, (z[:, 0], z_ref[:, 0]), torch)
     p, q = logp.exp(), logq.exp()
     expected = {
@@ -118,9 +118,9 @@ def test_total_names_are_the_fields_that_a_pass_fills(want, label):
     hidden, weight = torch.randn(5, 4), torch.randn(9, 4)
     ref = (torch.randn(5, 4), LMHead(torch.randn(9, 4))) if any(STATISTICS[n].needs_reference for n in want) else None
     labels = torch.arange(5) if label else None
-    spec, inputs = flatten(hidden, LMHead(weight), labels, want=want, reference=ref)
-    price = stats_price(spec, inputs, Needs(True, True, False))
-    _, saved = values(Problem.of(spec, inputs), price, save=True)
+    call = flatten(hidden, LMHead(weight), labels, want=want, reference=ref)
+    price = stats_price(call, Needs(True, True, False))
+    _, saved = values(call.valid_alone(), price, save=True)
     assert sorted(saved.totals) == sorted(total_names(sums_of(want), label))
 
 
@@ -138,5 +138,5 @@ def test_mixture_logs(beta):
 
 
 def test_fold_fields_default_to_absent():
-    assert [name for name, _ in Fold(m=torch.zeros(1), rest=torch.zeros(1)).items()] == ["m", "rest"]
-    assert len(dataclasses.fields(Fold)) == 11
+    assert [name for name, _ in Accumulation(m=torch.zeros(1), rest=torch.zeros(1)).items()] == ["m", "rest"]
+    assert len(dataclasses.fields(Accumulation)) == 11

@@ -1,8 +1,9 @@
-"""What a call's arrays and options must be, and how they become a flat problem."""
+"""What a call's arrays and options must be, and the flat `Call` that they become."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -11,62 +12,58 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.costs import DEFAULT_BUDGET
 from ..algebra.options import check_numbers, check_want
 from ..errors import DtypeError, LabelError, OptionError, ShapeError
+from .call import Call, Options, Tokens
 from .head import LMHead
 from .mesh import varies
-from .problem import Operands, Spec, Tokens
-from .tiles import Dtype
 
 Lead = tuple[int, ...]
 
 
-def flatten(
+def checked_call(
     hidden: Array,
     head: LMHead,
     labels: Array | None,
+    options: Options,
     *,
-    want: tuple[str, ...],
-    temperature: float | Array,
-    ignore_index: int,
-    memory_budget: int | None,
-    axis_name: str | None,
-    top_k: int = 0,
+    temperature: float | Array = 1.0,
     candidates: Array | None = None,
     reference: tuple[Array, LMHead] | None = None,
-    jsd_beta: float = 0.5,
-) -> tuple[Spec, Operands]:
-    """The checked call: options as a `Spec`, arrays with their leading dimensions flattened."""
+) -> Call:
+    """The call with its options checked, arrays with their leading dimensions flattened."""
     hidden = _floating("hidden", hidden)
-    rows = _check_head("head", head, hidden, axis_name)
+    vocab_size = _check_head("head", head, hidden, options.axis_name)
     lead = hidden.shape[:-1]
     n = math.prod(lead)
-    ref_hidden, ref_head = _check_reference(reference, lead, rows, axis_name)
-    want = check_want(want, labels is not None, reference is not None)
-    check_numbers(rows, top_k, jsd_beta, memory_budget)
-    if not isinstance(ignore_index, Integral):
-        raise OptionError(f"ignore_index: expected a whole number known before tracing, got {ignore_index!r}")
+    ref_hidden, ref_head = _check_reference(reference, lead, vocab_size, options.axis_name)
+    want = check_want(options.want, labels is not None, reference is not None)
+    check_numbers(vocab_size, options.top_k, options.jsd_beta, options.memory_budget)
+    if not isinstance(options.ignore_index, Integral):
+        raise OptionError(f"ignore_index: expected a whole number known before tracing, got {options.ignore_index!r}")
     if labels is not None:
-        labels = _check_ids("labels", labels, lead, rows, ignore_index).reshape(n)
+        labels = _check_ids("labels", labels, lead, vocab_size, options.ignore_index).reshape(n)
     if candidates is not None:
         width = jnp.shape(candidates)[-1:]
-        candidates = _check_ids("candidates", candidates, (*lead, *width), rows).reshape(n, *width)
+        candidates = _check_ids("candidates", candidates, (*lead, *width), vocab_size).reshape(n, *width)
     number, each = _check_temperature(temperature, lead)
-    spec = Spec(
-        want, number, int(ignore_index), top_k, float(jsd_beta), int(memory_budget or DEFAULT_BUDGET), rows,
-        *_transform(head), *_transform(ref_head), axis_name,
-    )  # fmt: skip
+    options = replace(
+        options,
+        want=want,
+        temperature=number,
+        ignore_index=int(options.ignore_index),
+        jsd_beta=float(options.jsd_beta),
+        memory_budget=options.budget,
+    )
     tokens = Tokens(hidden.reshape(n, hidden.shape[-1]), labels, each, candidates)
-    weight, bias = jnp.asarray(head.weight), None if head.bias is None else jnp.asarray(head.bias)
     if ref_head is None or ref_hidden is None:
-        return spec, Operands(tokens, weight, bias)
-    # a constant, inside its own gradient too
-    ref = lax.stop_gradient((ref_hidden.reshape(n, -1), ref_head.weight, ref_head.bias))
-    return spec, Operands(tokens._replace(ref_hidden=ref[0]), weight, bias, *ref[1:])
+        return Call(options, vocab_size, tokens, _plain(head))
+    # The reference is a constant, inside its own gradient too.
+    ref_hidden, ref_head = lax.stop_gradient((ref_hidden.reshape(n, ref_hidden.shape[-1]), _plain(ref_head)))
+    return Call(options, vocab_size, tokens._replace(ref_hidden=ref_hidden), _plain(head), ref_head)
 
 
-def check_denominator(denominator: float | Array | None, reduction: str, dtype: Dtype) -> Array | None:
+def check_denominator(denominator: float | Array | None, reduction: str, dtype: jnp.dtype) -> Array | None:
     """What divides the sum of a loss, as a scalar."""
     if denominator is None:
         return None
@@ -79,10 +76,15 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
     return jnp.asarray(denominator, dtype).reshape(())
 
 
-def _transform(head: LMHead | None) -> tuple[float, float | None]:
-    if head is None:
-        return 1.0, None
-    return float(head.scale), None if head.softcap is None else float(head.softcap)
+def _plain(head: LMHead) -> LMHead:
+    """The head with jax arrays and Python numbers, so that numpy's do not widen what they multiply."""
+    return replace(
+        head,
+        weight=jnp.asarray(head.weight),
+        bias=None if head.bias is None else jnp.asarray(head.bias),
+        scale=float(head.scale),
+        softcap=None if head.softcap is None else float(head.softcap),
+    )
 
 
 def _floating(name: str, x: Any) -> Array:
@@ -91,7 +93,7 @@ def _floating(name: str, x: Any) -> Array:
     return jnp.asarray(x)
 
 
-def _check_head(name: str, head: LMHead, hidden: Array, axis: str | None) -> int:
+def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -> int:
     """The vocabulary's size, on all devices."""
     if not isinstance(head, LMHead):
         raise DtypeError(f"{name}: expected a logitless.jax.LMHead, got {type(head).__name__}; use LMHead(weight)")
@@ -106,52 +108,56 @@ def _check_head(name: str, head: LMHead, hidden: Array, axis: str | None) -> int
             f"got {hidden.shape}"
         )
     rows = weight.shape[0]
-    if axis is not None:
-        if axis not in varies(weight):
+    if axis_name is not None:
+        if axis_name not in varies(weight):
             raise OptionError(
-                f"axis_name: expected a {name} whose rows are sharded over {axis!r}, in jax.shard_map with its "
+                f"axis_name: expected a {name} whose rows are sharded over {axis_name!r}, in jax.shard_map with its "
                 f"check_vma, got a weight that varies over {varies(weight) or 'no axis'}"
             )
-        rows *= lax.axis_size(axis)
+        rows *= lax.axis_size(axis_name)
     if head.vocab_size is not None and head.vocab_size > rows:
         raise OptionError(f"{name}: vocab_size must be in 1..{rows}, the weight's rows, got {head.vocab_size}")
     return head.vocab_size or rows
 
 
 def _check_reference(
-    reference: tuple[Array, LMHead] | None, lead: Lead, rows: int, axis: str | None
+    reference: tuple[Array, LMHead] | None, lead: Lead, vocab_size: int, axis_name: str | None
 ) -> tuple[Array | None, LMHead | None]:
     if reference is None:
         return None, None
     if not (isinstance(reference, tuple) and len(reference) == 2):
         raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
     hidden, head = _floating("reference hidden", reference[0]), reference[1]
-    ref_rows = _check_head("reference head", head, hidden, axis)
+    ref_size = _check_head("reference head", head, hidden, axis_name)
     if hidden.shape[:-1] != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {hidden.shape[:-1]}")
-    if ref_rows != rows:
+    if ref_size != vocab_size:
         raise ShapeError(
-            f"reference: expected a head over the same vocabulary ({rows} entries), got {ref_rows}; "
+            f"reference: expected a head over the same vocabulary ({vocab_size} entries), got {ref_size}; "
             "set vocab_size on both"
         )
     return hidden, head
 
 
-def _check_ids(name: str, ids: Array, shape: Lead, rows: int, ignore: int | None = None) -> Array:
+def _check_ids(name: str, ids: Array, shape: Lead, vocab_size: int, ignore_index: int | None = None) -> Array:
     if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise DtypeError(f"{name}: expected integer ids, got {getattr(ids, 'dtype', type(ids).__name__)}")
     if ids.shape != shape:
         raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {ids.shape}")
     if not isinstance(ids, Tracer):
         found = np.asarray(ids)
-        wrong = found[((found < 0) | (found >= rows)) & (True if ignore is None else found != ignore)]
+        outside = (found < 0) | (found >= vocab_size)
+        wrong = found[outside if ignore_index is None else outside & (found != ignore_index)]
         if wrong.size:
-            hint = "" if ignore is None else f" or ignore_index={ignore}"
-            raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong[0]}; fix the ids or vocab_size")
+            hint = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+            raise LabelError(
+                f"{name}: expected ids in 0..{vocab_size - 1}{hint}, got {wrong[0]}; fix the ids or vocab_size"
+            )
     return jnp.asarray(ids).astype(jnp.int32)
 
 
 def _check_temperature(temperature: float | Array, lead: Lead) -> tuple[float, Array | None]:
+    """(the number, None), or for an array (1, one for each token)."""
     if isinstance(temperature, Real):
         if not 0 < temperature < math.inf:
             raise OptionError(f"temperature: expected a positive number or array, got {temperature!r}")

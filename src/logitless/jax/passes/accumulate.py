@@ -1,0 +1,130 @@
+"""The online-softmax accumulation of a chunk of tokens over the vocabulary, slice by slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, times
+from ...algebra.stats import mixture_shares
+from ..mesh import merge_devices, varying
+from .chunk import Chunk, Materialised, Slice
+from .topk import TopEntries, merge_slice, topk_of_devices
+
+
+@dataclass
+class Accumulated:
+    """A chunk's totals, its top entries, and the logits of all slices where they are materialised."""
+
+    totals: Totals
+    topk: TopEntries | None = None
+    slices: Materialised = None
+
+
+def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
+    """One pass over the vocabulary."""
+    options, zeros = chunk.options, chunk.zeros()
+    materialise = materialise or options.materialises
+
+    def step(carry, i):
+        """A slice merged into (running sums, Σz, top entries)."""
+        sums, zsum, topk = Accumulation(**carry[0]), carry[1], carry[2]
+        part = chunk.slice_at(i)
+        if part.z_ref is not None:
+            middle = jnp.nan_to_num((part.z - part.z_ref).mean(1), nan=0.0, posinf=0.0, neginf=0.0)
+            sums.shift = jnp.where(i == 0, middle, sums.shift)
+        sums = merge(sums, _sums_of(chunk, part, sums.shift), jnp)
+        if zsum is not None:
+            zsum = zsum + jnp.where(part.fresh, part.z, 0.0).sum(1)
+        if topk is not None:
+            # Above what stands for no entry, so that entries of -inf have ids of their own.
+            live = jnp.where(part.fresh, jnp.maximum(part.z, MASK), -jnp.inf)
+            topk = merge_slice(topk, live, part.start + chunk.vocab_start)
+        return (dict(sums.items()), zsum, topk), (part.z, part.z_ref) if materialise else None
+
+    start = dict(_empty(chunk, zeros).items()), zeros if "zsum" in options.sums else None, _no_entries(chunk, zeros)
+    (sums, zsum, topk), slices = lax.scan(step, start, chunk.slices())
+    totals = finish(merge_devices(Accumulation(**sums), options.axis_name), chunk.label_logits, jnp)
+    if zsum is not None:
+        zsum = zsum if options.axis_name is None else lax.psum(zsum, options.axis_name)
+        totals.mean_logit = zsum / chunk.call.vocab_size
+    if topk is not None and options.axis_name is not None:
+        topk = topk_of_devices(topk, options.axis_name)
+    if topk is not None:
+        topk = jnp.where(topk[0] <= MASK, -jnp.inf, topk[0]), topk[1]
+    if options.materialises:
+        _second_look(chunk, totals, slices)
+    return Accumulated(totals, topk, slices)
+
+
+def _empty(chunk: Chunk, zeros: Array) -> Accumulation:
+    """The sums of no entry."""
+    wanted, lowest = chunk.options.sums, zeros + EMPTY
+    out = Accumulation(m=lowest, rest=zeros, t=zeros if "t" in wanted else None, r=zeros if "r" in wanted else None)
+    if "above" in wanted:
+        out.above = varying(jnp.zeros(zeros.shape, int), chunk.axes)
+    if chunk.reference is not None:
+        out.m_ref, out.s_ref, out.shift, out.a, out.b = lowest, zeros, zeros, zeros, zeros
+        out.a_ref = zeros if "qe" in wanted else None
+    return out
+
+
+def _no_entries(chunk: Chunk, zeros: Array) -> TopEntries | None:
+    """Top entries before the first slice, where any are wanted: logits of -inf, ids of -1."""
+    k = chunk.options.topk_size
+    if not k:
+        return None
+    shape = zeros.shape[0], k
+    return varying((jnp.full(shape, -jnp.inf, zeros.dtype), jnp.full(shape, -1, jnp.int32)), chunk.axes)
+
+
+def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Accumulation:
+    """The sums of one slice without the label."""
+    wanted = chunk.options.sums
+    z = jnp.where(part.left_out, MASK, jnp.maximum(part.z, MASK))
+    m = jnp.maximum(z.max(1), EMPTY)
+    x = z - m[:, None]
+    w, top = jnp.exp(x), x == 0
+    # Σw - 1 as the others' sum: the maximum's own 1 would swallow their digits.
+    rest = jnp.where(top, 0.0, w).sum(1) + jnp.maximum(top.sum(1) - 1, 0)
+    out = Accumulation(m=m, rest=rest)
+    if "t" in wanted:
+        out.t = (w * x).sum(1)
+    if "r" in wanted:
+        out.r = (w * w).sum(1)
+    if "above" in wanted and chunk.label_logits is not None:
+        out.above = (z > jnp.maximum(chunk.label_logits[0], MASK)[:, None]).sum(1)
+    if part.z_ref is not None and shift is not None:
+        e = difference(part.z, part.z_ref, shift[:, None], jnp)
+        z_ref = jnp.where(part.left_out, MASK, jnp.maximum(part.z_ref, MASK))
+        out.m_ref = jnp.maximum(z_ref.max(1), EMPTY)
+        w_ref = jnp.exp(z_ref - out.m_ref[:, None])
+        out.s_ref, out.shift = w_ref.sum(1), shift
+        out.a = times(w, e, jnp).sum(1)
+        out.b = times(w, jnp.expm1(-e), jnp).sum(1)
+        out.a_ref = times(w_ref, e, jnp).sum(1) if "qe" in wanted else None
+    return out
+
+
+def _second_look(chunk: Chunk, totals: Totals, slices: Materialised) -> None:
+    """jsd and KL(p||M) into `totals`: both need the log-sum-exps first. No GEMM."""
+    beta = chunk.options.jsd_beta
+
+    def step(sums, each):
+        """A slice's shares added to both sums."""
+        part = chunk.slice_at(*each)
+        p, q = jnp.exp(part.log_p(totals)), jnp.exp(part.log_q(totals))
+        shares = mixture_shares(p, q, part.log_ratio(totals), beta, jnp)
+        return tuple(x + jnp.where(part.left_out, 0.0, y).sum(1) for x, y in zip(sums, shares, strict=True)), None
+
+    (jsd, kl_mixture), _ = lax.scan(step, (chunk.zeros(), chunk.zeros()), (chunk.slices(), slices))
+    if chunk.options.axis_name is not None:
+        jsd, kl_mixture = lax.psum((jsd, kl_mixture), chunk.options.axis_name)
+    if chunk.label_logits is not None:
+        e = difference(*chunk.label_logits, totals.shift, jnp)
+        p, q = jnp.exp(totals.logprob), jnp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
+        at_label = mixture_shares(p, q, e + totals.log_ratio, beta, jnp)
+        jsd, kl_mixture = jsd + at_label[0], kl_mixture + at_label[1]
+    totals.jsd, totals.kl_mixture = jnp.maximum(jsd, 0.0), kl_mixture

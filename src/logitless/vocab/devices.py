@@ -1,0 +1,37 @@
+"""What a pass may ask of a device: full precision, autocast's dtype, and whether numbers can be waited for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of statistics, losses and accumulated gradients: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
+    return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
+
+
+def has_autocast(device_type: str) -> bool:
+    """Whether autocast knows this kind of device; it does where a caller is compiled: torch 2.11 cannot ask there."""
+    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+
+
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The dtype that autocast multiplies in, None where it is off or has no say."""
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for the device."""
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,79 @@
+"""What `sample`, `relax`, `models`, `integrations` and the workbench may use of the pass: nothing else of it is theirs.
+
+The public names of `logitless` come first; the rest is for whoever reads a pass's chunks or adds to its gradients.
+"""
+
+from .api import TokenStats, explain, linear_cross_entropy, token_loss, token_stats
+from .backends.base import Accumulated, Chunk, Tile
+from .backends.eager.topk import keep_topk
+from .backends.load import BACKENDS, load
+from .backends.logits import exp_
+from .backends.rows import dot, scatter, weighted
+from .call.call import Call
+from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
+from .call.options import Options
+from .call.validate import check_logits, flatten
+from .devices import capturing, compute_dtype, full_precision
+from .head.lm_head import LMHead, place
+from .head.low_rank import LowRank
+from .head.peft import unwrapped
+from .head.shard import VocabShard, group_named, localised
+from .head.sparse import SparseBackward
+from .noise import Noise, at_a_time, gumbel
+from .passes.engine import Pass
+from .ranks.agreement import gather_rows, on_all
+from .ranks.collectives import best_of_all, count_tokens, first_on_all, reason_of, spread, summed
+from .reference import dense_cross_entropy
+from .sizing import Sizing, sizing
+
+__all__ = [
+    "BACKENDS",
+    "Accumulated",
+    "Call",
+    "Chunk",
+    "LMHead",
+    "LowRank",
+    "Noise",
+    "Options",
+    "Pass",
+    "Sizing",
+    "SparseBackward",
+    "Tile",
+    "TokenStats",
+    "VocabShard",
+    "at_a_time",
+    "best_of_all",
+    "capturing",
+    "check_logits",
+    "compute_dtype",
+    "count_tokens",
+    "dense_cross_entropy",
+    "dot",
+    "exp_",
+    "explain",
+    "first_on_all",
+    "flatten",
+    "full_precision",
+    "gather_rows",
+    "group_named",
+    "gumbel",
+    "keep_topk",
+    "linear_cross_entropy",
+    "load",
+    "localised",
+    "lora_b_of",
+    "lora_hidden_of",
+    "on_all",
+    "place",
+    "reason_of",
+    "scatter",
+    "sizing",
+    "spread",
+    "stand_in",
+    "summed",
+    "token_loss",
+    "token_stats",
+    "unwrapped",
+    "weighted",
+    "with_lora",
+]

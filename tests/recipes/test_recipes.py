@@ -1,0 +1,177 @@
+"""The scripts that a reader copies: each runs, learns, is short, and imports public names alone."""
+
+import ast
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitless import relax
+
+pytest.importorskip("trl")
+
+from logitless.integrations import trl  # after the check
+from logitless.integrations.trl import install
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.py"))
+OTHERS = {"torch", "transformers", "trl", "peft", "datasets"}
+PUBLIC = (
+    "logitless",
+    "logitless.losses",
+    "logitless.memory",
+    "logitless.relax",
+    "logitless.sample",
+    "logitless.integrations.trl",
+)
+
+# TRL 1.16 and PEFT 0.21 use names that transformers 5.23 gives up
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a recipe in an empty folder, as `python recipes/NAME.py OPTIONS`; returns its global names."""
+
+    def run_it(name: str, *options: object) -> dict:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        return runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+    return run_it
+
+
+def mean(numbers) -> float:
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def used_names(tree: ast.Module) -> set[tuple[str, str]]:
+    """(module, name) of all that a script imports, and takes from the modules that it imports."""
+    found, modules = set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "", alias.name) for alias in node.names}
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            if module in PUBLIC:
+                found.add((module, node.attr))
+    return found
+
+
+def private_names(tree: ast.Module) -> set[tuple[str, str]]:
+    """Those that are neither public here, nor of the packages that a recipe may use, nor of Python's own library."""
+    private = set()
+    for module, name in used_names(tree):
+        package = module.partition(".")[0]
+        if package == "logitless":
+            public = module in PUBLIC and (not name or name in import_module(module).__all__)
+        else:
+            public = package in OTHERS or package in sys.stdlib_module_names
+        if not public:
+            private.add((module, name))
+    return private
+
+
+def test_there_are_three():
+    assert [path.name for path in RECIPES] == ["grade.py", "grpo.py", "pretrain.py"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_short_and_public(path):
+    text = path.read_text("utf-8")
+    assert text.count("\n") <= 150
+    assert private_names(ast.parse(text)) == set()
+
+
+def test_a_private_name_is_noticed():
+    found = private_names(
+        ast.parse(
+            "import logitless as ll\nfrom logitless import relax\nfrom logitless.vocab.api import token_stats\n"
+            "import rich\nll.token_stats\nll.vocab\nrelax.generate\nrelax.carry\n"
+        )
+    )
+    assert found == {
+        ("logitless.vocab.api", "token_stats"), ("rich", ""), ("logitless", "vocab"), ("logitless.relax", "carry")
+    }  # fmt: skip
+
+
+def pretrain(run, tmp_path: Path) -> dict:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of the text counts {i % 10}, {i % 7} and {i % 3}\n" for i in range(1500)))
+    return run("pretrain.py", "--data", text, "--steps", 30, "--length", 32, "--lr", 1e-2, "--accumulate", 2)
+
+
+def test_pretrain_lowers_the_loss_and_saves_a_model(run, tmp_path, capsys):
+    found = pretrain(run, tmp_path)
+    printed = capsys.readouterr().out
+    assert "3 GEMMs (in-forward)" in printed
+    assert f"held-out loss {found['before']:.3f} -> {found['after']:.3f}" in printed
+    assert mean(found["losses"][-5:]) < 0.7 * mean(found["losses"][:5])
+    assert found["after"] < 0.7 * found["before"]
+
+    # The streamed loss is the model's own dense one, and the saved model gives it too.
+    batch = found["batch_of"](found["held_ids"])
+    saved = found["AutoModelForCausalLM"].from_pretrained("runs/pretrain")
+    with torch.no_grad():
+        dense = torch.nn.functional.cross_entropy(saved(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        torch.testing.assert_close(found["loss_of"](batch), dense)
+
+
+def test_grpo_raises_the_reward_and_reports_the_exact_kl(run, capsys, monkeypatch):
+    installed = []
+    monkeypatch.setattr(trl, "install", lambda *args, **options: installed.append(options) or install(*args, **options))
+    history = run("grpo.py", "--steps", 20, "--lr", 1e-2)["history"]
+    assert installed == [{"exact_kl": True}]
+    assert len(history) == 20
+    assert mean(x["reward"] for x in history[-5:]) > 3 * mean(x["reward"] for x in history[:5])
+    assert history[0]["kl"] == pytest.approx(0, abs=1e-6)  # the policy is its reference before the first step
+    assert all(x["kl"] > 0 for x in history[1:])
+    assert all(x["grad_norm"] > 0 for x in history)
+    assert f"exact KL {history[-1]['kl']:.4f}" in capsys.readouterr().out
+
+
+def test_grade_sends_a_gradient_through_tokens_and_raises_the_reward(run, capsys, monkeypatch):
+    found = run("grade.py", "--steps", 20, "--tokens", 8, "--lr", 1e-2)
+    history = found["history"]
+    assert mean(x["reward"] for x in history[-5:]) > 2 * mean(x["reward"] for x in history[:5])
+    assert history[0]["kl"] == 0
+    assert history[-1]["kl"] > 0
+    assert "reward" in capsys.readouterr().out
+
+    # What the last token makes the classifier read depends on the first token that was generated, differentiably.
+    rows, soft_embedding = [], relax.soft_embedding
+
+    def recorded(soft, table):
+        rows.append(soft_embedding(soft, table))
+        return rows[-1]
+
+    monkeypatch.setattr(relax, "soft_embedding", recorded)
+    _, read, kl = found["rollout"](found["PROMPTS"][:2], 1.0)
+    (gradient,) = torch.autograd.grad(read[:, -1].square().sum(), rows[0])
+    assert bool((gradient != 0).any(-1).all())
+    assert kl.shape == (2,)
+
+
+def test_the_recipes_take_a_model_that_was_saved(run, tmp_path):
+    """The way from text to an aligned policy, by directories."""
+    pretrain(run, tmp_path)
+    policy = run("grpo.py", "--model", "runs/pretrain", "--lora-rank", 4, "--steps", 2, "--batch-size", 8)
+    assert [x["kl"] >= 0 for x in policy["history"]] == [True, True]
+
+    from transformers import AutoTokenizer, Qwen3ForSequenceClassification
+
+    judge = Qwen3ForSequenceClassification.from_pretrained("runs/pretrain", pad_token_id=0)
+    judge.save_pretrained("judge")
+    AutoTokenizer.from_pretrained("runs/pretrain").save_pretrained("judge")
+    options = ("--model", "runs/pretrain", "--reward-model", "judge", "--steps", 2, "--batch-size", 2, "--tokens", 4)
+    history = run("grade.py", *options)["history"]
+    assert all(x["gradient"] > 0 for x in history)
