@@ -1,10 +1,10 @@
 """Many GPUs on paper: what each holds and sends in a step, by the planner's formulas."""
 
 from docs.markdown import grid
+from docs.traffic import traffic
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import exchange
 
 MODEL, LENGTH, TOKENS = "qwen3-8b", 131_072, 1 << 25
 LAYOUTS = (  # GPUs, sharding, tensor parallel, context parallel
@@ -30,9 +30,16 @@ GIB = 1 << 30
 
 def setting(gpus: int, sharding: str, tensor: int, context: int) -> Setting:
     return Setting(
-        shape_of(MODEL), batch_size=TOKENS // LENGTH, response_length=LENGTH, micro_batch=1, gpus=gpus,
-        sharding=sharding, tensor_parallel=tensor, context_parallel=context, gradient_checkpointing=True,
-    ).check()  # fmt: skip
+        shape_of(MODEL),
+        batch_size=TOKENS // LENGTH,
+        response_length=LENGTH,
+        micro_batch=1,
+        gpus=gpus,
+        sharding=sharding,
+        tensor_parallel=tensor,
+        context_parallel=context,
+        gradient_checkpointing=True,
+    ).check()
 
 
 def scale() -> str:
@@ -47,7 +54,7 @@ def scale() -> str:
         peaks = [f"{made.peak / GIB:,.0f} GiB" for made in (dense, ours)]
         held.append([*where, str(given.accumulation), *peaks, ours.peak_phase])
         amounts = dict.fromkeys(columns, 0)
-        for row in exchange(given):
+        for row in traffic(given):
             amounts[COLUMNS[row.name.split(",")[0]]] += row.nbytes
         cells = [f"{nbytes / GIB:,.1f}" if nbytes else "" for nbytes in amounts.values()]
         sent.append([*where, *cells, f"{sum(amounts.values()) / GIB:,.0f}"])

@@ -21,12 +21,32 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         "--report-to wandb --output-dir o --json j"
     )
     assert parse(given.split()) == AlignConfig(
-        method="grpo", model="m", data="d", prompt_length=9, completion_length=8, batch_size=6,
-        generations_per_prompt=3, gradient_accumulation_steps=2, gradient_checkpointing=True, max_steps=7,
-        learning_rate=1e-3, beta=0.2, exact_kl=True, temperature=0.5, rewards="a:b", self_certainty_weight=1.0,
-        repetition_guard=0.5, lora_rank=4, memory_budget="1GiB", seed=5, dtype="bfloat16", device="cpu",
-        report_to="wandb", output_dir=Path("o"), json=Path("j"),
-    )  # fmt: skip
+        method="grpo",
+        model="m",
+        data="d",
+        prompt_length=9,
+        completion_length=8,
+        batch_size=6,
+        generations_per_prompt=3,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        max_steps=7,
+        learning_rate=1e-3,
+        beta=0.2,
+        exact_kl=True,
+        temperature=0.5,
+        rewards="a:b",
+        self_certainty_weight=1.0,
+        repetition_guard=0.5,
+        lora_rank=4,
+        memory_budget="1GiB",
+        seed=5,
+        dtype="bfloat16",
+        device="cpu",
+        report_to="wandb",
+        output_dir=Path("o"),
+        json=Path("j"),
+    )
 
 
 def test_the_command_line_overrides_a_file(tmp_path):

@@ -15,9 +15,20 @@ from logitless.workbench.plan.plots import CATEGORIES, category
 from logitless.workbench.plan.setting import CHOICES, GIB
 
 RUN = [
-    "plan", "--model", "qwen2.5-1.5b", "--algorithm", "intuitor", "--batch-size", "64", "--prompt-length", "2048",
-    "--response-length", "4096", "--gpus", "8x80GiB",
-]  # fmt: skip
+    "plan",
+    "--model",
+    "qwen2.5-1.5b",
+    "--algorithm",
+    "intuitor",
+    "--batch-size",
+    "64",
+    "--prompt-length",
+    "2048",
+    "--response-length",
+    "4096",
+    "--gpus",
+    "8x80GiB",
+]
 
 
 @pytest.fixture(autouse=True)

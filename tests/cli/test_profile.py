@@ -12,13 +12,26 @@ from logitless.workbench.profile.recording import FEW, POINTS
 pytestmark = pytest.mark.compiled  # fake tensors hold nothing to poison
 
 SMALL = {
-    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
 STAGES = [
-    "parameters", "optimizer state", "after embedding", "after first layer", "after full forward", "loss", "backward",
+    "parameters",
+    "optimizer state",
+    "after embedding",
+    "after first layer",
+    "after full forward",
+    "loss",
+    "backward",
     "optimizer",
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -30,7 +43,7 @@ def model(tmp_path, monkeypatch):
 
 
 def test_tables(model, capsys):
-    assert main(["profile", "--model", model, "--context-length", "512", "--remedies", "all", "--real", "cpu"]) == 0
+    assert main(["profile", "--model", model, "--context-length", "512", "--savings", "all", "--real", "cpu"]) == 0
     out = capsys.readouterr().out
     for text in (
         *STAGES,
@@ -40,7 +53,7 @@ def test_tables(model, capsys):
         "largest tensors at the peak, chunked",
         "optimizer state",
         "loss workspace",
-        "remedies, each traced",
+        "savings, each traced",
         "half-context",
         "lora",
         "predicted against a real run on cpu",
@@ -51,10 +64,10 @@ def test_tables(model, capsys):
 
 def test_json(model, capsys):
     arguments = ["--model", model, "--context-length", "256", "--gradient-checkpointing"]
-    arguments += ["--remedies", "lora", "--remedies", "half-context"]
+    arguments += ["--savings", "lora", "--savings", "half-context"]
     assert main(["profile", *arguments, "--real", "cpu", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"schema", "kind", "step", "parameters", "runs", "remedies", "real"}
+    assert set(found) == {"schema", "kind", "step", "parameters", "runs", "savings", "real"}
     assert (found["schema"], found["kind"]) == (1, "profile")
     assert found["step"]["gradient_checkpointing"] is True
     assert list(found["runs"]) == ["dense", "chunked"]
@@ -63,13 +76,18 @@ def test_json(model, capsys):
         assert [s["name"] for s in one["stages"]] == STAGES
         assert one["peak"]["bytes"] == max(s["peak_bytes"] for s in one["stages"])
         assert len(one["timeline"]) <= POINTS + FEW * len(STAGES)
-    assert {remedy["remedy"] for remedy in found["remedies"]} == {"lora", "half-context"}
-    for remedy in found["remedies"]:
-        assert remedy["saved_bytes"] == found["runs"]["chunked"]["peak"]["bytes"] - remedy["peak"]["bytes"]
+    assert {saving["saving"] for saving in found["savings"]} == {"lora", "half-context"}
+    for saving in found["savings"]:
+        assert saving["saved_bytes"] == found["runs"]["chunked"]["peak"]["bytes"] - saving["peak"]["bytes"]
     assert set(found["real"]["stages"][0]) == {
-        "name", "predicted_bytes", "predicted_peak_bytes", "counted_bytes", "counted_peak_bytes", "measured_bytes",
+        "name",
+        "predicted_bytes",
+        "predicted_peak_bytes",
+        "counted_bytes",
+        "counted_peak_bytes",
+        "measured_bytes",
         "measured_peak_bytes",
-    }  # fmt: skip
+    }
 
 
 def test_files(model, tmp_path):
@@ -90,7 +108,7 @@ def test_files(model, tmp_path):
         ("--context-length 99999999999999999999", "--context-length must be 2 to 2^63-1"),
         ("--batch-size 4000000000000000000", "more than 2^63-1 bytes"),
         ("--offload-activations", "--offload-activations needs --gradient-checkpointing"),
-        ("--remedies luck", "--remedies must be all or some of"),
+        ("--savings luck", "--savings must be all or some of"),
         ("--optimizer lion", "--optimizer must be one of adamw, sgd, none, got 'lion'"),
         ("--dtype int8", "--dtype must be one of bfloat16"),
         ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),

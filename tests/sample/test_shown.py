@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from logitless.sample.described import CLASSES, class_names, class_of, percent
 from logitless.sample.page import page
+from logitless.sample.shown import CLASSES, class_names, class_of, percent
 from logitless.sample.terminal import STYLES, coloured, show, streamed
 from tests.support.sample.texts import HARD, byte_tokenizer, hard_summary, made_up
 

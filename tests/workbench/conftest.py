@@ -40,9 +40,16 @@ def start(micro, tmp_path_factory) -> AlignConfig:
     sft.run(replace(micro.config, data=str(data), max_steps=30, output_dir=root / "base"), Console(quiet=True))
     sft.measure = measure
     return AlignConfig(
-        model=str(root / "base" / "model"), data=str(data), prompt_length=24, completion_length=12, batch_size=4,
-        generations_per_prompt=2, max_steps=4, learning_rate=2e-3, device="cpu",
-    )  # fmt: skip
+        model=str(root / "base" / "model"),
+        data=str(data),
+        prompt_length=24,
+        completion_length=12,
+        batch_size=4,
+        generations_per_prompt=2,
+        max_steps=4,
+        learning_rate=2e-3,
+        device="cpu",
+    )
 
 
 @pytest.fixture

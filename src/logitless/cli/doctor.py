@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeviceError, OptionError
-from ..units import format_bytes, parse_bytes
+from ..errors import DeviceError
+from ..units import format_bytes
 from ..versions import versions
+from ..workbench.runs.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
 from . import options
 from .output import deliver
 
@@ -22,9 +22,17 @@ DESCRIPTION = """What this machine has, which backends can run on it, and what t
 
 Computes nothing: prices and slices are those that the calls themselves would get."""
 PACKAGES = (
-    "torch", "triton", "transformers", "trl", "peft", "accelerate", "jax", "liger-kernel",
-    "cut-cross-entropy", "quack-kernels",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "jax",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+)
 # name: statistics, what is trained, whether the loss is known in the forward pass, whether there is a reference
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool, bool]] = {
     "cross-entropy, trainable head": (("logprob",), ("hidden", "weight"), True, False),
@@ -40,33 +48,28 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool, bool]] = {
 class DoctorConfig:
     """Options of `logitless doctor`."""
 
-    tokens: int = 8192
+    tokens: Count = 8192
     """Of the typical calls."""
-    hidden_size: int = 4096
+    hidden_size: Count = 4096
     """Of the typical calls."""
-    vocab_size: int = 151_936
+    vocab_size: Count = 151_936
     """Of the typical calls."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the typical calls' hidden states and head."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the typical calls would run. auto: a GPU if torch sees one."""
-    json: Path | None = None
-    """Write all of it as JSON to this file (- for standard output)."""
+    memory_budget: MemoryBudget = MEMORY_BUDGET
+    device: Device = "auto"
+    json: JsonFile = None
 
     def check(self) -> DoctorConfig:
         """Itself; OptionError for a size that means nothing."""
-        for name in ("tokens", "hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        check_values(self)
         return self
 
 
 def main(arguments: Sequence[str]) -> int:
     """Looks, shows, writes; 0 whatever it finds."""
     config = options.parse(DoctorConfig, prog="logitless doctor", description=DESCRIPTION, arguments=arguments).check()
-    budget = parse_bytes(config.memory_budget, "--memory-budget")
+    budget = budget_bytes(config.memory_budget)
     import torch  # below, so that --help needs no torch
 
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -95,8 +98,12 @@ def _devices() -> Iterator[dict[str, Any]]:
         p = torch.cuda.get_device_properties(i)
         capability = f"{p.major}.{p.minor}"
         yield {
-            "device": f"cuda:{i}", "name": p.name, "threads": None, "bytes": p.total_memory, "capability": capability,
-        }  # fmt: skip
+            "device": f"cuda:{i}",
+            "name": p.name,
+            "threads": None,
+            "bytes": p.total_memory,
+            "capability": capability,
+        }
 
 
 def _backends() -> Iterator[dict[str, Any]]:
@@ -132,11 +139,18 @@ def _calls(config: DoctorConfig, where: torch.device, budget: int) -> Iterator[d
             x["hidden"], ll.LMHead(x["weight"]), labels, loss=loss, want=want, reference=reference, memory_budget=budget
         )
         yield {
-            "call": name, "backend": said.backend, "gemms": said.price.gemms, "method": said.price.method,
-            "tflop": said.flop / 1e12, "slice_tokens": said.slices.tokens, "slice_entries": said.slices.width,
-            "buffer_bytes": said.buffer_bytes, "saved_bytes": said.saved_bytes, "gradient_bytes": said.gradient_bytes,
+            "call": name,
+            "backend": said.backend,
+            "gemms": said.price.gemms,
+            "method": said.price.method,
+            "tflop": said.flop / 1e12,
+            "slice_tokens": said.slices.tokens,
+            "slice_entries": said.slices.width,
+            "buffer_bytes": said.buffer_bytes,
+            "saved_bytes": said.saved_bytes,
+            "gradient_bytes": said.gradient_bytes,
             "dense_bytes": said.dense_bytes,
-        }  # fmt: skip
+        }
 
 
 def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, console: Console) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from ..errors import OptionError
-from ..workbench.runs.options import RunOptions, read_file, read_table
+from ..workbench.runs.options import Option, RunOptions, read_file, read_table
 from ..workbench.runs.rundir import RUN_FILE, stored
 from .output import check_writable
 
@@ -46,14 +46,15 @@ def parse(
 def _help(default: Any, prog: str, description: str) -> NoReturn:
     """Prints the help, wrapped: by itself tyro breaks docstrings where the source does, and descriptions nowhere."""
     kind = type(default)
-    hints, said = get_type_hints(kind, include_extras=True), _docstrings(kind)
-    told = [
-        (f.name, hints[f.name], field(default=getattr(default, f.name), metadata={"help": said.get(f.name)}))
+    hints = get_type_hints(kind, include_extras=True)
+    said = {name: _shared_help(hint) for name, hint in hints.items()} | _docstrings(kind)
+    described = [
+        (f.name, hints[f.name], field(default=getattr(default, f.name), metadata={"help": said[f.name]}))
         for f in fields(default)
     ]
     width = shutil.get_terminal_size().columns
     print("\n\n".join(textwrap.fill(paragraph, width) for paragraph in description.split("\n\n")), end="\n\n")
-    tyro.cli(make_dataclass(kind.__name__, told), prog=prog, description="", args=["--help"])
+    tyro.cli(make_dataclass(kind.__name__, described), prog=prog, description="", args=["--help"])
     raise SystemExit(0)
 
 
@@ -66,6 +67,11 @@ def _docstrings(kind: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
+
+
+def _shared_help(kind: Any) -> str | None:
+    """The help of an option that several commands share; what stands below a field goes before it."""
+    return next((o.help for o in getattr(kind, "__metadata__", ()) if isinstance(o, Option)), None)
 
 
 def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequence[str]) -> Options:

@@ -18,7 +18,19 @@ from ..units import LARGEST, parse_bytes
 from ..workbench.plan.fit import fit
 from ..workbench.plan.plan import both, sweep
 from ..workbench.plan.setting import Setting
-from ..workbench.runs.options import require
+from ..workbench.runs.options import (
+    MEMORY_BUDGET,
+    Checkpointing,
+    JsonFile,
+    KnownModel,
+    LoraRank,
+    MemoryBudget,
+    MlpTiles,
+    Offloading,
+    Units,
+    budget_bytes,
+    require,
+)
 from . import options
 from .output import check_writable, deliver
 
@@ -38,8 +50,7 @@ LENGTHS = ("context_length", "prompt_length", "response_length")
 class PlanConfig:
     """Options of `logitless plan`."""
 
-    model: str = "qwen2.5-1.5b"
-    """A preset such as qwen3-4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."""
+    model: KnownModel = "qwen2.5-1.5b"
     algorithm: Literal["sft", "dpo", "ppo", "grpo", "intuitor", "reinforce", "grade"] = "sft"
     """What is computed in a step, and which further models it keeps."""
     batch_size: int = 64
@@ -72,14 +83,10 @@ class PlanConfig:
     """The optimizer, with the precision of its state."""
     master_weights: bool = True
     """Keep an fp32 copy of bf16 weights for the optimizer."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations."""
-    offload_activations: bool = False
-    """Keep what checkpointing keeps in the host's memory."""
-    mlp_tiles: int = 1
-    """Compute each MLP in so many pieces of the sequence."""
-    lora_rank: int = 0
-    """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
+    gradient_checkpointing: Checkpointing = False
+    offload_activations: Offloading = False
+    mlp_tiles: MlpTiles = 1
+    lora_rank: LoraRank = 0
     attention: Literal["flash", "eager", "nsa"] = "flash"
     """flash: no scores are made whole; eager: they are; nsa: sparse, with the parameters that it adds."""
     reference: Literal["auto", "yes", "no"] = "auto"
@@ -94,8 +101,7 @@ class PlanConfig:
     """A reward model of another model's shape."""
     top_k: int = 256
     """Entries of grade's soft tokens."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
+    memory_budget: MemoryBudget = MEMORY_BUDGET
     dense_logits: Literal["all", "response"] = "all"
     """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
     sweep: tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]] = ()
@@ -106,10 +112,8 @@ class PlanConfig:
     """Search a conservative and an aggressive setting that fit, and say why."""
     check: bool = False
     """Exit status 1 when the plan without logits does not fit."""
-    units: Literal["GiB", "GB"] = "GiB"
-    """GiB are 2^30 bytes, GB are 10^9."""
-    json: Path | None = None
-    """Write the plan as JSON to this file (- for standard output)."""
+    units: Units = "GiB"
+    json: JsonFile = None
     png: Path | None = None
     """Draw the phases into this PNG."""
     html: Path | None = None
@@ -124,7 +128,7 @@ class PlanConfig:
         given |= {"model": shape_of(self.model), "gpus": count, "gpu_bytes": size}
         given |= {"prompt_length": prompt, "response_length": response}
         given["reserve"] = parse_bytes(self.reserve, "--reserve", least=0)
-        given["memory_budget"] = parse_bytes(self.memory_budget, "--memory-budget")
+        given["memory_budget"] = budget_bytes(self.memory_budget)
         given |= {name: shape_of(given[name]) for name in SHAPES if given[name] is not None}
         return Setting(**given).check()
 

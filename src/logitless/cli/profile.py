@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from ..units import parse_bytes
+from ..workbench.runs.options import (
+    MEMORY_BUDGET,
+    Checkpointing,
+    JsonFile,
+    KnownModel,
+    LoraRank,
+    MemoryBudget,
+    MlpTiles,
+    Offloading,
+    Units,
+    budget_bytes,
+)
 from . import options
 from .output import check_writable, deliver
 
@@ -26,38 +37,30 @@ Traces forward, loss, backward and optimizer step with dense logits and without 
 class ProfileConfig:
     """Options of `logitless profile`."""
 
-    model: str = "qwen3-0.6b"
-    """A preset such as 4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."""
+    model: KnownModel = "qwen3-0.6b"
     context_length: int = 4096
     """Tokens of a sequence."""
     batch_size: int = 1
     """Sequences of the step."""
     loss: Literal["dense", "chunked"] = "chunked"
-    """Both are traced; this one is measured by --real, lists its largest tensors, and gets the remedies."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations."""
-    offload_activations: bool = False
-    """Keep what checkpointing keeps in the host's memory."""
-    mlp_tiles: int = 1
-    """Compute each MLP in so many pieces of the sequence."""
+    """Both are traced; this one is measured by --real, lists its largest tensors, and is what the savings are of."""
+    gradient_checkpointing: Checkpointing = False
+    offload_activations: Offloading = False
+    mlp_tiles: MlpTiles = 1
     attention: str = "auto"
     """sdpa (fused, no scores in memory), eager, or nsa (sparse); auto: eager where attention has a softcap."""
     optimizer: str = "adamw"
     """adamw (fused, states in the parameters' dtype), sgd or none."""
-    lora_rank: int = 0
-    """Rank of adapters on every linear layer but the head, the rest frozen; 0: train everything."""
+    lora_rank: LoraRank = 0
     dtype: str = "bfloat16"
     """Of weights and activations: bfloat16, float16 or float32."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    remedies: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    memory_budget: MemoryBudget = MEMORY_BUDGET
+    savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Trace, each as slowly, these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
-    units: Literal["GiB", "GB"] = "GiB"
-    """GiB are 2^30 bytes, GB are 10^9."""
-    json: Path | None = None
-    """Write the profile as JSON to this file (- for standard output)."""
+    units: Units = "GiB"
+    json: JsonFile = None
     png: Path | None = None
     """Draw the timelines into this PNG."""
     html: Path | None = None
@@ -68,20 +71,20 @@ def main(arguments: Sequence[str]) -> int:
     """Traces, prints, writes."""
     config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
     check_writable(json=config.json, png=config.png, html=config.html)
-    budget = parse_bytes(config.memory_budget, "--memory-budget")
+    budget = budget_bytes(config.memory_budget)
     from ..models.catalog import shape_of
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
     from ..workbench.profile.measure import measure
-    from ..workbench.profile.savings import chosen, remedies
+    from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
     from ..workbench.runs.files import write_whole
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
-    names, parameters = chosen(tuple(chain.from_iterable(config.remedies))), shape_of(config.model).parameters
+    names, parameters = chosen(tuple(chain.from_iterable(config.savings))), shape_of(config.model).parameters
     recordings = both(step)
     base = recordings[step.loss]
-    found = remedies(step, base, names, recordings)
+    found = savings(step, base, names, recordings)
     measured = None if config.real is None else measure(step, config.real)
 
     title = tables.headline(step, parameters)
@@ -90,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"[bold]{title}[/bold]", highlight=False)
         recording_tables.show(recordings, step.loss, console, config.units)
         if names:
-            tables.show_remedies(found, base, console, config.units)
+            tables.show_savings(found, base, console, config.units)
         if measured is not None:
             tables.show_measured(measured, console, config.units)
 

@@ -8,8 +8,19 @@ from typing import Literal
 
 import tyro
 
-from ..units import parse_bytes
-from ..workbench.runs.options import DEFAULT_MODEL, require
+from ..workbench.runs.options import (
+    DEFAULT_MODEL,
+    MEMORY_BUDGET,
+    Count,
+    Device,
+    Dtype,
+    JsonFile,
+    Keep,
+    MemoryBudget,
+    TrainedModel,
+    check_values,
+    require,
+)
 from .output import check_writable
 
 
@@ -17,15 +28,14 @@ from .output import check_writable
 class SampleConfig:
     """Options of `logitless sample`; the defaults draw from the model's own distribution."""
 
-    model: str = DEFAULT_MODEL
-    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    model: TrainedModel = DEFAULT_MODEL
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """What to go on from; give it again for more prompts."""
     prompt_file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """A UTF-8 text file that is one prompt (- for standard input); give it again for more."""
-    completions: int = 1
+    completions: Count = 1
     """How many completions of each prompt."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens of a completion at most; it also ends where the model ends it, and with the model's context."""
     temperature: float = 1.0
     """Logits are divided by this; 0 takes the best token each time."""
@@ -43,19 +53,15 @@ class SampleConfig:
     """Of the noise; each completion's own is made from it, whatever the batches."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Put each prompt into the tokenizer's chat template, as what the user says. auto: where it has one."""
-    keep: int = 10
-    """How many of the best entries of each distribution to keep."""
+    keep: Keep = 10
     show_alternatives: bool = False
     """Show a table of what else each token might have been."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Completions that are generated together."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
-    json: Path | None = None
+    memory_budget: MemoryBudget = MEMORY_BUDGET
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    json: JsonFile = None
     """Write text and tokens with their log-probs as JSON to this file (- for standard output)."""
     parquet: Path | None = None
     """Write the records as a parquet table, a row per token."""
@@ -64,16 +70,13 @@ class SampleConfig:
 
     def check(self) -> SampleConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        for name in ("completions", "max_new_tokens", "batch_size"):
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        check_values(self)
         require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more", self.temperature)
         require(self.top_k >= 0, "top_k", "0 or more", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
         require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive", self.repetition_penalty)
         require(0 <= self.seed < 2**63, "seed", "in 0..2^63-1", self.seed)
-        require(self.keep >= 0, "keep", "0 or more", self.keep)
         require(all(self.stop), "stop", "some text", "none")
-        parse_bytes(self.memory_budget, "--memory-budget")
         check_writable(json=self.json, parquet=self.parquet, html=self.html)
         return self

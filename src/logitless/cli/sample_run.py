@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -18,17 +18,14 @@ from torch import Tensor
 from ..errors import ConfigError, OptionError
 from ..integrations.transformers.generation import generate
 from ..models.positions import reach
-from ..sample.described import described
 from ..sample.record import SampleRecord
+from ..sample.shown import to_dict
 from ..sample.terminal import streamed
 from ..sample.text import shown
-from ..units import parse_bytes
-from ..workbench.runs.model import ModelSource, build, load_tokenizer, resolve_trained
-from ..workbench.sft.config import TrainConfig
+from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..workbench.runs.options import budget_bytes
 from ..workbench.sft.default_model import default_model
-
-if TYPE_CHECKING:
-    from .sample_config import SampleConfig
+from .sample_config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -56,7 +53,7 @@ def run(
     with _watched(jobs, tokenizer, console, screen) as on_step:
         for batch in _batches(jobs, config.batch_size):
             for job, record in zip(batch, _complete(config, model, tokenizer, batch, on_step), strict=True):
-                about = described(record, tokenizer, job.ids)
+                about = to_dict(record, tokenizer, job.ids)
                 tables.append(_table(record, about, len(sequences)))
                 sequences.append(_named(config, job, about, _ends(model, tokenizer)))
     summary = {
@@ -80,7 +77,7 @@ def _source(config: SampleConfig) -> ModelSource:
 def _load(config: SampleConfig, source: ModelSource) -> Any:
     """The model, on its device."""
     transformers.utils.logging.disable_progress_bar()
-    model = build(replace(TrainConfig(model=config.model, dtype=config.dtype), context_length=1), source)
+    model = load_model(source, dtype=config.dtype)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return model.eval().to("cuda" if cuda else "cpu")
 
@@ -156,7 +153,7 @@ def _complete(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
         keep=config.keep,
         seeds=torch.tensor([job.seed for job in jobs], device=device),
-        memory_budget=parse_bytes(config.memory_budget, "--memory-budget"),
+        memory_budget=budget_bytes(config.memory_budget),
         on_step=on_step,
         max_new_tokens=jobs[0].room,
         pad_token_id=pad,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from ..errors import DeviceError
 from ..units import format_bytes, parse_bytes
-from ..workbench.runs.options import require
-from ..workbench.sft.config import TrainConfig
+from ..workbench.runs.options import MEMORY_BUDGET, JsonFile, require
 from . import options
 from .output import check_writable, deliver
 
@@ -34,7 +32,7 @@ class VerifyConfig:
     """Tokens per sequence. Default: 512 4096 40000 131072."""
     vocab_size: int = 151_936
     """Entries of the vocabulary; the check runs with all of them."""
-    threshold: str = TrainConfig.memory_budget
+    threshold: str = MEMORY_BUDGET
     """Logits larger than this are streamed; the default is that of train's --memory-budget."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
@@ -42,8 +40,7 @@ class VerifyConfig:
     """Where the check runs."""
     seed: int = 0
     """Of the check's random numbers."""
-    json: Path | None = None
-    """Write methods and comparisons as JSON to this file (- for standard output)."""
+    json: JsonFile = None
 
 
 def main(arguments: Sequence[str]) -> int:

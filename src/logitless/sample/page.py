@@ -9,7 +9,7 @@ from typing import Any
 
 from ..pages import document, fill, script_value
 from ..versions import version_of
-from .described import class_names, class_of, percent
+from .shown import class_names, class_of, percent
 
 ASSETS = Path(__file__).with_name("assets")
 

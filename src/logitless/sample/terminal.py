@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .described import class_names, class_of, percent
 from .record import SampleRecord
+from .shown import class_names, class_of, percent
 from .text import Speller, shown
 
 # Ink and paper of each class of probability, both given: legible on dark and on light terminals.

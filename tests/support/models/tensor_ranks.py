@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from docs.traffic import traffic
 from logitless.integrations.transformers.install import install
 from logitless.models.catalog import from_config
 from logitless.models.instances import with_adapters
 from logitless.models.long_context import lightened
 from logitless.models.tensor_parallel import split_matrices
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import exchange
 from tests.support.allocations import largest_allocation
 from tests.support.vocab.sharding import Case, run
 
@@ -130,7 +130,7 @@ def sums_over_ranks(group: Any) -> None:
         with Summed() as summed:
             parts(**batch(), use_cache=False).loss.backward()
         setting = replace(counted, gradient_checkpointing=checkpointing, mlp_tiles=tiles).check()
-        sent = {row.name: row.nbytes for row in exchange(setting)}["hidden states of the layers, all-reduce"]
+        sent = {row.name: row.nbytes for row in traffic(setting)}["hidden states of the layers, all-reduce"]
         assert 2 * summed.numbers == sent, (checkpointing, tiles)  # an all-reduce of two sends its bytes, bf16, once
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from logitless.sample import SampleRecord
-from logitless.sample.described import described
+from logitless.sample.shown import to_dict
 from tests.support.workbench.micro import micro_directory
 
 HARD = {
@@ -46,7 +46,7 @@ def hard_summary(tokenizer: Any, prompt: str = "<i>prompt\x1b[1m\n") -> dict[str
     sequences = []
     for name, text in HARD.items():
         ids = tokenizer(text, split_special_tokens=name != "ends")["input_ids"]
-        about = described(made_up(ids), tokenizer, tokenizer(prompt)["input_ids"])
+        about = to_dict(made_up(ids), tokenizer, tokenizer(prompt)["input_ids"])
         given = {"prompt": prompt, "shown_prompt": "<i>prompt\\x1b[1m\n", "prompt_tokens": 3, "seed": 1}
         sequences.append({**given, "finish": f"ended by {name}", **about})
     return {"schema": 1, "model": "<model>", "options": {"temperature": 0.8, "top_k": 0}, "sequences": sequences}

@@ -16,9 +16,16 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NODE = shutil.which("node")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-extensions", "--hide-scrollbars", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-extensions",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 # Chromium reads commands from descriptor 3 and answers on 4; both pipes first move out of the way of these numbers.
 LAUNCH = """
 import fcntl, os, sys
@@ -163,10 +170,12 @@ class Browser:
 
     def point(self, selector: str) -> None:
         """The mouse over the middle of an element's first line, or off everything with ''."""
-        at = self.evaluate(
-            f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getClientRects()[0];"
-            " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
-        ) if selector else [1, 1]  # fmt: skip
+        at = [1, 1]
+        if selector:
+            at = self.evaluate(
+                f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getClientRects()[0];"
+                " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+            )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
 
     def picture(self, path: Path, whole: bool = True) -> None:

@@ -14,9 +14,15 @@ from tests.support.workbench.browser import chromium
 def draw(folder: Path) -> None:
     """report-light.png and report-dark.png."""
     setting = Setting(
-        shape_of("qwen2.5-1.5b"), "intuitor", batch_size=32, responses_per_prompt=8, prompt_length=2048,
-        response_length=2048, gpus=8, gradient_checkpointing=True,
-    )  # fmt: skip
+        shape_of("qwen2.5-1.5b"),
+        "intuitor",
+        batch_size=32,
+        responses_per_prompt=8,
+        prompt_length=2048,
+        response_length=2048,
+        gpus=8,
+        gradient_checkpointing=True,
+    )
     with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         page = Path(directory) / "plan.html"
         write_page(page, plan(setting))

@@ -19,9 +19,16 @@ import logitless
 from tests.support.integrations.launching import leave
 
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 4003, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 4003,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
 ROWS, LENGTH = 2, 24
 
 

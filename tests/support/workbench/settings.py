@@ -16,13 +16,21 @@ from logitless.workbench.plan.setting import CHOICES, GIB, Setting
 
 EXPERTS = from_config(
     {
-        "model_type": "qwen2_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "model_type": "qwen2_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
         "mlp_only_layers": [0],
     },
     "experts <b>",
-)  # fmt: skip
+)
 ADAPTED = replace(EXPERTS, name="adapted", shared_mlp=0, adapted_experts=True)
 MODELS = [shape_of("4b"), shape_of("gemma-2-2b"), shape_of("llama-3.1-8b"), EXPERTS, ADAPTED]
 LENGTHS = (1, 777, 131_072, 1 << 40)  # the last takes bytes past 2^53

@@ -46,9 +46,16 @@ def test_a_run_that_would_collapse(micro, tmp_path):
     shutil.copytree(micro.model.parent, model)
     repeating().save_pretrained(model)
     config = AlignConfig(
-        model=str(model), data=str(line_corpus(tmp_path / "data")), prompt_length=24, completion_length=16,
-        batch_size=16, max_steps=32, learning_rate=2e-2, beta=0.0, device="cpu",
-    )  # fmt: skip
+        model=str(model),
+        data=str(line_corpus(tmp_path / "data")),
+        prompt_length=24,
+        completion_length=16,
+        batch_size=16,
+        max_steps=32,
+        learning_rate=2e-2,
+        beta=0.0,
+        device="cpu",
+    )
     repeated = {}
     for name, options in {"guarded": {}, "free": {"repetition_guard": 0.0, "rewards": "repetition_guard=0"}}.items():
         run(replace(config, output_dir=tmp_path / name, **options), Console(quiet=True))

@@ -67,10 +67,23 @@ class TestRewards:
     @pytest.mark.parametrize(
         "line",
         [
-            "x = 1", "return x", "if x:", "else:", "elif y > 1:", "except OSError as e:", "finally:", "case 3:",
-            "@property", "def f(a, b=2):", "f(x)", "class A(B): pass", 'x = "\\d"', "import os", "for i in x:",
+            "x = 1",
+            "return x",
+            "if x:",
+            "else:",
+            "elif y > 1:",
+            "except OSError as e:",
+            "finally:",
+            "case 3:",
+            "@property",
+            "def f(a, b=2):",
+            "f(x)",
+            "class A(B): pass",
+            'x = "\\d"',
+            "import os",
+            "for i in x:",
         ],
-    )  # fmt: skip
+    )
     def test_statements(self, line):
         assert is_statement(line)
 

@@ -23,13 +23,31 @@ from tests.support.workbench.processes import flags, killed_at
 
 QUIET = Console(quiet=True)
 TRL_METRICS = {
-    "intuitor": ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "rewards/self_certainty/mean",
-                 "rewards/repetition_guard/mean", "self_certainty/mean", "num_tokens", "step_time"),
+    "intuitor": (
+        "reward",
+        "reward_std",
+        "kl",
+        "entropy",
+        "completions/mean_length",
+        "rewards/self_certainty/mean",
+        "rewards/repetition_guard/mean",
+        "self_certainty/mean",
+        "num_tokens",
+        "step_time",
+    ),
     "grpo": ("reward", "kl", "entropy", "rewards/python_lines/mean", "self_certainty/mean", "num_tokens"),
     "rloo": ("reward", "kl", "entropy", "rewards/python_lines/mean", "self_certainty/mean", "num_tokens"),
-    "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "entropy",
-            "mean_token_accuracy", "num_tokens"),
-}  # fmt: skip
+    "dpo": (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "entropy",
+        "mean_token_accuracy",
+        "num_tokens",
+    ),
+}
 MEMORY = ("memory/peak_bytes", "memory/dense_would_need_bytes")
 
 

@@ -8,7 +8,7 @@ from transformers import Qwen3ForSequenceClassification
 
 from logitless.errors import OptionError
 from logitless.models.instances import with_adapters
-from logitless.workbench.grade import legacy as grade_legacy
+from logitless.workbench.grade import legacy
 from logitless.workbench.grade.config import METHODS_COMPARED, GradeConfig
 from logitless.workbench.grade.data import batch_of
 from logitless.workbench.grade.method import Task
@@ -70,7 +70,7 @@ def test_what_would_not_fit_is_refused_before_it_runs(monkeypatch):
     need = METHODS["ste_legacy"].vocabulary_bytes(task.config, V)
     assert need == 12 * STEPS * V * 4
     assert METHODS["ste"].vocabulary_bytes(task.config, V) == 0
-    monkeypatch.setattr(grade_legacy, "free_bytes", lambda device: need)
+    monkeypatch.setattr(legacy, "free_bytes", lambda device: need)
     with pytest.raises(OptionError, match=r"--method ste_legacy: a batch needs .* use --method ste, or a smaller"):
         method_of(task)
     method_of(dataclasses.replace(task, config=dataclasses.replace(task.config, method="ste")))

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
-from logitless.workbench.grade import compare as grade_all
+from logitless.workbench.grade import compare
 from logitless.workbench.grade.compare import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
@@ -264,7 +264,7 @@ def test_the_score_function_has_no_bias(small):
 def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, monkeypatch):
     config = of(small, "all", method="all", seeds=2, max_steps=2, completion_length=3, variance_samples=2)
     place = config.output_dir
-    real, ran = grade_all.run_one, []
+    real, ran = compare.run_one, []
 
     def until(method: str | None):
         def run_one(config, console):
@@ -275,12 +275,12 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
 
         return run_one
 
-    monkeypatch.setattr(grade_all, "run_one", until("ppo"))
+    monkeypatch.setattr(compare, "run_one", until("ppo"))
     with pytest.raises(Interrupted, match=f"--resume {place}"):
         run(config)
     assert ran == [("ste", 0), ("gumbel", 0), ("reinforce", 0)]
     ran.clear()
-    monkeypatch.setattr(grade_all, "run_one", until(None))
+    monkeypatch.setattr(compare, "run_one", until(None))
     summary = run(dataclasses.replace(config, output_dir=None, resume=place))
     methods = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
     assert ran == [*((m, 0) for m in methods[3:]), *((m, 1) for m in methods)]

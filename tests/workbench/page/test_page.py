@@ -29,7 +29,7 @@ PROFILE = {
     },
     "timeline": [[0, 0], [1, 9]],
     "lint": [],
-}  # fmt: skip
+}
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
 

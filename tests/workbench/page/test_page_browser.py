@@ -21,9 +21,14 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt install chromium)"),
 ]
 SETTING = Setting(
-    shape_of("qwen2.5-1.5b"), "intuitor", batch_size=64, prompt_length=2048, response_length=4096, gpus=8,
+    shape_of("qwen2.5-1.5b"),
+    "intuitor",
+    batch_size=64,
+    prompt_length=2048,
+    response_length=4096,
+    gpus=8,
     gradient_checkpointing=True,
-)  # fmt: skip
+)
 CELLS = '[...document.querySelectorAll("#%s ~ div tbody tr")].map((row) => [...row.cells].map((c) => c.innerText))'
 SHOWN, ROWS = CELLS % "phases", CELLS % "components"
 
@@ -218,14 +223,19 @@ def test_a_profile(browser, tmp_path):
             {"name": "loss", "bytes": 20 * GIB, "peak_bytes": 30 * GIB, "start": 2, "end": 6},
         ],
         "peak": {
-            "bytes": 30 * GIB, "stage": "loss", "op": "mm.default", "module": "lm_head", "event": 5,
+            "bytes": 30 * GIB,
+            "stage": "loss",
+            "op": "mm.default",
+            "module": "lm_head",
+            "event": 5,
             "categories": {"parameters": 8 * GIB, "logits": 22 * GIB},
             "tensors": [
                 {"bytes": 9, "shape": [1, 2], "dtype": "bfloat16", "op": "mm", "module": "x", "category": "logits"}
             ],
         },
-        "timeline": [[0, 0], [2, 8 * GIB], [5, 30 * GIB], [6, 20 * GIB]], "lint": [],
-    }  # fmt: skip
+        "timeline": [[0, 0], [2, 8 * GIB], [5, 30 * GIB], [6, 20 * GIB]],
+        "lint": [],
+    }
     path = tmp_path / "profile.html"
     write_page(path, both(SETTING)[1], {"schema": 1, "runs": {"dense": run, "chunked": run}})
     browser.open(path)

@@ -69,13 +69,34 @@ def collections(a: int) -> list[object]:
     table2 = {"z": a, "y": 1}
     longer = (*pairs, (a, a))
     return [
-        pairs, list(table.items()), list(table2.keys()), list(table2.values()), len(longer), longer[-1], longer[0:2],
-        longer[1:], max(table2, key=lambda k: table2[k]), min(a, 3, 2), max([a, 7]), sum(x for _, x in pairs),
-        any(x > 2 for x, _ in pairs), all(x > 2 for x, _ in pairs), "a" in FEW, "c" not in FEW, {"a"} <= FEW,
-        set(FEW) == {"b", "a"}, sorted(frozenset().union(FEW, {"c"})), next(x for x in (a, 9)), TABLE["two"][1],
-        list(zip((1, 2, 3), "xy" and ("x", "y"), strict=False)), [y for x in ((1, 2), (a,)) for y in x],
-        "b" in "abc", 3 in (1, 2), (1, "a") == (1, "a"), (1, 2)[True],
-    ]  # fmt: skip
+        pairs,
+        list(table.items()),
+        list(table2.keys()),
+        list(table2.values()),
+        len(longer),
+        longer[-1],
+        longer[0:2],
+        longer[1:],
+        max(table2, key=lambda k: table2[k]),
+        min(a, 3, 2),
+        max([a, 7]),
+        sum(x for _, x in pairs),
+        any(x > 2 for x, _ in pairs),
+        all(x > 2 for x, _ in pairs),
+        "a" in FEW,
+        "c" not in FEW,
+        {"a"} <= FEW,
+        set(FEW) == {"b", "a"},
+        sorted(frozenset().union(FEW, {"c"})),
+        next(x for x in (a, 9)),
+        TABLE["two"][1],
+        list(zip((1, 2, 3), "xy" and ("x", "y"), strict=False)),
+        [y for x in ((1, 2), (a,)) for y in x],
+        "b" in "abc",
+        3 in (1, 2),
+        (1, "a") == (1, "a"),
+        (1, 2)[True],
+    ]
 
 
 def text(a: int) -> str:
@@ -112,9 +133,16 @@ def records(a: int) -> list[object]:
     other = replace(made, second=a)
     biggest = max(ROWS.values(), key=lambda row: row.total)
     return [
-        made.total, made.times(2), other.double, other.double, other.name, Pair(*TABLE["one"]).total, biggest.name,
-        sum(getattr(made, n) for n in ("first", "second")), 3 if made else 4,
-    ]  # fmt: skip
+        made.total,
+        made.times(2),
+        other.double,
+        other.double,
+        other.name,
+        Pair(*TABLE["one"]).total,
+        biggest.name,
+        sum(getattr(made, n) for n in ("first", "second")),
+        3 if made else 4,
+    ]
 
 
 def refuses(a: int) -> int:
@@ -266,9 +294,27 @@ def fresh() -> Fresh:
 
 
 REFUSED = (
-    division, power, real, format_of, shown, rest, unknown, while_, walrus, caught, called, identity, reserved,
-    misnamed, incomplete, stepped, missing, merged, several, fresh,
-)  # fmt: skip
+    division,
+    power,
+    real,
+    format_of,
+    shown,
+    rest,
+    unknown,
+    while_,
+    walrus,
+    caught,
+    called,
+    identity,
+    reserved,
+    misnamed,
+    incomplete,
+    stepped,
+    missing,
+    merged,
+    several,
+    fresh,
+)
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)

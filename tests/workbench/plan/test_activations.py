@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from logitless.models.catalog import from_config, shape_of
 from logitless.models.instances import checkpoint_layers, with_adapters
 from logitless.models.long_context import tile_mlp
-from logitless.workbench.plan.activations import activations, folded
+from logitless.workbench.plan.activations import activations, merged_experts
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting
 from logitless.workbench.profile.step import Step, traced
@@ -20,10 +20,19 @@ from tests.support.allocations import AllocationTracker, trace_allocations
 
 TOKENS = 64
 SMALL = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": True, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 FAMILIES = [
     {"model_type": "llama"},
@@ -81,7 +90,7 @@ def test_a_layer_keeps_what_the_planner_says(family, lora, no_mask):
     shape = from_config(config, "x")
     setting = Setting(shape, response_length=TOKENS, lora_rank=lora, attention=attention.replace("sdpa", "flash"))
     per = activations(shape, setting)
-    layer = (three - one) / 2 - folded(shape, setting)[0]
+    layer = (three - one) / 2 - merged_experts(shape, setting)[0]
     assert math.isclose(layer / TOKENS, per.layer, rel_tol=0.02 if shape.moe_layers else 0.004)
     if not lora:  # beside the layers: the last norm, its output, the rotary tables
         assert math.isclose((one - (three - one) / 2) / TOKENS, per.last + per.tables, rel_tol=0.06)
@@ -160,9 +169,13 @@ def test_adapted_experts_against_a_real_step(checkpointing, no_mask):
     forward = trace_allocations(lambda: model.model(input_ids=ids).last_hidden_state)
     backward = trace_allocations(forward.result.float().sum().backward)
     setting = Setting(
-        from_config({**config, "num_hidden_layers": layers}, "x"), batch_size=1, response_length=tokens,
-        lora_rank=rank, gradient_checkpointing=checkpointing, optimizer="none",
-    )  # fmt: skip
+        from_config({**config, "num_hidden_layers": layers}, "x"),
+        batch_size=1,
+        response_length=tokens,
+        lora_rank=rank,
+        gradient_checkpointing=checkpointing,
+        optimizer="none",
+    )
     made = plan(setting)
     weights = sum(c.nbytes for c in made.components if c.name in ("parameters", "adapters"))
     planned = max(made.peaks[p] for p in BACKWARDS) - weights

@@ -129,10 +129,16 @@ def test_command_lines():
     assert set(flags(replace(ALIGNED, attention="nsa"))) == {"accelerate"}
     assert set(flags(ALIGNED)) == {"logitless align", "TRL", "accelerate"}
     changes = (
-        {"sharding": "zero2"}, {"tensor_parallel": 2}, {"responses_per_prompt": 1}, {"micro_batch": 3},
-        {"prompt_length": 0}, {"rollout_batch": 1}, {"attention": "eager"}, {"critic": "yes"},
+        {"sharding": "zero2"},
+        {"tensor_parallel": 2},
+        {"responses_per_prompt": 1},
+        {"micro_batch": 3},
+        {"prompt_length": 0},
+        {"rollout_batch": 1},
+        {"attention": "eager"},
+        {"critic": "yes"},
         {"algorithm": "dpo", "reference": "no"},
-    )  # fmt: skip
+    )
     for change in changes:
         assert "logitless align" not in flags(replace(ALIGNED, **change)), change
     for change in ({"prompt_length": 64}, {"reference": "yes"}, {"response_length": 1}, {"algorithm": "ppo"}):
@@ -216,12 +222,23 @@ def own_lines():
     """Every line of logitless's own commands that a range of settings gives."""
     for wish, model in product((TRAIN, ALIGNED), ("tiny", "qwen2.5-1.5b", "llama-3.2-1b")):
         for change in (
-            {}, {"algorithm": "dpo"}, {"algorithm": "grpo"}, {"algorithm": "reinforce"}, {"lora_rank": 8},
-            {"optimizer": "adamw-fp32", "lora_rank": 8}, {"memory_budget": 1000}, {"attention": "nsa"},
-            {"prompt_length": 0, "response_length": 100_000}, {"gpus": 4, "sharding": "fsdp2"}, {"micro_batch": 4},
-            {"prompt_length": 0, "response_length": 1}, {"gpus": 2, "context_parallel": 2}, {"responses_per_prompt": 1},
-            {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 4}, {"attention": "eager"},
-        ):  # fmt: skip
+            {},
+            {"algorithm": "dpo"},
+            {"algorithm": "grpo"},
+            {"algorithm": "reinforce"},
+            {"lora_rank": 8},
+            {"optimizer": "adamw-fp32", "lora_rank": 8},
+            {"memory_budget": 1000},
+            {"attention": "nsa"},
+            {"prompt_length": 0, "response_length": 100_000},
+            {"gpus": 4, "sharding": "fsdp2"},
+            {"micro_batch": 4},
+            {"prompt_length": 0, "response_length": 1},
+            {"gpus": 2, "context_parallel": 2},
+            {"responses_per_prompt": 1},
+            {"gradient_checkpointing": True, "offload_activations": True, "mlp_tiles": 4},
+            {"attention": "eager"},
+        ):
             setting = replace(wish, model=shape_of(model), **change)
             yield from ((s, line) for s, line in flags(setting).items() if s.startswith("logitless"))
 
@@ -239,7 +256,7 @@ def test_own_command_lines_parse_and_pass_the_commands_checks():
         assert config.memory_budget_bytes in (256 << 20, 1000)
         if config.model != "DIR":
             source = resolve(config.model)
-            reaching(config, source)
+            reaching(source, config.context_length, config.rope_scaling)
             if config.model not in loaded:
                 load_tokenizer(source)
             loaded.add(config.model)

@@ -14,7 +14,7 @@ from logitless.workbench.plan.activations import activations
 from logitless.workbench.plan.plan import both, plan
 from logitless.workbench.plan.setting import GIB, Setting
 
-PAGE = Path(__file__).parents[2] / "docs" / "where-reports-go-wrong.md"
+PAGE = Path(__file__).parents[3] / "docs" / "where-reports-go-wrong.md"
 GB, MB, KB = 10**9, 10**6, 10**3
 LONG = Setting(shape_of("4b"), batch_size=1, response_length=131_072, gradient_checkpointing=True, optimizer="none")
 SMALL = shape_of("qwen2.5-1.5b")

@@ -15,9 +15,15 @@ from tests.support.workbench.micro import micro_directory
 
 LENGTH, ROWS, BUDGET = 256, 2, 2
 SIZES = {
-    "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
 LIGHT = [{}, {"gradient_checkpointing": True}]
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "ddp": [*LIGHT, {"gradient_accumulation_steps": 2}],
@@ -58,10 +64,16 @@ def planned(given: dict[str, Any], ranks: int) -> int:
     rows = ROWS * given.get("gradient_accumulation_steps", 1)
     data = ranks // (given.get("tensor_parallel", 1) * given.get("context_parallel", 1))
     setting = Setting(
-        shape_of(given["model"]), batch_size=data * rows, micro_batch=ROWS, response_length=given["context_length"],
-        gpus=ranks, optimizer=f"adamw-{'fp32' if 'lora_rank' in given else 'bf16'}", master_weights=False,
-        memory_budget=BUDGET << 20, **same,
-    )  # fmt: skip
+        shape_of(given["model"]),
+        batch_size=data * rows,
+        micro_batch=ROWS,
+        response_length=given["context_length"],
+        gpus=ranks,
+        optimizer=f"adamw-{'fp32' if 'lora_rank' in given else 'bf16'}",
+        master_weights=False,
+        memory_budget=BUDGET << 20,
+        **same,
+    )
     return plan(setting).peak
 
 

@@ -18,9 +18,14 @@ def test_what_each_rank_holds(tmp_path):
     for rank, results in enumerate(json.loads(place.read_text())):
         for sharding, found in results.items():
             setting = Setting(
-                from_config(CONFIG, "tiny"), batch_size=2 * ROWS, response_length=LENGTH, gpus=2, sharding=sharding,
-                optimizer="adamw-bf16", master_weights=False,
-            )  # fmt: skip
+                from_config(CONFIG, "tiny"),
+                batch_size=2 * ROWS,
+                response_length=LENGTH,
+                gpus=2,
+                sharding=sharding,
+                optimizer="adamw-bf16",
+                master_weights=False,
+            )
             planned = {c.name: c.nbytes for c in plan(setting).components}
             for name, nbytes in found.items():
                 assert planned[name] == pytest.approx(nbytes, rel=0.02), (rank, sharding, name)

@@ -15,7 +15,7 @@ from logitless.algebra.costs import logits_bytes, slices_of
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.profile import fakes
 from logitless.workbench.profile.measure import measure
-from logitless.workbench.profile.savings import CHANGES, chosen, remedies
+from logitless.workbench.profile.savings import CHANGES, chosen, savings
 from logitless.workbench.profile.step import LOSSES, Step, both, build, run, traced
 from logitless.workbench.profile.trace import trace
 from tests.support.allocations import AllocationTracker
@@ -24,9 +24,17 @@ from tests.support.allocations import AllocationTracker
 pytestmark = pytest.mark.compiled
 
 SMALL = {
-    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 KINDS = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
@@ -172,10 +180,10 @@ def test_what_a_gpus_fused_attention_allocates():
         assert [g.shape for g in grads] == [x.shape for x in inputs]
 
 
-def test_remedies_are_traced_and_ranked(model_file):
+def test_savings_are_traced_and_ranked(model_file):
     step = Step(model_file("qwen3", vocab_size=8192), context_length=512, loss="dense", optimizer="none")
     known = both(step)
-    found = remedies(step, known["dense"], ["all"], known)
+    found = savings(step, known["dense"], ["all"], known)
     assert {r.name for r in found} == set(CHANGES)
     assert [r.saved for r in found] == sorted((r.saved for r in found), reverse=True)
     assert found[0].name in ("chunked-loss", "half-context")
@@ -183,7 +191,7 @@ def test_remedies_are_traced_and_ranked(model_file):
     done = replace(
         step, loss="chunked", gradient_checkpointing=True, lora_rank=2, offload_activations=True, mlp_tiles=2
     )
-    assert [r.name for r in remedies(done, known["chunked"], ["all"], known)] == ["half-context"]
+    assert [r.name for r in savings(done, known["chunked"], ["all"], known)] == ["half-context"]
     assert chosen(["lora", "checkpointing"]) == ["checkpointing", "lora"]
 
 
@@ -248,7 +256,7 @@ found = {name: {s.name: [s.nbytes, s.peak] for s in run.stages} for name, run in
 print(json.dumps({"seconds": seconds, "bytes": used, "runs": found}))
 """
 ENDS, PEAKS = 0, 1
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = [  # page, text, its run, stage and column
     ("where-reports-go-wrong.md", "8.81 GiB", "bare", "after first layer", ENDS),
     ("where-reports-go-wrong.md", "16.56 GiB", "bare", "after first layer", PEAKS),

@@ -1,14 +1,24 @@
 """Options: files, defaults, and what has no meaning."""
 
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from logitless.cli.doctor import DoctorConfig
+from logitless.cli.plan import PlanConfig
+from logitless.cli.profile import ProfileConfig
+from logitless.cli.sample_config import SampleConfig
+from logitless.cli.verify import VerifyConfig
 from logitless.errors import OptionError
 from logitless.units import format_bytes, parse_bytes
-from logitless.workbench.runs.options import from_dict, read_file
+from logitless.workbench.align.config import AlignConfig
+from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.runs.options import Option, check_values, from_dict, read_file
+from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.sft.config import TrainConfig
 
+MODELS = (AlignConfig, GradeConfig, ScoreConfig, SampleConfig)  # options of commands that load a model, beside train's
 TOML = """
 max-steps = 7
 learning_rate = 1e-4
@@ -83,6 +93,7 @@ def test_files(tmp_path, name, text):
         ("a.yaml", "max_steps: true", "must be of type int"),
         ("a.yaml", "gradient_checkpointing: 1", "must be of type bool"),
         ("a.yaml", "loss: fast", "must be one of auto, dense, chunked"),
+        ("a.yaml", "output_dir: 7", "output_dir must be of type Path, got 7"),
         ("a.yaml", "- a\n- b", "expected a table of options"),
         ("a.yaml", "a: [", "not YAML"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "not YAML"),
@@ -107,3 +118,44 @@ def test_a_record_of_the_options_gives_them_back():
     config = TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3, json=Path("x"))
     again = from_dict(config.to_dict(), "here", TrainConfig())
     assert again == TrainConfig(max_steps=3, dtype="bfloat16", data="d", learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        (
+            "memory_budget",
+            (AlignConfig, GradeConfig, ScoreConfig, SampleConfig, PlanConfig, ProfileConfig, DoctorConfig),
+        ),
+        ("lora_rank", (AlignConfig, GradeConfig, PlanConfig, ProfileConfig)),
+        ("dtype", (AlignConfig, GradeConfig, ScoreConfig, SampleConfig)),
+        ("device", (AlignConfig, GradeConfig, ScoreConfig, SampleConfig, DoctorConfig)),
+        (
+            "json",
+            (
+                AlignConfig,
+                GradeConfig,
+                ScoreConfig,
+                SampleConfig,
+                PlanConfig,
+                ProfileConfig,
+                DoctorConfig,
+                VerifyConfig,
+            ),
+        ),
+        ("mlp_tiles", (PlanConfig, ProfileConfig)),
+    ],
+)
+def test_an_option_of_several_commands_is_declared_once(name, kinds):
+    """Its type, its help and its check."""
+    first = get_type_hints(TrainConfig, include_extras=True)[name]
+    assert any(isinstance(part, Option) for part in first.__metadata__)
+    for kind in kinds:
+        assert get_type_hints(kind, include_extras=True)[name] == first
+
+
+@pytest.mark.parametrize("kind", [SampleConfig, DoctorConfig])
+def test_shared_options_are_checked_for_every_command(kind):
+    for name, value in (("device", "tpu"), ("memory_budget", "nothing")):
+        with pytest.raises(OptionError, match=f"--{name.replace('_', '-')} must be"):
+            check_values(kind(**{name: value}))

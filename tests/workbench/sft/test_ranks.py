@@ -32,10 +32,13 @@ def launch(ranks: int, *arguments: object, timeout: int = 240, by: Sequence[obje
     command = [sys.executable, "-m", *map(str, by), "-m"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [*command, "tests.support.workbench.launched", *map(str, arguments)], cwd=ROOT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=subprocess.PIPE,
+        [*command, "tests.support.workbench.launched", *map(str, arguments)],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     try:
         written, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

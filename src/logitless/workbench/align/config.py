@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import OptionError
-from ..runs.options import DEFAULT_MODEL, RunOptions, require
+from ..runs.options import DEFAULT_MODEL, Count, RunOptions, TrainedModel, require
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,19 @@ class AlignConfig(RunOptions):
 
     method: Literal["intuitor", "grpo", "rloo", "dpo"] = "intuitor"
     """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs."""
-    model: str = DEFAULT_MODEL
-    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    model: TrainedModel = DEFAULT_MODEL
     data: str | None = None
     """Prompts (pairs, for dpo) in a jsonl, parquet or `datasets` directory, or text to cut them from. Default: this
     Python's own library."""
-    prompt_length: int = 64
+    prompt_length: Count = 64
     """Of prompts that are cut from text, at most."""
-    completion_length: int = 32
+    completion_length: Count = 32
     """Of a sampled completion, at most."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Completions (for dpo: pairs) per forward pass and device."""
     generations_per_prompt: int = 4
     """Completions of one prompt, whose rewards are compared with each other."""
-    gradient_accumulation_steps: int = 1
-    """Forward passes per optimiser step."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations."""
-    max_steps: int = 32
-    """Optimiser steps."""
+    max_steps: Count = 32
     learning_rate: float | None = None
     """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""
     beta: float | None = None
@@ -74,8 +68,6 @@ class AlignConfig(RunOptions):
     """Of intuitor's own reward beside the others."""
     repetition_guard: float | None = None
     """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
-    lora_rank: int = 0
-    """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
     report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
     """Where metrics go beside metrics.jsonl."""
 
@@ -105,7 +97,7 @@ class AlignConfig(RunOptions):
 
     def check(self) -> AlignConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        self.check_shared("prompt_length", "completion_length")
+        self.check_shared()
         for name in ("beta", "repetition_guard", "self_certainty_weight"):
             value = getattr(self, name)
             require(value is None or 0 <= value < math.inf, name, "0 or more", value)

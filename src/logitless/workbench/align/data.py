@@ -19,6 +19,7 @@ ROWS_FILE = "rows.jsonl"
 HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
 MOST_ROWS = 4096  # cut from text; a longer run sees them again
 PER_DOCUMENT = 4  # where there are enough documents, so that rows come from many of them
+MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
 
 
 def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
@@ -33,6 +34,29 @@ def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple
             f"{len(held)}; give more text, or documents of more than {config.context_length} tokens"
         )
     return train, held[:HELD_OUT_ROWS]
+
+
+@torch.no_grad()
+def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[Row]:
+    """Rows with `chosen`, the real continuation, and `rejected`, a sample of the model's own.
+
+    Rows that have both already stay as they are. Chen et al., arXiv 2401.01335.
+    """
+    torch.manual_seed(config.seed)
+    was_training = model.training
+    model.eval()
+    pairs: list[Row] = []
+    for begin in range(0, len(rows), config.batch_size):
+        part = rows[begin : begin + config.batch_size]
+        if "chosen" in part[0]:
+            pairs += part
+            continue
+        samples = _samples([row["prompt"] for row in part], model, tokenizer, config)
+        for row, sample in zip(part, samples, strict=True):
+            if sample.strip():
+                pairs.append({"prompt": row["prompt"], "chosen": row["continuation"], "rejected": sample})
+    model.train(was_training)
+    return pairs
 
 
 def save(path: Path, train: list[Row], held: list[Row]) -> None:
@@ -131,31 +155,6 @@ def _parquet(path: Path) -> list[Row]:
         raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
 
 
-MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
-
-
-@torch.no_grad()
-def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[Row]:
-    """Rows with `chosen`, the real continuation, and `rejected`, a sample of the model's own (Chen et al.,
-    arXiv 2401.01335); rows that have both already stay as they are.
-    """
-    torch.manual_seed(config.seed)
-    was_training = model.training
-    model.eval()
-    pairs: list[Row] = []
-    for begin in range(0, len(rows), config.batch_size):
-        part = rows[begin : begin + config.batch_size]
-        if "chosen" in part[0]:
-            pairs += part
-            continue
-        samples = _samples([row["prompt"] for row in part], model, tokenizer, config)
-        for row, sample in zip(part, samples, strict=True):
-            if sample.strip():
-                pairs.append({"prompt": row["prompt"], "chosen": row["continuation"], "rejected": sample})
-    model.train(was_training)
-    return pairs
-
-
 def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
     """One sampled continuation of each prompt."""
     padding = model.generation_config.pad_token_id
@@ -164,7 +163,12 @@ def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: A
     left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
     mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)
     made = model.generate(
-        input_ids=left, attention_mask=mask, do_sample=True, temperature=config.temperature, top_k=0,
-        max_new_tokens=config.completion_length, min_new_tokens=1,
-    )  # fmt: skip
+        input_ids=left,
+        attention_mask=mask,
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=0,
+        max_new_tokens=config.completion_length,
+        min_new_tokens=1,
+    )
     return tokenizer.saved.batch_decode(made[:, longest:], skip_special_tokens=True)

@@ -146,9 +146,14 @@ def plot(path: Path, method: str, records: list[dict[str, Any]]) -> None:
             )
             for i, (step, value) in enumerate(seen):
                 axes.annotate(
-                    form.format(value), (step, value), (8, -3) if i else (6, 5), textcoords="offset points", ha="left",
-                    color=DENSE, fontsize=8,
-                )  # fmt: skip
+                    form.format(value),
+                    (step, value),
+                    (8, -3) if i else (6, 5),
+                    textcoords="offset points",
+                    ha="left",
+                    color=DENSE,
+                    fontsize=8,
+                )
         axes.set_ylabel(f"{title}\n{UNITS[name]}" if name in UNITS else title)
         axes.margins(y=0.18)
     grid[0].legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))

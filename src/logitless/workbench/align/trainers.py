@@ -66,11 +66,17 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     kind, trainer_kind = (RLOOConfig, RLOOTrainer) if config.method == "rloo" else (GRPOConfig, GRPOTrainer)
     functions, weights = zip(*rewards_of(config), strict=True)
     given = arguments(
-        config, parts.place, config.rate, kind,
-        num_generations=config.generations_per_prompt, num_generations_eval=1,
+        config,
+        parts.place,
+        config.rate,
+        kind,
+        num_generations=config.generations_per_prompt,
+        num_generations_eval=1,
         max_completion_length=config.completion_length,
-        temperature=config.temperature, reward_weights=list(weights), **shared,
-    )  # fmt: skip
+        temperature=config.temperature,
+        reward_weights=list(weights),
+        **shared,
+    )
     trainer = trainer_kind(
         model=model, reward_funcs=list(functions), args=given, processing_class=parts.tokenizer.saved, **data
     )

@@ -29,7 +29,34 @@ from .config import LEGACY, METHODS_COMPARED, GradeConfig
 from .single import PROMPTS_FILE, REWARD, SCHEMA, materials, policy_of, run_one
 
 PLOT_FILE = "comparison.png"
-__all__ = ["run_all", "show"]
+FIRST = "ste"  # what the others are compared with
+
+# Of Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom; beyond, two terms of its expansion.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+Z95 = 1.95996
+
+Record = dict[str, Any]
+
+PANELS: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
+    ("train/reward", "reward in training", lambda r: r["train/reward"]),
+    ("val/reward_mean", "validation reward", lambda r: r["val/reward_mean"]),
+    ("train/kl", "KL, nats per continuation", lambda r: r["train/kl"]),
+    ("grad_norm", "gradient norm", lambda r: r["grad_norm"]),
+    ("grad_variance", "gradient variance", lambda r: r["grad_variance"]),
+    ("tau", "τ", lambda r: r["tau"]),
+    ("coverage", "coverage", lambda r: r["coverage"]),
+    ("seconds", "seconds per step", lambda r: r["seconds"]),
+    ("peak_memory_bytes", "peak memory, MiB", lambda r: r["peak_memory_bytes"] / 2**20),
+)
+LOGARITHMIC = {"grad_norm", "grad_variance"}
+COLOURS = {
+    "ste": "#1f6feb",
+    "gumbel": "#2a9d8f",
+    "reinforce": "#d1495b",
+    "ppo": "#e9a23b",
+    "ste_legacy": "#8250df",
+    "gumbel_legacy": "#6e7781",
+}
 
 
 def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
@@ -113,59 +140,6 @@ def _summary(place: Path) -> dict[str, Any]:
     return json.loads((place / SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
-Record = dict[str, Any]
-
-
-FIRST = "ste"  # what the others are compared with
-
-
-# Of Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom; beyond, two terms of its expansion.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-Z95 = 1.95996
-
-
-PANELS: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
-    ("train/reward", "reward in training", lambda r: r["train/reward"]),
-    ("val/reward_mean", "validation reward", lambda r: r["val/reward_mean"]),
-    ("train/kl", "KL, nats per continuation", lambda r: r["train/kl"]),
-    ("grad_norm", "gradient norm", lambda r: r["grad_norm"]),
-    ("grad_variance", "gradient variance", lambda r: r["grad_variance"]),
-    ("tau", "τ", lambda r: r["tau"]),
-    ("coverage", "coverage", lambda r: r["coverage"]),
-    ("seconds", "seconds per step", lambda r: r["seconds"]),
-    ("peak_memory_bytes", "peak memory, MiB", lambda r: r["peak_memory_bytes"] / 2**20),
-)
-
-
-LOGARITHMIC = {"grad_norm", "grad_variance"}
-
-
-COLOURS = {
-    "ste": "#1f6feb", "gumbel": "#2a9d8f", "reinforce": "#d1495b", "ppo": "#e9a23b",
-    "ste_legacy": "#8250df", "gumbel_legacy": "#6e7781",
-}  # fmt: skip
-
-
-def relative(record: Record) -> float:
-    """The variance of a gradient in units of its mean's square; infinite where the mean is lost in it."""
-    square = record["grad_mean_square"]
-    return record["grad_variance"] / square if square > 0 else math.inf
-
-
-def interval(values: Sequence[float]) -> Record:
-    """{mean, low, high, values}: Student's 95 % interval of the mean; none of a single value."""
-    mean, n = fmean(values), len(values)
-    found: Record = {"mean": mean, "values": list(values)}
-    if n < 2:
-        return found
-    df = n - 1
-    t = T95[df - 1] if df <= len(T95) else Z95 + (Z95**3 + Z95) / (4 * df)
-    half = t * stdev(values) / math.sqrt(n)
-    return found | {"low": mean - half, "high": mean + half}
-
-
 def table(summaries: list[Record], records: list[Record]) -> Record:
     """Of each method: test reward, its interval over seeds and its difference to ste's of the same seeds; the rest."""
     names = list(dict.fromkeys(x["method"] for x in summaries))
@@ -197,6 +171,24 @@ def table(summaries: list[Record], records: list[Record]) -> Record:
     }
 
 
+def interval(values: Sequence[float]) -> Record:
+    """{mean, low, high, values}: Student's 95 % interval of the mean; none of a single value."""
+    mean, n = fmean(values), len(values)
+    found: Record = {"mean": mean, "values": list(values)}
+    if n < 2:
+        return found
+    df = n - 1
+    t = T95[df - 1] if df <= len(T95) else Z95 + (Z95**3 + Z95) / (4 * df)
+    half = t * stdev(values) / math.sqrt(n)
+    return found | {"low": mean - half, "high": mean + half}
+
+
+def relative(record: Record) -> float:
+    """The variance of a gradient in units of its mean's square; infinite where the mean is lost in it."""
+    square = record["grad_mean_square"]
+    return record["grad_variance"] / square if square > 0 else math.inf
+
+
 def show(summary: Record, console: Console) -> None:
     """The table of a comparison."""
     say(console, f"{summary['model']}: {summary['steps']} steps, {summary['seeds']} seed(s)")
@@ -207,11 +199,15 @@ def show(summary: Record, console: Console) -> None:
     for name, x in summary["methods"].items():
         reward, variance = x["test_reward"], "" if x["grad_variance"] is None else f"{relative(x):.3g}"
         shown.add_row(
-            name, f"{reward['mean']:.3f}±{x['test_reward_std']:.2f}",
-            f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "", f"{x['test_kl']['mean']:.2f}",
-            f"{x['generalisation_gap']['mean']:+.3f}", variance, f"{x['seconds_per_step']:.2f}",
+            name,
+            f"{reward['mean']:.3f}±{x['test_reward_std']:.2f}",
+            f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "",
+            f"{x['test_kl']['mean']:.2f}",
+            f"{x['generalisation_gap']['mean']:+.3f}",
+            variance,
+            f"{x['seconds_per_step']:.2f}",
             format_bytes(x["peak_memory_bytes"]),
-        )  # fmt: skip
+        )
     console.print(shown, highlight=False)
     before = fmean(x["val_reward_before"] for x in summary["methods"].values())
     for name, reason in summary["left_out"].items():
@@ -233,9 +229,8 @@ def draw(path: Path, records: list[Record]) -> None:
             each = [[value(r) for r in own if r["step"] == step] for step in at]
             axes.plot(at, [fmean(x) for x in each], color=COLOURS[name], linewidth=1.5, label=name)
             if any(len(x) > 1 for x in each):
-                axes.fill_between(
-                    at, [min(x) for x in each], [max(x) for x in each], color=COLOURS[name], alpha=0.12, linewidth=0
-                )
+                low, high = [min(x) for x in each], [max(x) for x in each]
+                axes.fill_between(at, low, high, color=COLOURS[name], alpha=0.12, linewidth=0)
         axes.set_title(title, fontsize=10)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if key in LOGARITHMIC:

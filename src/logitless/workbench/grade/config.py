@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..runs.options import SMALL_MODEL, RunOptions, require
+from ..runs.options import SMALL_MODEL, Count, LoraRank, RunOptions, TrainedModel, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
 METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
@@ -36,8 +36,7 @@ class GradeConfig(RunOptions):
     reinforce is the score function with a moving-average baseline, and ppo four clipped steps with a value head, on the
     same rewards. The two legacy methods keep every distribution over the vocabulary and T graphs, as a widely copied
     implementation does, to compare with. all runs and compares them, the legacy ones where they fit."""
-    model: str = SMALL_MODEL
-    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    model: TrainedModel = SMALL_MODEL
     reward_model: str | None = None
     """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
     code, trained first on files of the standard library that no prompt comes from."""
@@ -46,21 +45,19 @@ class GradeConfig(RunOptions):
     data: str | None = None
     """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
     library."""
-    prompt_length: int = 32
+    prompt_length: Count = 32
     """Of a prompt, at most."""
-    completion_length: int = 64
+    completion_length: Count = 64
     """Of a generated continuation."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """Prompts per forward pass."""
-    gradient_accumulation_steps: int = 16
-    """Forward passes per optimiser step."""
+    gradient_accumulation_steps: Count = 16
     gradient_checkpointing: bool = True
     """With --carry cached or recompute: recompute activations in backward instead of keeping them."""
     carry: Literal["sweeps", "cached", "recompute"] = "sweeps"
     """How the gradient goes through the generated tokens: backward sweeps over one pass, steps with a cache, or the
     whole prefix anew for each token. All are exact; sweeps is the fastest, cached takes the least memory."""
-    max_steps: int = 40
-    """Optimiser steps."""
+    max_steps: Count = 40
     learning_rate: float | None = None
     """Constant. Default: 1e-5 with LoRA, 1e-6 without."""
     beta: float = 0.1
@@ -69,7 +66,7 @@ class GradeConfig(RunOptions):
     """Temperature of the soft tokens at the first step ..."""
     tau_end: float = 0.5
     """... and at the last, linear between."""
-    top_k: int = 256
+    top_k: Count = 256
     """Entries of the vocabulary that a soft token is made of."""
     baseline_decay: float = 0.9
     """Of reinforce's moving-average baseline."""
@@ -77,11 +74,10 @@ class GradeConfig(RunOptions):
     """Draws of the noise that the variance of one batch's gradient is measured over, three times a run. 0: not."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
-    evaluation_prompts: int = 32
+    evaluation_prompts: Count = 32
     """Of the validation and of the test prompts, each."""
-    lora_rank: int = 16
-    """Train rank-r adapters (alpha 2r) on every linear layer but the head, and freeze the rest. 0: train everything."""
-    seeds: int = 1
+    lora_rank: LoraRank = 16
+    seeds: Count = 1
     """Of --method all: how many, from --seed on."""
 
     def defaults(self) -> GradeConfig:
@@ -99,7 +95,7 @@ class GradeConfig(RunOptions):
 
     def check(self) -> GradeConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        self.check_shared("prompt_length", "completion_length", "top_k", "evaluation_prompts", "seeds")
+        self.check_shared()
         for name in ("tau_start", "tau_end", "max_grad_norm"):
             value = getattr(self, name)
             require(0 < value < math.inf, name, "positive", value)

@@ -23,7 +23,12 @@ SPLITS = ("train", "validation", "test")
 PER_DOCUMENT = 4
 MOST_PROMPTS = 4096
 LONGEST_TOKEN = 16  # characters, about
-PASSAGES, LAYERS, STEPS, ROWS, RATE = 1200, 2, 80, 24, 3e-3  # of the classifier
+# Of the classifier: what it learns from, its size and its training.
+PASSAGES = 1200
+LAYERS = 2
+STEPS = 80
+ROWS = 24
+RATE = 3e-3
 Prompts = dict[str, list[list[int]]]
 
 

@@ -17,6 +17,32 @@ from ...vocab.face import token_stats
 from .legacy import GumbelLegacy, StraightThroughLegacy
 from .method import Batch, Method, Outcome, Task
 
+# Of ppo: passes over one sample, the clip of the ratio, weights of the value loss and of the entropy, and the discount
+# and decay of generalised advantages.
+EPOCHS, CLIP, VALUE, ENTROPY = 4, 0.2, 0.5, 0.01
+GAMMA, LAMBDA = 0.99, 0.95
+
+
+class Gumbel(Method):
+    """Gradient of beta·KL - reward of soft tokens, through every generated token. GRADE: arXiv 2601.11574."""
+
+    hard = False
+
+    def backward(self, batch: Batch, tau: float, share: float = 1.0) -> Outcome:
+        task = self.task
+        policy, reference = task.readers()
+        sampling = task.sampling(tau, task.config.carry, self.hard)
+        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference)
+        rewards, kls = task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)
+        rollout.backward(share * (task.config.beta * kls - rewards).mean())
+        return Outcome.of(rollout, rewards, kls)
+
+
+class StraightThrough(Gumbel):
+    """The same with one-hot tokens forward and the soft tokens' gradient. Bengio et al., arXiv 1308.3432."""
+
+    hard = True
+
 
 @dataclass(frozen=True, eq=False)
 class Scored:
@@ -41,9 +67,14 @@ def score(task: Task, batch: Batch, rollout: Rollout, entropy: bool = False) -> 
     hidden = parallel(policy, embeds, batch.mask, alive.shape[1])
     seen = read(reference, batch.prompts, batch.mask, soft, at_once=True)
     stats = token_stats(
-        hidden, policy.head(), torch.where(alive, 0, -100), want=("kl", "entropy") if entropy else ("kl",),
-        candidates=soft.ids, reference=(seen, reference.head()), memory_budget=task.config.memory_budget_bytes,
-    )  # fmt: skip
+        hidden,
+        policy.head(),
+        torch.where(alive, 0, -100),
+        want=("kl", "entropy") if entropy else ("kl",),
+        candidates=soft.ids,
+        reference=(seen, reference.head()),
+        memory_budget=task.config.memory_budget_bytes,
+    )
     chosen = (soft.ids == soft.token[..., None]).int().argmax(-1, keepdim=True)
     logp = torch.where(alive, stats.candidate_logits.log_softmax(-1).gather(-1, chosen)[..., 0], 0.0)
     return Scored(hidden, logp, stats.kl, stats.entropy if entropy else torch.zeros_like(logp))
@@ -83,7 +114,15 @@ class Reinforce(Method):
         self.baseline = state["baseline"]
 
 
-EPOCHS, CLIP, VALUE, ENTROPY, GAMMA, LAMBDA = 4, 0.2, 0.5, 0.01, 0.99, 0.95
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """A batch of sampled tokens with what the policy made of them then; constants, (B, T)."""
+
+    batch: Batch
+    rollout: Rollout
+    logprob: Tensor
+    advantages: Tensor
+    returns: Tensor
 
 
 def advantages(
@@ -97,23 +136,12 @@ def advantages(
     """
     values = torch.where(alive, values, 0.0)
     after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    surprise = torch.where(alive, rewards + GAMMA * after - values, 0.0)
+    td_error = torch.where(alive, rewards + GAMMA * after - values, 0.0)
     found, carry = torch.zeros_like(values), torch.zeros_like(values[:, 0])
     for t in range(values.shape[1] - 1, -1, -1):
-        carry = surprise[:, t] + GAMMA * LAMBDA * carry
+        carry = td_error[:, t] + GAMMA * LAMBDA * carry
         found[:, t] = carry
     return torch.where(alive, found, 0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Collected:
-    """A batch of sampled tokens with what the policy made of them then; constants, (B, T)."""
-
-    batch: Batch
-    rollout: Rollout
-    logprob: Tensor
-    advantages: Tensor
-    returns: Tensor
 
 
 class PPO(Method):
@@ -187,27 +215,6 @@ class PPO(Method):
 
     def load(self, state: dict[str, Any]) -> None:
         self.value.load_state_dict(state)
-
-
-class Gumbel(Method):
-    """Gradient of beta·KL - reward of soft tokens, through every generated token. GRADE: arXiv 2601.11574."""
-
-    hard = False
-
-    def backward(self, batch: Batch, tau: float, share: float = 1.0) -> Outcome:
-        task = self.task
-        policy, reference = task.readers()
-        sampling = task.sampling(tau, task.config.carry, self.hard)
-        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference)
-        rewards, kls = task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)
-        rollout.backward(share * (task.config.beta * kls - rewards).mean())
-        return Outcome.of(rollout, rewards, kls)
-
-
-class StraightThrough(Gumbel):
-    """The same with one-hot tokens forward and the soft tokens' gradient. Bengio et al., arXiv 1308.3432."""
-
-    hard = True
 
 
 METHODS: dict[str, type[Method]] = {

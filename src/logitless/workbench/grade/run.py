@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from ..runs.trainer import quiet
-from . import compare as grade_all
-from . import single as grade_single
+from . import compare, single
 from .config import GradeConfig
 
 
@@ -16,15 +15,16 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     """Aligns as `config` says and returns the summary, which also lies in the run's directory.
 
     Writes checkpoint-N (to resume from), model (weights as safetensors, tokenizer), prompts.jsonl, metrics.jsonl,
-    summary.json, run.json, and where none is given, reward (the classifier); for method all see `grade_all`. One
-    device. Raises LogitlessError for bad input and Interrupted when asked to stop.
+    summary.json, run.json, and where none is given, reward (the classifier); for method all see `compare.run_all`.
+    One device. Raises LogitlessError for bad input and Interrupted when asked to stop.
     """
     console = console or Console(stderr=True)
     quiet()
     config.check()
-    return (grade_all.run_all if config.method == "all" else grade_single.run_one)(config, console)
+    return compare.run_all(config, console) if config.method == "all" else single.run_one(config, console)
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines or a table."""
-    (grade_all if summary["method"] == "all" else grade_single).show(summary, console)
+    shown = compare.show if summary["method"] == "all" else single.show
+    shown(summary, console)

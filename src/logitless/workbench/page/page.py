@@ -46,9 +46,9 @@ def _title(plan: Plan | None, profile: dict[str, Any], units: str) -> str:
     if "step" not in profile:
         return "A training step"
     from ..profile.step import Step
-    from ..profile.tables import headline as said
+    from ..profile.tables import headline as headline_of_step
 
-    return said(Step(**profile["step"]), profile["parameters"])
+    return headline_of_step(Step(**profile["step"]), profile["parameters"])
 
 
 def formulas(setting: Setting | None) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def _experts(shape: ModelShape, parts: int, trained: bool, rank: int) -> int:
     return gathered + router + 6 * shared + 2 * hidden + (2 * shared if trained else 0) + adapters
 
 
-def folded(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """(bytes of a layer's experts with their adapters folded in and of its factors in bf16, of the experts alone).
+def merged_experts(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+    """(bytes of a layer's experts with their adapters merged in and of its factors in bf16, of the experts alone).
 
     PEFT adds an adapter to the whole stack of experts, in a copy that lives as long as an activation.
     """

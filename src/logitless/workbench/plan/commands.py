@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,15 +54,25 @@ def logitless_train(setting: Setting) -> str | None:
         if not shape.stretches:
             return None
         stretched.append(f"--rope-scaling yarn:{ceil_div(setting.length, shape.positions)}")
-    split = {"tensor": setting.tensor_parallel, "context": setting.context_parallel}
-    light = ["--offload-activations"] * setting.offload_activations
-    light += [f"--mlp-tiles {setting.mlp_tiles}"] * (setting.mlp_tiles > 1)
-    light += [f"--attention {setting.attention}"] * (setting.attention != "flash")
-    light += ["--sharding fsdp2"] * (setting.sharding == "fsdp2")
-    light += [f"--{name}-parallel {ranks}" for name, ranks in split.items() if ranks > 1]
     fresh = shape.vocab >= TEKKEN_VOCAB and (shape.name in PRESETS or Path(shape.name).is_file())
-    parts = [f"--context-length {setting.length}", *stretched, "--loss chunked", *light]
+    parts = [f"--context-length {setting.length}", *stretched, "--loss chunked", *_lighter(setting)]
     return _own("train", _named(shape, fresh), setting, parts, "fsdp2")
+
+
+def _lighter(setting: Setting) -> Iterator[str]:
+    """The options of `logitless train` that take less of each GPU."""
+    if setting.offload_activations:
+        yield "--offload-activations"
+    if setting.mlp_tiles > 1:
+        yield f"--mlp-tiles {setting.mlp_tiles}"
+    if setting.attention != "flash":
+        yield f"--attention {setting.attention}"
+    if setting.sharding == "fsdp2":
+        yield "--sharding fsdp2"
+    if setting.tensor_parallel > 1:
+        yield f"--tensor-parallel {setting.tensor_parallel}"
+    if setting.context_parallel > 1:
+        yield f"--context-parallel {setting.context_parallel}"
 
 
 def _splits(setting: Setting) -> bool:
@@ -107,17 +118,14 @@ def _own(command: str, model: str, setting: Setting, parts: list[str], *sharding
     if setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
-    return " ".join(
-        [
-            f"{start} {command} --model {model}",
-            *parts,
-            f"--batch-size {setting.micro_rows}",
-            f"--gradient-accumulation-steps {setting.accumulation}",
-            *["--gradient-checkpointing"] * setting.gradient_checkpointing,
-            *[f"--lora-rank {setting.lora_rank}"] * bool(setting.lora_rank),
-            f"--memory-budget {_size(setting.memory_budget)} --dtype bfloat16",
-        ]
-    )
+    words = [f"{start} {command} --model {model}", *parts, f"--batch-size {setting.micro_rows}"]
+    words.append(f"--gradient-accumulation-steps {setting.accumulation}")
+    if setting.gradient_checkpointing:
+        words.append("--gradient-checkpointing")
+    if setting.lora_rank:
+        words.append(f"--lora-rank {setting.lora_rank}")
+    words.append(f"--memory-budget {_size(setting.memory_budget)} --dtype bfloat16")
+    return " ".join(words)
 
 
 def _stepped(setting: Setting) -> Setting:
@@ -147,8 +155,9 @@ def trl(setting: Setting) -> str | None:
         f"--gradient_accumulation_steps {setting.accumulation}",
         f"--gradient_checkpointing {_yes(setting.gradient_checkpointing)}",
         "--bf16 true",
-        *["--activation_offloading true"] * setting.offload_activations,
     ]
+    if setting.offload_activations:
+        parts.append("--activation_offloading true")
     if setting.optimizer in OPTIM:
         parts.append(f"--optim {OPTIM[setting.optimizer]}")
     parts += _rollouts(setting) if online else _texts(setting)
@@ -198,5 +207,7 @@ def hint(setting: Setting) -> str | None:
     """The options by which the plan would be of what a command of logitless runs, where its optimizer alone differs."""
     own = _stepped(setting)
     new = [tool for tool in flags(own) if tool not in flags(setting)]
-    options = f"--optimizer {own.optimizer}" + " --no-master-weights" * (own.master_weights < setting.master_weights)
+    options = f"--optimizer {own.optimizer}"
+    if setting.master_weights and not own.master_weights:
+        options += " --no-master-weights"
     return f"{new[0]} steps otherwise: {options} plans it" if new else None

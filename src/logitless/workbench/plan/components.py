@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...errors import OptionError
 from ...models.shapes import ModelShape
 from ...units import LARGEST
-from .activations import activations, folded
+from .activations import activations, merged_experts
 from .algorithms import BACKWARD, BACKWARD_END, FORWARD, LOSS, LOSS_BACKWARD, ROLLOUT, SCORING, TRAINING
 from .head import dense, logitless, soft_dense, soft_logitless
 from .setting import Setting, ceil_div
@@ -35,9 +35,14 @@ def components(setting: Setting, way: str) -> list[Component]:
     """
     vocabulary = WAYS[way][setting.kind.soft_tokens]
     parts = (
-        _weights(setting), _made(training(setting)), _made(sharding(setting)), _body(setting, way), _experts(setting),
-        _rollout(setting), _made(vocabulary(setting)),
-    )  # fmt: skip
+        _weights(setting),
+        _made(training(setting)),
+        _made(sharding(setting)),
+        _body(setting, way),
+        _experts(setting),
+        _rollout(setting),
+        _made(vocabulary(setting)),
+    )
     rows = [row for part in parts for row in part]
     kept = []
     for row in rows:
@@ -118,9 +123,9 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
 
 
 def _experts(setting: Setting) -> Iterator[Component]:
-    """Experts with their adapters folded in, and the gradient of one layer's of them."""
+    """Experts with their adapters merged in, and the gradient of one layer's of them."""
     shape = setting.model
-    layer, stack = folded(shape, setting)
+    layer, stack = merged_experts(shape, setting)
     most = 2 * stack // 3  # gate and up are one tensor
     text = f"{shape.experts} × 3 × ({shape.expert_mlp}, {shape.hidden}) bf16, and factors"
     if not setting.gradient_checkpointing:

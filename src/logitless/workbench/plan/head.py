@@ -9,7 +9,7 @@ from .algorithms import BACKWARD, BACKWARD_END, EMBEDDING, FORWARD, LOSS, LOSS_B
 from .setting import Setting, ceil_div
 from .states import BF16, FP32, Row
 
-NUMBERS = 8  # per token: running sums and the loss's slopes
+NUMBERS = 8  # per token: running sums and the loss's coefficients
 LIVES = {  # tensors of dense cross-entropy; Trainer drops the logits themselves before backward
     "logits": (SCORING, LOSS),
     "logits in fp32": (SCORING, LOSS),
@@ -48,7 +48,7 @@ def logitless(setting: Setting) -> Iterator[Row]:
     )
     formed = (LOSS,) if price.method == "in-forward" else ()
     again = (LOSS_BACKWARD,) if price.method == "recompute" else ()
-    yield _slices(setting, (LOSS, *again), whole=price.whole_rows, name="slices of the logits")
+    yield _slices(setting, (LOSS, *again), whole=price.materialised, name="slices of the logits")
     yield _slices(setting, (SCORING,), whole=False, name="slices of the logits, scoring")
     yield from _head_gradient(setting, (*formed, LOSS_BACKWARD))
     yield from _hidden_gradient(setting, (*formed, LOSS_BACKWARD))

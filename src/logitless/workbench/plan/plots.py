@@ -20,7 +20,7 @@ CATEGORIES = (
     ("parameters", "#003d5b", ("parameters", "adapters", "gathered")),
     ("key-value cache", "#9c6ade", ("cache",)),
     ("activations", "#66a182", ("",)),
-)  # fmt: skip
+)
 
 
 def category(name: str) -> str:

@@ -62,7 +62,7 @@ def notes(setting: Setting) -> list[str]:
     if kind.reference and setting.lora_rank and setting.reference == "auto":
         found.append("no reference model: the base model without its adapters is one")
     if setting.lora_rank and setting.model.adapted_experts and setting.model.moe_layers:
-        found.append("adapters of experts: PEFT folds them into a copy of all of a layer's experts at each pass")
+        found.append("adapters of experts: PEFT merges them into a copy of all of a layer's experts at each pass")
     if kind.soft_tokens:
         found.append("dense: every step of a generation passes all tokens before it again, as there is no cache")
     if setting.model.uncounted:

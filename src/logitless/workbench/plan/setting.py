@@ -8,6 +8,7 @@ from ...algebra.costs import DEFAULT_BUDGET
 from ...errors import OptionError
 from ...models.shapes import ModelShape
 from ...units import LARGEST
+from ..runs.options import require
 from .algorithms import ALGORITHMS, Algorithm
 
 GIB = 1 << 30
@@ -36,9 +37,17 @@ CHOICES = {
     "reward_model": ("auto", "yes", "no"),
 }
 AT_LEAST_ONE = (
-    "batch_size", "responses_per_prompt", "response_length", "gpus", "gpu_bytes", "tensor_parallel",
-    "context_parallel", "top_k", "memory_budget", "mlp_tiles",
-)  # fmt: skip
+    "batch_size",
+    "responses_per_prompt",
+    "response_length",
+    "gpus",
+    "gpu_bytes",
+    "tensor_parallel",
+    "context_parallel",
+    "top_k",
+    "memory_budget",
+    "mlp_tiles",
+)
 AT_LEAST_ZERO = ("prompt_length", "validation_length", "micro_batch", "rollout_batch", "lora_rank", "reserve")
 
 
@@ -80,16 +89,16 @@ class Setting:
     def check(self) -> Setting:
         """Itself, its model with the attention asked for, or OptionError for the first value without a meaning."""
         for name, allowed in CHOICES.items():
-            _require(getattr(self, name) in allowed, name, f"one of {', '.join(allowed)}", getattr(self, name))
+            require(getattr(self, name) in allowed, name, f"one of {', '.join(allowed)}", getattr(self, name))
         for name in AT_LEAST_ONE:
-            _require(1 <= getattr(self, name) <= LARGEST, name, "1 to 2^63-1", getattr(self, name))
+            require(1 <= getattr(self, name) <= LARGEST, name, "1 to 2^63-1", getattr(self, name))
         for name in AT_LEAST_ZERO:
-            _require(0 <= getattr(self, name) <= LARGEST, name, "0 to 2^63-1", getattr(self, name))
+            require(0 <= getattr(self, name) <= LARGEST, name, "0 to 2^63-1", getattr(self, name))
         split = self.tensor_parallel * self.context_parallel
-        _require(self.gpus % split == 0, "gpus", f"a multiple of tensor × context parallelism ({split})", self.gpus)
+        require(self.gpus % split == 0, "gpus", f"a multiple of tensor × context parallelism ({split})", self.gpus)
         for shape in (self.model, self.critic_shape or self.model, self.reward_shape or self.model):
             divides = shape.heads % self.tensor_parallel == 0
-            _require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
+            require(divides, "tensor_parallel", f"a divisor of {shape.heads} heads", self.tensor_parallel)
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.mlp_tiles > 1 and self.model.moe_layers:
@@ -178,8 +187,3 @@ class Setting:
 def ceil_div(count: int, parts: int) -> int:
     """Whole-number division, rounded up; exact for any size, unlike a float's."""
     return -(-count // parts)
-
-
-def _require(holds: bool, name: str, expected: str, got: object) -> None:
-    if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")

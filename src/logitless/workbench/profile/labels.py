@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 OUTSIDE = {"loss": "loss workspace", "optimizer": "optimizer workspace"}  # categories by root
 WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")
-Told = Callable[[str, bool], None]  # a module's name and whether it was entered (True) or left
+Listener = Callable[[str, bool], None]  # a module's name and whether it was entered (True) or left
 
 
 class Labels:
     """Names what runs now; `root` is the name of what runs outside of every module."""
 
-    def __init__(self, model: nn.Module, told: Told) -> None:
+    def __init__(self, model: nn.Module, listener: Listener) -> None:
         self.root = "model"
-        self.told = told
+        self.listener = listener
         self.backward = False  # whether what runs now is a backward pass
         self.accumulated = False  # whether a parameter's gradient has arrived
         self._stack: list[str] = []
@@ -42,14 +42,14 @@ class Labels:
                 self._stack.append(name)
                 self._turn()
             if not in_backward():
-                self.told(name, True)
+                self.listener(name, True)
 
         def leave(*_: Any) -> None:
             if name:
                 self._stack.pop()
                 self._turn()
             if not in_backward():
-                self.told(name, False)
+                self.listener(name, False)
 
         self._handles.append(module.register_forward_pre_hook(enter))
         # always: a checkpoint stops its second forward pass early, by an exception

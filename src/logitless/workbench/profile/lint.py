@@ -18,9 +18,15 @@ from .storages import tensors_of
 aten = torch.ops.aten
 # Operators that take a host's tensor beside a GPU's.
 MIXED = {
-    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
-    aten._index_put_impl_.default, aten._unsafe_index.Tensor, aten.set_.source_Tensor,
-}  # fmt: skip
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+    aten.set_.source_Tensor,
+}
 LIBRARY = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 

@@ -17,9 +17,16 @@ LARGEST = 10
 POINTS, FEW = 1000, 50  # of a timeline in JSON, about, and of each of its stages at least
 CLOSE = 0.999  # of the peak: what was asked for from here on made it
 CATEGORIES = (
-    "parameters", "gradients", "optimizer state", "activations", "activation gradients", "logits", "loss workspace",
-    "optimizer workspace", "inputs",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "activation gradients",
+    "logits",
+    "loss workspace",
+    "optimizer workspace",
+    "inputs",
+)
 
 
 @dataclass(frozen=True)

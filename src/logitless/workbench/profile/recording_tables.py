@@ -12,11 +12,7 @@ from ...units import format_bytes
 from .recording import CATEGORIES, LARGEST, Recording
 
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
-
-
 WIDE = 110  # columns of a console
-
-
 NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -47,7 +43,7 @@ def as_text(recording: Recording) -> str:
     return text.getvalue()
 
 
-def _columns(*names: str) -> Table:
+def columns(*names: str) -> Table:
     """A table with columns from ">name" (to the right), "=name" (to the left, never folded) and "<name"."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
@@ -57,23 +53,22 @@ def _columns(*names: str) -> Table:
 
 
 def _stages(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
+    table = columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
     names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
     for name in names:
         cells = []
         for recording in recordings.values():
             found = [s for s in recording.stages if s.name == name]
-            cells += (
-                [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
-                if (found)
-                else ["–", "–"]
-            )
+            if found:
+                cells += [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
+            else:
+                cells += ["–", "–"]
         table.add_row(name, *cells)
     return table
 
 
 def _categories(recordings: dict[str, Recording], units: str) -> Table:
-    table = _columns("=at the peak", *(f">{name}" for name in recordings))
+    table = columns("=at the peak", *(f">{name}" for name in recordings))
     found = [recording.categories(recording.peak.event) for recording in recordings.values()]
     for category in CATEGORIES:
         if any(category in one for one in found):
@@ -85,7 +80,7 @@ def _categories(recordings: dict[str, Recording], units: str) -> Table:
 def _largest(recording: Recording, units: str, width: int) -> Table:
     """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
     wide = width >= WIDE
-    table = _columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
+    table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
     for a in recording.alive(recording.peak.event)[:LARGEST]:
         shape = " × ".join(f"{n:,}" for n in a.shape)
         cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"

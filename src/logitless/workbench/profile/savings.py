@@ -1,4 +1,4 @@
-"""What would make a step smaller: each remedy traced again, none guessed."""
+"""What would make a step smaller: each change traced, none guessed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Change = Callable[[Step], Step | None]  # None: in use already
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A remedy, what it leaves of the peak, and what it saves."""
+class Saving:
+    """A change of a step by its name, the step's recording with it, and the bytes that it saves."""
 
     name: str
     recording: Recording
     saved: int
 
     def as_json(self) -> dict[str, Any]:
-        """The remedy for machines."""
-        return {"remedy": self.name, "saved_bytes": self.saved, **self.recording.as_json()}
+        """The saving for machines."""
+        return {"saving": self.name, "saved_bytes": self.saved, **self.recording.as_json()}
 
 
 CHANGES: dict[str, Change] = {
@@ -40,19 +40,19 @@ CHANGES: dict[str, Change] = {
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The remedies that were asked for; "all" is every one. Raises OptionError."""
+    """The savings that were asked for; "all" is every one. Raises OptionError."""
     for name in names:
         if name != "all" and name not in CHANGES:
-            raise OptionError(f"--remedies must be all or some of {', '.join(CHANGES)}, got {name!r}")
+            raise OptionError(f"--savings must be all or some of {', '.join(CHANGES)}, got {name!r}")
     return [name for name in CHANGES if name in names or "all" in names]
 
 
-def remedies(step: Step, base: Recording, names: Sequence[str], known: dict[str, Recording]) -> list[Remedy]:
-    """Each remedy that is not in use, traced, the largest saving first; `known`: recordings by loss."""
+def savings(step: Step, base: Recording, names: Sequence[str], known: dict[str, Recording]) -> list[Saving]:
+    """Each change that is not in use, traced, the largest saving first; `known`: recordings by loss."""
     found = []
     for name in chosen(names):
         changed = CHANGES[name](step)
         if changed is not None:
             recording = known[changed.loss] if name == "chunked-loss" else traced(changed)
-            found.append(Remedy(name, recording, base.peak.nbytes - recording.peak.nbytes))
-    return sorted(found, key=lambda remedy: -remedy.saved)
+            found.append(Saving(name, recording, base.peak.nbytes - recording.peak.nbytes))
+    return sorted(found, key=lambda saving: -saving.saved)

@@ -11,8 +11,8 @@ from rich.console import Console
 from ...units import format_bytes
 from .measure import Measured
 from .recording import Recording
-from .recording_tables import _columns
-from .savings import Remedy
+from .recording_tables import columns
+from .savings import Saving
 from .step import Step
 
 SCHEMA = 1
@@ -27,28 +27,32 @@ def headline(step: Step, parameters: int) -> str:
         f"attention {step.attention}",
         f"optimizer {step.optimizer}",
     ]
-    parts += ["gradient checkpointing"] * step.gradient_checkpointing
-    parts += ["offloaded"] * step.offload_activations
-    parts += [f"MLP in {step.mlp_tiles} tiles"] * (step.mlp_tiles > 1)
-    parts += [f"LoRA rank {step.lora_rank}"] * bool(step.lora_rank)
+    if step.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if step.offload_activations:
+        parts.append("offloaded")
+    if step.mlp_tiles > 1:
+        parts.append(f"MLP in {step.mlp_tiles} tiles")
+    if step.lora_rank:
+        parts.append(f"LoRA rank {step.lora_rank}")
     return " · ".join(parts)
 
 
-def show_remedies(found: Sequence[Remedy], base: Recording, console: Console, units: str = "GiB") -> None:
-    """Remedies by what they save."""
-    table = _columns("<remedy", ">peak", ">saved", "<peaks in")
+def show_savings(found: Sequence[Saving], base: Recording, console: Console, units: str = "GiB") -> None:
+    """What each change saves, the most first."""
+    table = columns("<saving", ">peak", ">saved", "<peaks in")
     table.add_row("as given", format_bytes(base.peak.nbytes, units), "–", base.peak.stage)
-    for remedy in found:
-        peak = remedy.recording.peak
-        table.add_row(remedy.name, format_bytes(peak.nbytes, units), format_bytes(remedy.saved, units), peak.stage)
-    console.print("[bold]remedies, each traced[/bold]")
+    for saving in found:
+        peak = saving.recording.peak
+        table.add_row(saving.name, format_bytes(peak.nbytes, units), format_bytes(saving.saved, units), peak.stage)
+    console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
 
 
 def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
     """Predicted against counted and measured peaks, stage by stage."""
     machine = "resident set" if measured.device == "cpu" else "allocator"
-    table = _columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
+    table = columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
     rows = zip(measured.predicted.stages, measured.counted.stages, measured.readings, strict=True)
     for predicted, counted, (_, most) in rows:
         error = f"{100 * (predicted.peak / counted.peak - 1):+.2f} %"
@@ -65,7 +69,7 @@ def as_json(
     step: Step,
     parameters: int,
     recordings: dict[str, Recording],
-    found: Sequence[Remedy] = (),
+    found: Sequence[Saving] = (),
     measured: Measured | None = None,
 ) -> dict[str, Any]:
     """The whole profile; sizes in bytes, `timeline` as (event, bytes), an event being an allocation or a free."""
@@ -75,6 +79,6 @@ def as_json(
         "step": asdict(step),
         "parameters": parameters,
         "runs": {name: recording.as_json() for name, recording in recordings.items()},
-        "remedies": [remedy.as_json() for remedy in found],
+        "savings": [saving.as_json() for saving in found],
         "real": None if measured is None else measured.as_json(),
     }

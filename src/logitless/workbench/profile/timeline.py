@@ -89,8 +89,16 @@ def _curve(
     top = max(range(len(ys)), key=ys.__getitem__)
     axes.plot([xs[top]], [ys[top]], marker="o", markersize=4, color=colour)
     box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
-    axes.annotate(f"{peak.op}\n{peak.module}", (xs[top], ys[top]), xytext=(7, 9), textcoords="offset points",
-                  fontsize=7, color=colour, va="center", bbox=box)  # fmt: skip
+    axes.annotate(
+        f"{peak.op}\n{peak.module}",
+        (xs[top], ys[top]),
+        xytext=(7, 9),
+        textcoords="offset points",
+        fontsize=7,
+        color=colour,
+        va="center",
+        bbox=box,
+    )
 
 
 def _stages(axes: Any, widths: dict[str, tuple[float, float]]) -> None:
@@ -104,5 +112,11 @@ def _gpu(axes: Any, peak: int, size: int, units: str) -> None:
     """A GPU's memory, where the picture reaches it."""
     if peak > GPU // 2:
         axes.axhline(GPU / size, color="black", linestyle="--", linewidth=0.8)
-        axes.annotate(f"a GPU of {GPU / size:.0f} {units}", (1, GPU / size), xytext=(-4, 3),
-                      textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
+        axes.annotate(
+            f"a GPU of {GPU / size:.0f} {units}",
+            (1, GPU / size),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right",
+        )

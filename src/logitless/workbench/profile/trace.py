@@ -78,7 +78,7 @@ class Trace:
             rows, _ = self._batch  # the last label of each row has no loss
             if self.fake:
                 stack.enter_context(faked(self.model, self._kind, ignored=rows))
-            self._labels = Labels(self.model, self._told)
+            self._labels = Labels(self.model, self._on_module)
             stack.callback(self._labels.remove)
             self._fakes = Fakes(self._kind, self._labels) if self.fake else None
             run = None if self._fakes is None else self._fakes.run
@@ -173,7 +173,7 @@ class Trace:
         self._close("backward")
         self._labels.run_in("model")
 
-    def _told(self, module: str, entered: bool) -> None:
+    def _on_module(self, module: str, entered: bool) -> None:
         if entered:
             if self._early and self._name_state(*self._early):
                 self._close("optimizer state")

@@ -1,4 +1,4 @@
-"""Documents of a corpus, one string at a time: text files, jsonl, parquet, a `datasets` directory, or this Python."""
+"""Documents of a corpus: text files, jsonl, parquet, a `datasets` directory, or this Python; and passages of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ...errors import DataError
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
+SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+Row = dict[str, Any]  # prompt and continuation; a table's own columns
 
 
 def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
@@ -46,6 +49,63 @@ def standard_library() -> Iterator[str]:
             text = _text_or_none(root / name)
             if text:
                 yield text
+
+
+def passages(text: str, tokenizer: TextTokenizer, prompt: int, continuation: int) -> list[Row]:
+    """Whole lines of a document as (prompt, what really follows), of at most these many tokens; none is in two."""
+    lines = text.splitlines(keepends=True)
+    sizes = [len(ids) for ids in tokenizer.encode(lines)] if lines else []
+    found: list[Row] = []
+    begin = 0
+    while begin < len(lines):
+        middle = _reach(sizes, begin, prompt)
+        end = _reach(sizes, middle, continuation)
+        if sum(sizes[begin:middle]) >= SHORTEST and sum(sizes[middle:end]) >= SHORTEST:
+            found.append({"prompt": "".join(lines[begin:middle]), "continuation": "".join(lines[middle:end])})
+        begin = max(end, begin + 1)
+    return [row for row in found if row["prompt"].strip() and row["continuation"].strip()]
+
+
+def _reach(sizes: list[int], begin: int, most: int) -> int:
+    """The end of the lines from `begin` that have at most `most` tokens together."""
+    end, total = begin, 0
+    while end < len(sizes) and total + sizes[end] <= most:
+        total += sizes[end]
+        end += 1
+    return end
+
+
+def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of each line of a .jsonl file. Raises DataError."""
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _json_record(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"--data {path}: not UTF-8 text") from None
+
+
+def splits(path: Path) -> tuple[Any, Any]:
+    """(train, held out or None): the datasets of a directory that `save_to_disk` wrote. Raises DataError."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
+        raise DataError(f"--data {path}: not a readable datasets directory ({first_line(error)})") from None
+    if isinstance(loaded, Dataset):
+        return loaded, None
+    if not isinstance(loaded, DatasetDict) or "train" not in loaded:
+        raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
+    return loaded["train"], next((loaded[name] for name in ("validation", "test") if name in loaded), None)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -89,19 +149,6 @@ def _text_or_none(path: Path) -> str | None:
 
 def _jsonl(path: Path) -> Iterator[str]:
     return (_text_field(record, where) for where, record in json_records(path))
-
-
-def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of each line of a .jsonl file. Raises DataError."""
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _json_record(line, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"--data {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"--data {path}: not UTF-8 text") from None
 
 
 def _json_record(line: str, where: str) -> dict[str, Any]:
@@ -166,57 +213,7 @@ def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None
     return _rows(train, path), None if held_out is None else _rows(held_out, path)
 
 
-def splits(path: Path) -> tuple[Any, Any]:
-    """(train, held out or None): the datasets of a directory that `save_to_disk` wrote. Raises DataError."""
-    from datasets import Dataset, DatasetDict, load_from_disk
-
-    try:
-        loaded = load_from_disk(str(path))
-    except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
-        raise DataError(f"--data {path}: not a readable datasets directory ({first_line(error)})") from None
-    if isinstance(loaded, Dataset):
-        return loaded, None
-    if not isinstance(loaded, DatasetDict) or "train" not in loaded:
-        raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
-    return loaded["train"], next((loaded[name] for name in ("validation", "test") if name in loaded), None)
-
-
 def _rows(dataset: Any, path: Path) -> Iterator[str]:
     column = _text_column(dataset.column_names, str(path))
     batches = dataset.select_columns([column]).iter(batch_size=256)
     return chain.from_iterable(_strings(batch[column], column, path) for batch in batches)
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-SHORTEST = 4  # tokens of a prompt or continuation that is worth having
-
-
-Row = dict[str, Any]  # prompt and continuation; a table's own columns
-
-
-def passages(text: str, tokenizer: TextTokenizer, prompt: int, continuation: int) -> list[Row]:
-    """Whole lines of a document as (prompt, what really follows), of at most these many tokens; none is in two."""
-    lines = text.splitlines(keepends=True)
-    sizes = [len(ids) for ids in tokenizer.encode(lines)] if lines else []
-    found: list[Row] = []
-    begin = 0
-    while begin < len(lines):
-        middle = _reach(sizes, begin, prompt)
-        end = _reach(sizes, middle, continuation)
-        if sum(sizes[begin:middle]) >= SHORTEST and sum(sizes[middle:end]) >= SHORTEST:
-            found.append({"prompt": "".join(lines[begin:middle]), "continuation": "".join(lines[middle:end])})
-        begin = max(end, begin + 1)
-    return [row for row in found if row["prompt"].strip() and row["continuation"].strip()]
-
-
-def _reach(sizes: list[int], begin: int, most: int) -> int:
-    """The end of the lines from `begin` that have at most `most` tokens together."""
-    end, total = begin, 0
-    while end < len(sizes) and total + sizes[end] <= most:
-        total += sizes[end]
-        end += 1
-    return end

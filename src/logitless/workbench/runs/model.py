@@ -13,7 +13,7 @@ from ...models.instances import config_of, with_adapters
 from ...models.nsa.options import saved_with_nsa
 from ...models.positions import check_reach, scale
 from ...models.presets import PRESETS, preset
-from .options import RunOptions, fields_of
+from .options import RunOptions
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
@@ -23,6 +23,7 @@ FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 class ModelSource:
     """Where a model comes from: its configuration, and the place of its weights (None: from scratch)."""
 
+    name: str  # as --model says it
     config: Any  # a transformers PreTrainedConfig
     weights: str | None
     tokenizer: str | None  # where its tokenizer lies; None: Tekken
@@ -41,15 +42,15 @@ def resolve(name: str) -> ModelSource:
     """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
     path = Path(name)
     if name in PRESETS:
-        return ModelSource(config_of(preset(name), name), None, None)
+        return ModelSource(name, config_of(preset(name), name), None, None)
     if path.is_dir():
-        return _directory(path)
+        return _directory(name)
     if path.is_file():
         beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
-        return ModelSource(config_of(_read_json(path), name), None, None if beside is None else str(beside))
+        return ModelSource(name, config_of(_read_json(path), name), None, None if beside is None else str(beside))
     if not _is_hub_id(name):
         preset(name)  # raises with the nearest names
-    return ModelSource(_load_config(name), name, name)
+    return ModelSource(name, _load_config(name), name, name)
 
 
 def resolve_trained(name: str, wish: str) -> ModelSource:
@@ -67,12 +68,13 @@ def _is_hub_id(name: str) -> bool:
     return "/" in name and not Path(name).is_absolute() and not name.startswith(".")
 
 
-def _directory(path: Path) -> ModelSource:
+def _directory(name: str) -> ModelSource:
+    path = Path(name)
     if not (path / "config.json").exists():
         raise ConfigError(f"--model {path}: no config.json in this directory")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"--model {path}: no .safetensors weights; give {path / 'config.json'} to start from scratch")
-    return ModelSource(_load_config(str(path)), str(path), str(path))
+    return ModelSource(name, _load_config(str(path)), str(path), str(path))
 
 
 def _read_json(path: Path) -> Any:
@@ -102,59 +104,87 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     return tokenizer
 
 
-def reaching(config: RunOptions, source: ModelSource) -> Any:
-    """The source's configuration, its positions scaled where asked; OptionError when they end before the context."""
+def reaching(source: ModelSource, length: int, scaling: str | None = None) -> Any:
+    """The source's configuration, for sequences of `length` tokens; OptionError when its positions end before.
+
+    scaling: such as yarn:4, "" for none; None where the command has no --rope-scaling, which an error then leaves out.
+    """
     wanted = deepcopy(source.config)
-    if config.rope_scaling:
-        scale(wanted, config.rope_scaling)
-    check_reach(wanted, config.context_length, config.model, "rope_scaling" in fields_of(config))
+    if scaling:
+        scale(wanted, scaling)
+    check_reach(wanted, length, source.name, by_option=scaling is not None)
     return wanted
 
 
-def build(config: RunOptions, source: ModelSource) -> Any:
-    """The transformers model to train, on the CPU, with adapters where asked; the same weights for the same seed."""
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    attention: str = "auto",
+    length: int = 1,
+    scaling: str | None = None,
+    seed: int = 0,
+) -> Any:
+    """The transformers model on the CPU, for sequences of `length` tokens; weights that it lacks are of the seed.
+
+    dtype, attention: as --dtype and --attention say it; scaling: as `reaching` takes it. Raises LogitlessError.
+    """
     from transformers import set_seed
 
+    wanted = reaching(source, length, scaling)
+    set_seed(seed)
+    return _sparse(source, attention, _transformers_model(source, wanted, dtype, attention))
+
+
+def build(config: RunOptions, source: ModelSource) -> Any:
+    """The model to train, loaded as `config` says, in less memory and with adapters where asked."""
     from ...models.long_context import lightened
 
-    wanted = reaching(config, source)
-    set_seed(config.seed)
-    model = _sparse(config, source, _transformers_model(config, source, wanted))
+    model = load_model(
+        source,
+        dtype=config.dtype,
+        attention=config.attention,
+        length=config.context_length,
+        scaling=config.rope_scaling,
+        seed=config.seed,
+    )
     model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
     return with_adapters(model, config.lora_rank) if config.lora_rank else model
 
 
-def _transformers_model(config: RunOptions, source: ModelSource, wanted: Any) -> Any:
+def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    attention = config.attention if config.attention in ("sdpa", "eager") else None
-    shared = {"attn_implementation": attention, "trust_remote_code": False}
+    shared = {
+        "attn_implementation": attention if attention in ("sdpa", "eager") else None,
+        "trust_remote_code": False,
+    }
     try:
         if source.weights is None:
-            dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-            return AutoModelForCausalLM.from_config(wanted, dtype=dtype, **shared)
+            new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+            return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
         return AutoModelForCausalLM.from_pretrained(
-            source.weights, config=wanted, dtype=config.dtype, use_safetensors=True, **shared
+            source.weights, config=wanted, dtype=dtype, use_safetensors=True, **shared
         )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         misfit = "mismatched" in str(error)
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
-        raise ConfigError(f"--model {config.model}: {reason}") from None
+        raise ConfigError(f"--model {source.name}: {reason}") from None
 
 
-def _sparse(config: RunOptions, source: ModelSource, model: Any) -> Any:
+def _sparse(source: ModelSource, attention: str, model: Any) -> Any:
     """The model with native sparse attention, where that is asked for or its config says so."""
     from ...models.nsa.layers import attach
     from ...models.nsa.saved import load_parameters
 
     has = saved_with_nsa(source.config)
-    if not has and config.attention != "nsa":
+    if not has and attention != "nsa":
         return model
-    if config.attention not in ("auto", "nsa"):
+    if attention not in ("auto", "nsa"):
         raise OptionError(
-            f"--attention {config.attention}: the config of {config.model} names nsa; leave --attention out, or take "
-            "nsa out of its config.json"
+            f"--attention {attention}: the config of {source.name} names nsa; leave --attention out, or take nsa out "
+            "of its config.json"
         )
     return load_parameters(model, source.weights) if has and source.weights else attach(model)
 

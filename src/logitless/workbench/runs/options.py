@@ -1,4 +1,4 @@
-"""What the options of every run share, and how they are read from files (no torch import)."""
+"""Options: what commands share, each declared once; those of every run; and how files say them (no torch import)."""
 
 from __future__ import annotations
 
@@ -10,64 +10,161 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import OptionError
 from ...units import parse_bytes
 
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
+SMALL_MODEL = "runs/small/model"  # trained first where it does not exist
+MEMORY_BUDGET = "256MiB"
 
+
+@dataclass(frozen=True)
+class Option:
+    """What all commands with an option say of it: its help, and a check that raises OptionError (name, value)."""
+
+    help: str = ""
+    check: Callable[[str, Any], object] | None = None
+
+
+def require(holds: bool, name: str, expected: str, got: Any) -> None:
+    """OptionError unless `holds`."""
+    if not holds:
+        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")
+
+
+def check_values(options: Any) -> None:
+    """OptionError for the first value of an options dataclass that its `Option` refuses."""
+    for name, kind in get_type_hints(type(options), include_extras=True).items():
+        for option in getattr(kind, "__metadata__", ()):
+            if isinstance(option, Option) and option.check is not None:
+                option.check(name, getattr(options, name))
+
+
+def at_least(least: int) -> Callable[[str, Any], None]:
+    """The check of a whole number."""
+    expected = "0 or more" if least == 0 else f"at least {least}"
+    return lambda name, value: require(value >= least, name, expected, value)
+
+
+def _check_name(name: str, value: str) -> None:
+    require(value != "", name, "a name or a path", value)
+
+
+def _check_device(name: str, value: str) -> None:
+    require(value in ("auto", "cpu", "cuda"), name, "auto, cpu or cuda", value)
+
+
+def budget_bytes(text: str) -> int:
+    """--memory-budget in bytes; OptionError for a size without a meaning."""
+    return parse_bytes(text, "--memory-budget")
+
+
+# The options that commands share; a command gives its default, and where one of these says no help, that too.
+Count = Annotated[int, Option(check=at_least(1))]
+ModelName = Annotated[str, Option(check=_check_name)]
+TrainedModel = Annotated[
+    str,
+    Option(
+        "A local transformers directory or a hub id (owner/name). "
+        "The default is trained first where it does not exist.",
+        _check_name,
+    ),
+]
+KnownModel = Annotated[
+    str,
+    Option("A preset such as qwen3-4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."),
+]
+LoraRank = Annotated[
+    int,
+    Option(
+        "Train rank-r adapters (alpha 2r) on every linear layer but the head, and freeze the rest. "
+        "0: train everything.",
+        at_least(0),
+    ),
+]
+Checkpointing = Annotated[bool, Option("Recompute each layer in backward instead of keeping its activations.")]
+Offloading = Annotated[bool, Option("Keep what --gradient-checkpointing keeps in the host's memory.")]
+MlpTiles = Annotated[
+    int,
+    Option(
+        "Compute each MLP in so many pieces of the sequence, again in backward: the same numbers in less memory.",
+        at_least(1),
+    ),
+]
+MemoryBudget = Annotated[str, Option("What slices of the logits may take.", lambda name, text: budget_bytes(text))]
+Keep = Annotated[int, Option("How many of the best entries of each distribution to keep.", at_least(0))]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"], Option("Of the weights. auto: the checkpoint's own; new ones are float32.")
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], Option("Where to compute. auto: a GPU if torch sees one.", _check_device)
+]
+Units = Annotated[Literal["GiB", "GB"], Option("GiB are 2^30 bytes, GB are 10^9.")]
+JsonFile = Annotated[Path | None, Option("Write the results as JSON to this file (- for standard output).")]
 
 # What a resumed run may change; the rest decides what the weights and the data order mean.
 RESUMABLE = {
-    "max_steps", "loss", "memory_budget", "device", "gradient_checkpointing", "offload_activations", "mlp_tiles",
-    "rank_timeout", "report_to", "sharding", "tensor_parallel", "context_parallel",
-}  # fmt: skip
-
-
-INVOCATION = {"output_dir", "resume", "json", "config"}
-
+    "max_steps",
+    "loss",
+    "memory_budget",
+    "device",
+    "gradient_checkpointing",
+    "offload_activations",
+    "mlp_tiles",
+    "rank_timeout",
+    "report_to",
+    "sharding",
+    "tensor_parallel",
+    "context_parallel",
+}
+INVOCATION = {"output_dir", "resume", "json", "config"}  # what one invocation asks for, which is not what the run is
 
 Options = TypeVar("Options", bound="RunOptions")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the options of every run share; those that are not described here are by each command, as it uses them."""
+    """The options of every run; those without a description are described by each command, as it uses them."""
 
-    model: str = ""
-    batch_size: int = 1
-    gradient_accumulation_steps: int = 1
-    gradient_checkpointing: bool = False
-    max_steps: int = 1
+    model: ModelName = ""
+    batch_size: Count = 1
+    gradient_accumulation_steps: Count = 1
+    """Forward passes per optimiser step."""
+    gradient_checkpointing: Checkpointing = False
+    max_steps: Count = 1
+    """Optimiser steps."""
     learning_rate: float | None = None
-    lora_rank: int = 0
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
+    lora_rank: LoraRank = 0
+    memory_budget: MemoryBudget = MEMORY_BUDGET
     seed: int = 0
     """Of everything random: new weights, the order of the data, sampling."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own, float32 from scratch."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    dtype: Dtype = "auto"
+    device: Device = "auto"
     output_dir: Path | None = None
     """Where everything is written. Default: the first free runs/NAME, runs/NAME-2, ..., of the model or the method."""
     resume: Path | None = None
     """Continue the run in this directory from its last whole checkpoint, with the options it was started with."""
-    json: Path | None = None
-    """Write the summary as JSON to this file (- for standard output)."""
+    json: JsonFile = None
     config: Path | None = None
     """Read options from this YAML or TOML file; the command line overrides them."""
+
+    # How the model's body is computed: options of `train` alone.
+    attention = "auto"
+    mlp_tiles = 1
+    offload_activations = False
+
+    @property
+    def rope_scaling(self) -> str | None:
+        """None where the command has no such option."""
+        return None
 
     @property
     def context_length(self) -> int:
         """Tokens of a sequence."""
         raise NotImplementedError
-
-    attention = "auto"  # how the model's body is computed: options of `train` alone
-    mlp_tiles = 1
-    offload_activations = False
-    rope_scaling = ""
 
     def defaults(self) -> Self:
         """What options are where they are not given; they may depend on those that are."""
@@ -75,42 +172,33 @@ class RunOptions:
 
     @property
     def memory_budget_bytes(self) -> int:
-        return parse_bytes(self.memory_budget, "--memory-budget")
+        return budget_bytes(self.memory_budget)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""
-        return {name: getattr(self, name) for name in fields_of(self) if name not in INVOCATION}
+        return {name: getattr(self, name) for name in kinds_of(self) if name not in INVOCATION}
 
-    def check_shared(self, *at_least_one: str) -> None:
-        """OptionError for the first of the shared values without a meaning, and of the counts that are named."""
-        for name in (*at_least_one, "batch_size", "gradient_accumulation_steps", "max_steps"):
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        require(self.lora_rank >= 0, "lora_rank", "0 or more", self.lora_rank)
+    def check_shared(self) -> None:
+        """OptionError for the first value without a meaning, of the options of every run and of those with a check."""
+        check_values(self)
         require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
         rate = self.learning_rate
         require(rate is None or (math.isfinite(rate) and rate > 0), "learning_rate", "positive", rate)
-        require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
-        require(self.model != "", "model", "a name or a path", self.model)
-        self.memory_budget_bytes  # noqa: B018 - raises OptionError
         if self.resume is not None and self.output_dir not in (None, self.resume):
             raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
 
 
-def fields_of(options: Any) -> dict[str, str]:
-    """The fields of an options dataclass with their types, as text."""
-    return {f.name: str(f.type) for f in fields(options)}
-
-
-def require(holds: bool, name: str, expected: str, got: Any) -> None:
-    if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {got}")
+def kinds_of(options: Any) -> dict[str, Any]:
+    """The fields of an options dataclass with their types."""
+    kinds = get_type_hints(type(options))
+    return {field.name: kinds[field.name] for field in fields(options)}
 
 
 def from_dict(values: Any, where: str, base: Options) -> Options:
     """`base` with the fields of a mapping; OptionError names an unknown or mistyped one."""
     if not isinstance(values, dict):
         raise OptionError(f"{where}: expected a table of options, got {type(values).__name__}")
-    known = {name: kind for name, kind in fields_of(base).items() if name != "config"}
+    known = {name: kind for name, kind in kinds_of(base).items() if name != "config"}
     new: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -120,28 +208,22 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
     return dataclasses.replace(base, **new)
 
 
-def _coerce(value: Any, kind: str, where: str) -> Any:
+def _coerce(value: Any, kind: Any, where: str) -> Any:
     """A value of a file as the field's type; YAML reads 1e-4 as text and 256 as a number."""
-    wanted = kind.removesuffix(" | None")
-    if value is None and wanted != kind:
-        return None
-    if wanted.startswith("Literal"):
-        if value in _choices(wanted):
+    parts = get_args(kind)  # of a Literal or a union
+    if get_origin(kind) is Literal:
+        if value in parts:
             return value
-        raise OptionError(f"{where} must be one of {', '.join(_choices(wanted))}, got {value!r}")
-    if isinstance(value, bool) == (wanted == "bool") and isinstance(value, (bool, int, float, str)):
-        with suppress(ValueError, OverflowError):
-            number = _CONVERT[wanted](value)
-            if not isinstance(value, float) or wanted not in ("int", "Path") or number == value:
-                return number
-    raise OptionError(f"{where} must be of type {wanted}, got {value!r}")
-
-
-_CONVERT: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "str": str, "Path": Path}
-
-
-def _choices(literal: str) -> list[str]:
-    return [part.strip(" \"'") for part in literal[len("Literal[") : -1].split(",")]
+        raise OptionError(f"{where} must be one of {', '.join(parts)}, got {value!r}")
+    if value is None and NoneType in parts:
+        return None
+    wanted = next((part for part in parts if part is not NoneType), kind)
+    if isinstance(value, bool) == (wanted is bool) and isinstance(value, (bool, int, float, str)):
+        with suppress(ValueError, OverflowError, TypeError):
+            made = wanted(value)
+            if not isinstance(value, float) or wanted not in (int, Path) or made == value:
+                return made
+    raise OptionError(f"{where} must be of type {wanted.__name__}, got {value!r}")
 
 
 def read_file(path: Path, base: Options) -> Options:
@@ -177,6 +259,3 @@ def _parse(text: str, suffix: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None
-
-
-SMALL_MODEL = "runs/small/model"  # trained first where it does not exist

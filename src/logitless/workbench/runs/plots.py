@@ -27,23 +27,40 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
     axes = figure.subplots()
     axes.axhline(math.log(vocab_size), color=GREY, linestyle=":", linewidth=1)
     axes.annotate(
-        f"uniform guess, log {vocab_size:,}", (1, math.log(vocab_size)), (-2, 3), textcoords="offset points",
-        xycoords=("axes fraction", "data"), ha="right", color=GREY, fontsize=8,
-    )  # fmt: skip
+        f"uniform guess, log {vocab_size:,}",
+        (1, math.log(vocab_size)),
+        (-2, 3),
+        textcoords="offset points",
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        color=GREY,
+        fontsize=8,
+    )
     at, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
     recent = [fmean(losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(losses))]
     axes.plot(at, losses, color=STREAMED, linewidth=1, alpha=0.35, label="training")
     axes.plot(at, recent, color=STREAMED, linewidth=2, label=f"training, mean of {SMOOTH} steps")
     axes.plot(
-        [r["step"] for r in held], [r["held_out_loss"] for r in held], "D", color=DENSE, markersize=6, label="held out",
-        clip_on=False, zorder=3,
-    )  # fmt: skip
+        [r["step"] for r in held],
+        [r["held_out_loss"] for r in held],
+        "D",
+        color=DENSE,
+        markersize=6,
+        label="held out",
+        clip_on=False,
+        zorder=3,
+    )
     for record in held:
         last = record is held[-1] and len(held) > 1
         axes.annotate(
-            f"{record['held_out_loss']:.2f}", (record["step"], record["held_out_loss"]), (-7 if last else 7, -13),
-            textcoords="offset points", ha="right" if last else "left", color=DENSE, fontsize=8,
-        )  # fmt: skip
+            f"{record['held_out_loss']:.2f}",
+            (record["step"], record["held_out_loss"]),
+            (-7 if last else 7, -13),
+            textcoords="offset points",
+            ha="right" if last else "left",
+            color=DENSE,
+            fontsize=8,
+        )
     axes.set(xlabel="optimiser step", ylabel="nats per token", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)

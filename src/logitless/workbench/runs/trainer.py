@@ -14,19 +14,9 @@ from .files import write_whole
 from .options import RunOptions
 from .tokenizer import TextTokenizer
 
-
-def on_processors(config: RunOptions) -> bool:
-    """Whether a run computes on processors: there ranks find each other only if accelerate is told so."""
-    return config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
-
-
-CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
-
-
-WARM_UP = 0.05  # of the steps
-
-
 METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
+WARM_UP = 0.05  # of the steps
 
 
 def quiet() -> None:
@@ -34,6 +24,11 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bars()
+
+
+def on_processors(config: RunOptions) -> bool:
+    """Whether a run computes on processors: there ranks find each other only if accelerate is told so."""
+    return config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
 
 
 def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = TrainingArguments, **more: Any) -> Any:

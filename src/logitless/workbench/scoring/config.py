@@ -7,8 +7,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import OptionError
-from ...units import parse_bytes
-from ..runs.options import DEFAULT_MODEL, require
+from ..runs.options import (
+    DEFAULT_MODEL,
+    MEMORY_BUDGET,
+    Count,
+    Device,
+    Dtype,
+    JsonFile,
+    Keep,
+    MemoryBudget,
+    TrainedModel,
+    budget_bytes,
+    check_values,
+    require,
+)
 
 MOST_CONTEXT = 4096  # unless asked for: attention over more costs more than it tells
 DECIDING = ("model", "data", "keep", "context_length", "stride", "bos", "batch_tokens", "dtype")
@@ -18,16 +30,14 @@ DECIDING = ("model", "data", "keep", "context_length", "stride", "bos", "batch_t
 class ScoreConfig:
     """Options of `logitless score`; the command line mirrors them. Raises OptionError from `check`."""
 
-    model: str = DEFAULT_MODEL
-    """A local transformers directory or a hub id (owner/name). The default is trained first where it does not exist."""
+    model: TrainedModel = DEFAULT_MODEL
     data: str | None = None
     """Text to score: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
     out: Path | None = None
     """The parquet file to write, a row per token. Default: NAME.scores.parquet for --data NAME, in this directory."""
     documents: Path | None = None
     """Write a line of JSON per document to this file too: tokens, bytes, perplexity."""
-    keep: int = 10
-    """How many of the best entries of each distribution to keep."""
+    keep: Keep = 10
     context_length: int | None = None
     """Tokens that the model sees at most. Default: its own positions, 4096 at most."""
     stride: int | None = None
@@ -36,37 +46,29 @@ class ScoreConfig:
     bos: Literal["auto", "yes", "no"] = "auto"
     """Put the begin-of-text token before each document, so that its first token has a score too. auto: where the
     tokenizer does."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens of a forward pass, padding included."""
-    memory_budget: str = "256MiB"
-    """What slices of the logits may take."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights. auto: the checkpoint's own."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    json: Path | None = None
-    """Write the summary as JSON to this file (- for standard output)."""
+    memory_budget: MemoryBudget = MEMORY_BUDGET
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    json: JsonFile = None
 
     def check(self) -> ScoreConfig:
         """Itself, or OptionError for the first value without a meaning."""
         if not self.data:
             raise OptionError("--data is missing: expected a text, jsonl or parquet file, or a folder of them")
-        require(self.model != "", "model", "a name or a path", self.model)
-        require(self.keep >= 0, "keep", "0 or more", self.keep)
-        require(self.batch_tokens >= 1, "batch_tokens", "at least 1", self.batch_tokens)
-        require(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
+        check_values(self)
         for name in ("out", "documents", "json"):
             path = getattr(self, name)
             require(path is None or not path.is_dir(), name, "a file", f"the folder {path}")
         length, stride = self.context_length, self.stride
         require(length is None or length >= 2, "context_length", "at least 2 (a token and its successor)", length)
         require(stride is None or stride >= 1, "stride", "at least 1", stride)
-        self.memory_budget_bytes  # noqa: B018 - raises OptionError
         return self
 
     @property
     def memory_budget_bytes(self) -> int:
-        return parse_bytes(self.memory_budget, "--memory-budget")
+        return budget_bytes(self.memory_budget)
 
     @property
     def place(self) -> Path:

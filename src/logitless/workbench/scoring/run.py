@@ -18,12 +18,11 @@ from rich.console import Console
 from ...errors import DeviceError, OptionError
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
-from ..runs.model import ModelSource, build, load_tokenizer, resolve_trained
+from ..runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..runs.progress import say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..runs.tokenizer import TextTokenizer
 from ..runs.trainer import quiet
-from ..sft.config import TrainConfig
 from ..sft.default_model import default_model
 from .block import Scorer, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig
@@ -103,7 +102,7 @@ def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, 
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
     if config.keep > source.vocab_size:
         raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
-    model = build(TrainConfig(model=config.model, context_length=context, dtype=config.dtype), source)
+    model = load_model(source, dtype=config.dtype, length=context)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     return Scorer(

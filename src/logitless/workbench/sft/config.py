@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...errors import OptionError
 from ...models.positions import parse_scaling
-from ..runs.options import RunOptions, require
+from ..runs.options import Count, MlpTiles, ModelName, Offloading, RunOptions, require
 
 
 @dataclass(frozen=True)
@@ -17,39 +17,30 @@ class TrainConfig(RunOptions):
     Sizes count tokens unless they say otherwise. Raises OptionError from `check`.
     """
 
-    model: str = "tiny"
+    model: ModelName = "tiny"
     """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory or a hub id (owner/name)."""
     data: str | None = None
     """A text file or folder, a jsonl or parquet file, or a `datasets` directory. Default: this Python's own library."""
     context_length: int = 256
     """Tokens per sequence; documents are packed into full sequences."""
-    batch_size: int = 4
+    batch_size: Count = 4
     """Sequences per forward pass and device."""
-    gradient_accumulation_steps: int = 1
-    """Forward passes per optimiser step."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations."""
-    max_steps: int = 48
-    """Optimiser steps."""
+    max_steps: Count = 48
     learning_rate: float | None = None
     """Peak of a cosine schedule. Default: 3e-3 from scratch, 2e-5 for pretrained weights, 2e-4 with LoRA."""
-    lora_rank: int = 0
-    """Train rank-r adapters on every linear layer but the head, and freeze the rest. 0: train everything."""
     attention: Literal["auto", "sdpa", "eager", "nsa"] = "auto"
     """nsa: native sparse attention, memory linear in the context. auto: as the checkpoint's config says, else sdpa."""
-    mlp_tiles: int = 1
-    """Compute each MLP in so many pieces of the sequence, again in backward: the same numbers in less memory."""
-    offload_activations: bool = False
-    """Keep what --gradient-checkpointing keeps in the host's memory."""
+    mlp_tiles: MlpTiles = 1
+    offload_activations: Offloading = False
     rope_scaling: str = ""
     """KIND:FACTOR, such as yarn:4, to go beyond the model's positions: linear, dynamic or yarn."""
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     """What several ranks divide beside the data: nothing, or weights, gradients and optimizer state."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     """Ranks that share each matrix, and see the same sequences."""
-    context_parallel: int = 1
+    context_parallel: Count = 1
     """Ranks that share each sequence, a part of it each."""
-    rank_timeout: int = 1800
+    rank_timeout: Count = 1800
     """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "chunked"] = "auto"
     """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
@@ -61,11 +52,9 @@ class TrainConfig(RunOptions):
 
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
-        self.check_shared("context_length")
+        self.check_shared()
         expected = "at least 2 (a token and its successor)"
         require(self.context_length >= 2, "context_length", expected, self.context_length)
-        require(self.mlp_tiles >= 1, "mlp_tiles", "at least 1", self.mlp_tiles)
-        require(self.rank_timeout >= 1, "rank_timeout", "at least 1", self.rank_timeout)
         self._check_split()
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
@@ -75,8 +64,6 @@ class TrainConfig(RunOptions):
 
     def _check_split(self) -> None:
         """OptionError for ranks that cannot share matrices or sequences."""
-        for name in ("tensor_parallel", "context_parallel"):
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         length, ranks = self.context_length, self.context_parallel
         fitting = f"a multiple of --context-parallel {ranks}, such as {-(-length // ranks) * ranks}"
         require(length % ranks == 0, "context_length", fitting, length)

@@ -94,7 +94,7 @@ def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTo
 
 def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
     """What each rank gets; raises LogitlessError where the model or the ranks cannot be divided as asked."""
-    wanted = reaching(config, source)
+    wanted = reaching(source, config.context_length, config.rope_scaling)
     layout = Layout.of(config, ranks)
     if layout.tensor > 1:
         check_split(wanted, layout.tensor, config.attention == "nsa" or saved_with_nsa(wanted))

@@ -26,11 +26,11 @@ const startProfile = (main) => {
           .map((count) => el("td", { class: "number" }, count === undefined ? "–" : bytes(count)));
       })))))));
   main.append(el("div", { class: "pair" }, ...runs.map(([name, run], i) => peakCard(run, i, title(name), bytes))));
-  const remedies = profile.remedies ?? [], lint = [...new Set(runs.flatMap(([, run]) => run.lint.map(findingText)))];
-  if (remedies.length) main.append(card("remedies", "Remedies, each traced", scroll("Remedies", table(
-    [["remedy"], ["peak", "number"], ["saved", "number"]], remedies.map((remedy) => el("tr", {},
-      el("th", { scope: "row" }, remedy.remedy), el("td", { class: "number" }, bytes(remedy.peak.bytes)),
-      el("td", { class: "number" }, bytes(remedy.saved_bytes))))))));
+  const savings = profile.savings ?? [], lint = [...new Set(runs.flatMap(([, run]) => run.lint.map(findingText)))];
+  if (savings.length) main.append(card("savings", "Savings, each traced", scroll("Savings", table(
+    [["saving"], ["peak", "number"], ["saved", "number"]], savings.map((saving) => el("tr", {},
+      el("th", { scope: "row" }, saving.saving), el("td", { class: "number" }, bytes(saving.peak.bytes)),
+      el("td", { class: "number" }, bytes(saving.saved_bytes))))))));
   if (lint.length) main.append(card("lint", "Tensors on another device", el("ul", {}, ...lint.map((text) => el("li", {}, text)))));
 };
 

@@ -1,4 +1,4 @@
-"""Python's expressions as JavaScript; each kind of node has its method, others are refused."""
+"""Python's expressions and statements as JavaScript; each kind of node has its method, others are refused."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import ast
 import dataclasses
 import json
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from .signatures import Signature, own_nodes, refuse, signature, signature_of
 
-if TYPE_CHECKING:
-    from .program import Program
-
 OPERATORS = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Mod: "mod", ast.LShift: "lshift",
-    ast.RShift: "rshift", ast.USub: "neg", ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt",
-    ast.GtE: "ge", ast.In: "in_", ast.NotIn: "not_in",
-}  # fmt: skip
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.LShift: "lshift",
+    ast.RShift: "rshift",
+    ast.USub: "neg",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.In: "in_",
+    ast.NotIn: "not_in",
+}
 FORMATS = {"": "str", ",": "commas", "02d": "two_digits"}
 BUILTINS = frozenset({
     "abs", "all", "any", "bool", "frozenset", "getattr", "int", "len", "list", "max", "min", "next", "set", "sorted",
@@ -32,10 +42,26 @@ RESERVED = frozenset({  # names in Python that mean something else in JavaScript
 })  # fmt: skip
 
 
+class Definitions(Protocol):
+    """What a translation asks of the program that it becomes a part of."""
+
+    attributes_read: dict[str, str]  # name, where
+
+    def named(self, module: str, name: str, value: Any) -> str:
+        """JavaScript's name for what `name` means in a module."""
+        ...
+
+    def value(self, value: Any, name: str) -> str:
+        """JavaScript for a value; `name` is what an error calls it."""
+        ...
+
+
 class Expressions:
     """Translates the expressions of one function; `scopes` are the enclosing functions' names, with signatures."""
 
-    def __init__(self, program: Program, file: str, namespace: dict[str, Any], scopes: tuple[dict, ...] = ()) -> None:
+    def __init__(
+        self, program: Definitions, file: str, namespace: dict[str, Any], scopes: tuple[dict, ...] = ()
+    ) -> None:
         self.program, self.file, self.namespace, self.scopes = program, file, namespace, scopes
 
     def inside(self, scope: dict[str, Signature | None]) -> Self:

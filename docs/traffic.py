@@ -1,4 +1,4 @@
-"""What GPUs tell each other in one optimizer step: bytes that leave each of them, by what travels (no torch import).
+"""What GPUs tell each other in one optimizer step: bytes that leave each of them, by what travels.
 
 Ring algorithms: an all-reduce of b bytes among r sends 2·(r-1)/r·b, an all-gather or reduce-scatter half of that.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...algebra.costs import slices_of, traffic_of
-from .setting import SHARDINGS, Setting, ceil_div
-from .states import BF16, FP32, trained_parameters
+from logitless.algebra.costs import slices_of, traffic_of
+from logitless.workbench.plan.setting import SHARDINGS, Setting, ceil_div
+from logitless.workbench.plan.states import BF16, FP32, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sent:
     nbytes: int
 
 
-def exchange(setting: Setting) -> list[Sent]:
+def traffic(setting: Setting) -> list[Sent]:
     """What a supervised step sends, largest first; rows of nothing are left out."""
     rows = [*_sharding(setting), *_tensor(setting), *_context(setting)]
     return sorted((Sent(name, nbytes) for name, nbytes in rows if nbytes), key=lambda row: -row.nbytes)

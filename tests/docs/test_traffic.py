@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from docs.traffic import traffic
 from logitless.models.catalog import from_config
 from logitless.workbench.plan.setting import Setting
-from logitless.workbench.plan.traffic import exchange
 from tests.support.workbench.rank_bytes import CONFIG
 
 SHAPE = from_config(CONFIG, "tiny")
@@ -15,7 +15,7 @@ WEIGHTS, HEAD = 2 * SHAPE.parameters, 2 * SHAPE.head
 
 
 def sent(setting: Setting) -> dict[str, int]:
-    return {row.name.split(",")[0]: row.nbytes for row in exchange(setting.check())}
+    return {row.name.split(",")[0]: row.nbytes for row in traffic(setting.check())}
 
 
 def test_one_gpu_sends_nothing():

@@ -13,7 +13,7 @@ from .text import name_of, pieces, raw_name, shown
 CLASSES = (0.9, 0.5, 0.2, 0.05)
 
 
-def described(record: SampleRecord, tokenizer: Any, before: Sequence[int]) -> dict[str, Any]:
+def to_dict(record: SampleRecord, tokenizer: Any, before: Sequence[int]) -> dict[str, Any]:
     """One sequence's text and tokens, as JSON values. Log-probs, entropies and the best entries are raw.
 
     record: one sequence, (T,); tokenizer: transformers'; before: the prompt's ids. A token's `name` is what it is
