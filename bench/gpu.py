@@ -43,15 +43,7 @@ def check(device: str, seconds: float, out: Path | None) -> int:
     Each case is a line beside `out`, in NAME.cases.jsonl, as it begins and as it ends.
     """
     processes = CHECK_PROCESSES if device == "cuda" else 1
-    command = [
-        sys.executable,
-        "-W",
-        "ignore::RuntimeWarning",
-        "-m",
-        "tests.support.vocab.triton_cases",
-        "--device",
-        device,
-    ]
+    command = [sys.executable, "-m", "tests.support.vocab.triton_run", "--device", device]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "cases.jsonl" if out is None else out.with_suffix(".cases.jsonl")

@@ -1,15 +1,22 @@
 """Fixtures for every test: a fixed seed, poisoned uninitialised memory, the backends that run here."""
 
+import os
 import random
 
 import hypothesis
 import numpy
 import pytest
 import torch
-from torch._dynamo import trace_rules
 from torch.utils._device import _device_constructors
 
 from tests.support.allocations import poison
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton's first import, which is torch._dynamo's
+
+from torch._dynamo import trace_rules
+
+from logitless.vocab.call import triton_support
 
 # torch.compile and `with torch.device(...)` learn once which object is torch.empty: let them see the real one.
 trace_rules.get_torch_obj_rule_map()
@@ -39,6 +46,30 @@ def seed() -> int:
     return 0
 
 
-@pytest.fixture(params=["eager"])
+@pytest.fixture(params=["eager", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore::RuntimeWarning"))])
 def backend(request) -> str:
+    """Every backend that runs on a CPU; Triton's kernels are interpreted, in numpy, which warns of inf - inf."""
+    for mark in request.node.iter_markers("not_on"):
+        if request.param in mark.args:
+            pytest.skip(mark.kwargs["reason"])
+    if request.param == "triton" and (reason := triton_support.why_not("cpu")):
+        pytest.skip(reason)
     return request.param
+
+
+def on_triton(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases under Triton's interpreter, of each test."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if getattr(item, "callspec", None) is not None and item.callspec.params.get("backend") == "triton":
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """On Triton the fast suite runs the middle one of a test's parameters, and none of a test that is `slow_on` it."""
+    for cases in on_triton(items).values():
+        for i, item in enumerate(cases):
+            if i != len(cases) // 2 or any("triton" in mark.args for mark in item.iter_markers("slow_on")):
+                item.add_marker(pytest.mark.slow)

@@ -87,17 +87,18 @@ def test_a_check_that_hangs_is_killed():
 
 def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
     report = tmp_path / "cases.jsonl"
-    code = """if True:
-        import os, sys
-        from tests.support.vocab import triton_cases
-        def wrong(): raise ValueError("off by one")
-        triton_cases.CASES = {"right": lambda: None, "wrong": wrong, "hangs": lambda: os._exit(9), "last": wrong}
-        triton_cases.main(["--device", "cpu", "--report", sys.argv[1]])"""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code, str(report)], check=False, cwd=ROOT, env=environment)
+    (tmp_path / "test_some.py").write_text("""if True:
+        import os
+        def test_right(device): pass
+        def test_wrong(device): raise ValueError("off by one")
+        def test_hangs(device): os._exit(9)
+        test_last = test_wrong""")
+    command = [sys.executable, "-m", "tests.support.vocab.triton_run", "--device", "cpu"]
+    done = subprocess.run([*command, "--folder", str(tmp_path), "--report", str(report)], check=False, cwd=ROOT)
     assert done.returncode == 9
     lines = read_lines(report)
-    assert gpu.outcomes(lines) == {"passed": ["right"], "failed": ["wrong"], "broken": ["hangs"], "left": ["last"]}
+    right, wrong, hangs, last = (f"test_some.py::test_{x}" for x in ("right", "wrong", "hangs", "last"))
+    assert gpu.outcomes(lines) == {"passed": [right], "failed": [wrong], "broken": [hangs], "left": [last]}
     assert "off by one" in lines[-2]["error"]
 
 
@@ -243,8 +244,12 @@ def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
 
 
 def test_the_correctness_suite_needs_no_pytest():
-    code = "import sys, tests.support.vocab.triton_cases; sys.exit('pytest' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+    code = """if True:
+        import sys
+        sys.modules["pytest"] = None
+        from tests.support.vocab import triton_run
+        assert len(triton_run.collected(triton_run.FOLDER)) > 100"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

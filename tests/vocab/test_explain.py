@@ -6,7 +6,7 @@ import torch
 import logitless as ll
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import operands
-from tests.support.vocab.measuring import measure
+from tests.support.vocab.measuring import measure, not_interpreted
 
 N, H, V = 64, 32, 2048
 TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
@@ -24,6 +24,7 @@ def backward(outputs, ops):
         torch.autograd.grad(sum(x.sum() for x in outputs), list(ops.leaves.values()))
 
 
+@not_interpreted
 @pytest.mark.parametrize(
     ("budget", "dtype"), [(None, torch.float32), (100_000, torch.float32), (100_000, torch.bfloat16)]
 )

@@ -65,6 +65,20 @@ class Operands:
         named = {"hidden": leaf(self.hidden), "weight": leaf(self.weight), "bias": leaf(self.bias)}
         return replace(self, **named, ref=ref, adapters=adapters)
 
+    def on(self, device: str) -> "Operands":
+        """The same numbers as new leaves on a device; on a CPU the operands themselves."""
+        if device == "cpu":
+            return self
+
+        def leaf(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.detach().to(device).requires_grad_(x.requires_grad)
+
+        adapters = tuple(replace(x, a=leaf(x.a), b=leaf(x.b)) for x in self.adapters)
+        labels = None if self.labels is None else self.labels.to(device)
+        ref = None if self.ref is None else self.ref.on(device)
+        named = {"hidden": leaf(self.hidden), "weight": leaf(self.weight), "bias": leaf(self.bias)}
+        return replace(self, **named, labels=labels, ref=ref, adapters=adapters)
+
     def training(self, *names: str) -> "Operands":
         """The same operands with exactly these requiring a gradient; "a" and "b" are every adapter's."""
         out = self.to(self.weight.dtype)
@@ -161,7 +175,7 @@ def cotangents_like(results: dict[str, Tensor]) -> dict[str, Tensor]:
 def gradients(results: dict[str, Tensor], leaves: dict[str, Tensor], up: dict[str, Tensor]) -> dict[str, Tensor]:
     """The gradient by leaf of Σ cotangent·result, keeping the graph for another backward."""
     outputs = [results[name] for name in up]
-    upstream = [up[name].to(results[name].dtype) for name in up]
+    upstream = [up[name].to(results[name]) for name in up]
     found = torch.autograd.grad(outputs, list(leaves.values()), upstream, retain_graph=True)
     return dict(zip(leaves, found, strict=True))
 

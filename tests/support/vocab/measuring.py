@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import pytest
 from torch.autograd.profiler import profile
+
+not_interpreted = pytest.mark.not_on(
+    "triton", reason="a call large enough to measure takes minutes under the interpreter, whose casts take room"
+)
 
 # name: where the two factors stand among the arguments
 PRODUCTS = {

@@ -9,6 +9,7 @@ from logitless.errors import DtypeError, GradientError, OptionError
 from logitless.vocab.reference import dense_logits
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, operands
+from tests.support.vocab.measuring import not_interpreted
 
 REDUCTIONS = ["mean", "sum", "none"]
 BUDGETS = [None, 3 * 8 * 3 * 23, 1]  # bytes: all tokens at once, three at a time, one at a time
@@ -137,6 +138,7 @@ def test_half_precision_operands_give_the_exact_loss_of_those_operands(dtype, re
     check(ops, tolerance=2e-5, backend=backend, **options)
 
 
+@pytest.mark.not_on("triton", reason="the interpreter cuts to bf16 where a GPU rounds; on_device/ has it to that bias")
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_upstream_gradient_is_not_rounded_to_bf16(label_smoothing, backend):
     """1/3 in bf16 is 0.2% too much, in every element alike: a bias, not noise."""
@@ -235,6 +237,7 @@ def test_values_without_meaning(options, backend):
     assert "\n" not in str(caught.value)
 
 
+@not_interpreted
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_no_allocation_of_every_token_times_every_entry(label_smoothing, reduction, backend):

@@ -28,6 +28,7 @@ def test_all_statistics_at_once(budget, dtype, backend):
     compare(ops, EVERYTHING, backend=backend, **options)
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("hidden",)])
 @pytest.mark.parametrize("budget", [1, 50, 400])
 def test_the_smallest_slices(budget, trainable, backend):
@@ -192,6 +193,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow_on("triton")
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(o=OPTIONS)
 def test_any_shape_and_option(o, backend):

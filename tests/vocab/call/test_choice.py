@@ -48,7 +48,8 @@ def test_no_gpu_that_torch_sees():
         choice.choose("triton", "cuda")
 
 
-def test_by_name_on_a_cpu():
+def test_by_name_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
     x = torch.randn(3, 4)
     with pytest.raises(BackendError, match="needs a CUDA device, got cpu; set TRITON_INTERPRET=1"):
         ll.token_stats(x, ll.LMHead(torch.randn(5, 4)), torch.tensor([0, 1, 2]), backend="triton")

@@ -11,7 +11,7 @@ from logitless.errors import GradientError
 from logitless.vocab.head.low_rank import LowRank
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, Operands, operands
-from tests.support.vocab.measuring import measure
+from tests.support.vocab.measuring import measure, not_interpreted
 
 N, H, V, R = 96, 48, 8192, 6
 LORA, ALL = ("hidden", "a", "b"), ("hidden", "weight", "bias", "a", "b")
@@ -37,6 +37,7 @@ def step_of(ops: Operands, want, loss, budget, backend):
     return step
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(
     ("want", "loss", "trainable", "wide", "thin"),
@@ -88,6 +89,7 @@ def test_explain_says_so_and_draws_no_mask(backend):
     assert "rank" not in str(ll.explain(ops.hidden, ll.LMHead(ops.weight), ops.labels, backend=backend))
 
 
+@not_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("trainable", [LORA, ("a", "b"), ("hidden",), ()], ids=str)
@@ -108,6 +110,7 @@ def test_memory_holds_neither_the_logits_nor_a_merged_head(want, trainable, loss
     assert traced.peak <= said_bytes + factors + per_token + block < 4 * N * V
 
 
+@not_interpreted
 def test_hidden_states_wait_for_backward_as_they_are(backend):
     """Between forward and backward: the rank's numbers per token, and no widened copy of the hidden states."""
     ops = operands((4096,), 64, 50, dtype=torch.bfloat16, ranks=(2,), bias=False).training(*LORA)
@@ -218,6 +221,7 @@ def test_second_derivatives_are_refused(backend):
         torch.autograd.grad(loss, ops.adapters[0].a, create_graph=True)
 
 
+@pytest.mark.slow_on("triton")
 def test_every_statistic_is_the_same_in_any_slices(backend):
     ops = problem(reference=True)
     call, options = (ops.hidden, ops.head, ops.labels), {"want": EVERYTHING, "reference": ops.reference}

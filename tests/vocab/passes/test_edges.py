@@ -91,6 +91,7 @@ def test_extreme_logits(spread, budget, backend):
                 assert grad.isfinite().all(), name
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_ties(budget, backend):
     """Logits that are equal to the last bit: the rank counts the strictly greater, one entry is the best."""

@@ -7,8 +7,9 @@ import logitless as ll
 from logitless.vocab.backends.eager.topk import LEAST_ROOM
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, PAIRED, Operands, operands
-from tests.support.vocab.measuring import measure
+from tests.support.vocab.measuring import measure, not_interpreted
 
+pytestmark = not_interpreted
 N, H, V = 128, 16, 8192
 WHOLE = 4 * N * V  # bytes of the logits: 4 MiB
 BUDGETS = [2**18, 2**20]

@@ -154,6 +154,7 @@ def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
             assert grad.abs().max() <= 1e-5, name
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("distance", [3e-3, 0.03, 0.3, 3.0])
 def test_other_divergences_are_never_negative(distance, backend):
     ops = near_policy(distance)
@@ -220,6 +221,7 @@ def error_ratios(dtype, spread, budget, backend) -> dict[str, list[float]]:
     return out
 
 
+@pytest.mark.not_on("triton", reason="five draws of every statistic take minutes under the interpreter")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 12.0, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -230,6 +232,7 @@ def test_no_further_from_exact_than_plain_torch(dtype, spread, budget, backend):
             assert statistics.median(ratios[name][i] for ratios in draws) <= LUCK, f"{name}: {what}"
 
 
+@pytest.mark.not_on("triton", reason="3,000 tokens in 100 slices and more take minutes under the interpreter")
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("weight",)])
 @pytest.mark.parametrize("loss", ["token_stats", "token_loss", "linear_cross_entropy"])
 def test_weight_gradient_accumulates_in_fp32(loss, trainable, backend):

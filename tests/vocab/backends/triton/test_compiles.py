@@ -61,27 +61,27 @@ def compiled_function(function, size, flags, **more):
     }
 
 
-fold, unfold, gemm, look = (sizes[x] for x in ("accumulate", "logits_grad", "gemm", "look"))
+accumulate, logits_grad, gemm, look = (sizes[x] for x in ("accumulate", "logits_grad", "gemm", "look"))
 at = {
-    "ROWS": fold["rows"], "BLOCK": fold["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0, "BASIS1": 0,
+    "ROWS": accumulate["rows"], "BLOCK": accumulate["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0, "BASIS1": 0,
     "GROUP": 0,
 }
 small, exact = {"warps": 4, "stages": 3}, {"enable_fp_fusion": False}
 everything = ("m", "rest", "t", "r", "above", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
-back = {"ROWS": unfold["rows"], "BLOCK": unfold["block"], "LABEL": True, "RAW": True}
+back = {"ROWS": logits_grad["rows"], "BLOCK": logits_grad["block"], "LABEL": True, "RAW": True}
 every = {"BIAS": True, "CAP": True, "REF": True, "REF_BIAS": True, "REF_CAP": True}
 print(json.dumps({
-    "fold": compiled("accumulate_slice", fold, at | {"FIRST": True, "WITH_T": True}),
-    "fold, everything": compiled("accumulate_slice", fold, at | every | {
+    "accumulate": compiled("accumulate_slice", accumulate, at | {"FIRST": True, "WITH_T": True}),
+    "accumulate, everything": compiled("accumulate_slice", accumulate, at | every | {
         "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
         "TOP": 32, "BLOCK": 2048}),
-    "fold with weights": compiled("accumulate_slice", fold, at | {
+    "accumulate with weights": compiled("accumulate_slice", accumulate, at | {
         "BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
-    "fold, best of groups": compiled("accumulate_slice", fold, at | {"FIRST": True, "GROUP": 64, "WITH_SUM": True}),
-    "unfold": compiled("logits_grad_slice", unfold, back),
-    "unfold, everything": compiled("logits_grad_slice", unfold, back | every | {
+    "accumulate, best of groups": compiled("accumulate_slice", accumulate, at | {"FIRST": True, "GROUP": 64, "WITH_SUM": True}),
+    "logits_grad": compiled("logits_grad_slice", logits_grad, back),
+    "logits_grad, everything": compiled("logits_grad_slice", logits_grad, back | every | {
         "PLOGP": True, "PD": True, "PM": True, "P2": True, "Q": True, "ONE": True}),
-    "products and fold": compiled("accumulate_products", gemm, {
+    "products and accumulate": compiled("accumulate_products", gemm, {
         "ROWS": gemm["rows"], "BLOCK": gemm["entries"], "INNER": gemm["inner"], "GROUP": gemm["group"],
         "LABEL": True, "WITH_T": True}),
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
@@ -97,7 +97,7 @@ print(json.dumps({
     "draw": compiled("draw_tokens", look, {"PARTS": 16, "LANES": 64, "BLOCK": 4096}, **exact),
     "draw, rules": compiled("draw_tokens", look, {"RULES": True, "PARTS": 16, "LANES": 64, "BLOCK": 4096}, **exact),
     "finish": compiled_function(finisher(everything, True, True).kernel, small, {}),
-    "label's slope": compiled_function(
+    "label's coefficient": compiled_function(
         label_coefficient_kernel(
             ("p", "plogp", "pD"),
             ("m", "log_s", "logprob", "label_logit", "label_ref", "shift", "log_ratio"), 0.5).kernel, small, {}),
@@ -121,13 +121,13 @@ def test_each_compiles_for_hopper_without_local_memory_or_atomics(kernels):
 
 
 def test_slices_are_read_sixteen_bytes_at_a_time(kernels):
-    for name in ("fold", "fold with weights", "unfold", "second look"):
+    for name in ("accumulate", "accumulate with weights", "logits_grad", "second look"):
         assert kernels[name]["wide"] > 0, name
 
 
 def test_a_gradient_over_its_own_input_waits_for_all_reads(kernels):
-    assert kernels["unfold"]["barriers"] > 0
-    assert kernels["fold with weights"]["barriers"] > 0
+    assert kernels["logits_grad"]["barriers"] > 0
+    assert kernels["accumulate with weights"]["barriers"] > 0
 
 
 def test_noise_is_rounded_as_everywhere_else(kernels):
@@ -136,4 +136,4 @@ def test_noise_is_rounded_as_everywhere_else(kernels):
 
 
 def test_products_use_the_tensor_cores(kernels):
-    assert kernels["products and fold"]["wgmma"] > 0
+    assert kernels["products and accumulate"]["wgmma"] > 0
