@@ -143,7 +143,7 @@ def storage(sizes: Sizes, steps: tuple[int, ...] = (16, 32, 64, 128), ks: tuple[
                 )
                 kept = tracker.live
             soft = sum(x.untyped_storage().nbytes() for x in vars(rollout.soft).values() if isinstance(x, torch.Tensor))
-            rows.append({"steps": n, "k": k, "soft_bytes": soft, "saved_bytes": kept})
+            rows.append({"steps": n, "k": k, "soft_bytes": soft, "kept_bytes": kept})
             del rollout
     return {"sizes": vars(sizes), "rows": rows, "whole_bytes_per_step": 4 * sizes.batch * sizes.vocab}
 

@@ -83,7 +83,7 @@ def kept_per_entry(record: Record) -> tuple[float, float]:
     """By how many bytes what a rollout keeps grows with each step and entry, at the least and the greatest T."""
     found = []
     for t in (min(r["steps"] for r in record["rows"]), max(r["steps"] for r in record["rows"])):
-        row = {r["k"]: r["saved_bytes"] for r in record["rows"] if r["steps"] == t}
+        row = {r["k"]: r["kept_bytes"] for r in record["rows"] if r["steps"] == t}
         found.append((row[max(row)] - row[min(row)]) / (t * (max(row) - min(row)) * record["sizes"]["batch"]))
     return found[0], found[1]
 
@@ -96,7 +96,7 @@ def storage(record: Record) -> str:
     table = []
     for t, of in rows.items():
         sizes = [*(of[k]["soft_bytes"] for k in ks), t * record["whole_bytes_per_step"]]
-        sizes += [of[k]["saved_bytes"] for k in (ks[0], ks[-1])]
+        sizes += [of[k]["kept_bytes"] for k in (ks[0], ks[-1])]
         table.append([str(t), *(f"{x / 1e3:,.0f} kB" for x in sizes)])
     (low, high), kept = per_entry(record), kept_per_entry(record)
     kept_at = [f"kept in all, k={k:,}" for k in (ks[0], ks[-1])]

@@ -27,7 +27,7 @@ LONG = {"labels", "best_keys", "keys", "ids", "order", "room", "seeds", "positio
 SHORT = {"peaks", "lives", "whole"}
 NUMBERS = {
     "n", "width", "start", "n_parts", "part_width", "depth", "n_out", "group", "count", "k", "n_groups", "n_best",
-    "held",
+    "n_topk",
 }
 
 
@@ -47,7 +47,7 @@ def compiled_function(function, size, flags, **more):
             return "i32"
         half = name in NARROW or (name == "out" and kernel == "logits_grad_slice")
         return "*" + ("bf16" if half else "i64" if name in LONG else "i32" if name in SHORT else "fp32")
-    ragged = {"start", "n_parts", "k", "n_groups", "n_best", "held"}
+    ragged = {"start", "n_parts", "k", "n_groups", "n_best", "n_topk"}
     aligned = {(names.index(x),): [["tt.divisibility", 16]] for x in names if x not in upper and x not in ragged}
     source = ASTSource(fn=function, signature={x: type_of(x) for x in names}, constexprs=constants, attrs=aligned)
     options = {"num_warps": size["warps"], "num_stages": size["stages"], **more}
@@ -63,8 +63,8 @@ def compiled_function(function, size, flags, **more):
 
 accumulate, logits_grad, gemm, look = (sizes[x] for x in ("accumulate", "logits_grad", "gemm", "look"))
 at = {
-    "ROWS": accumulate["rows"], "BLOCK": accumulate["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0, "BASIS1": 0,
-    "GROUP": 0,
+    "ROWS": accumulate["rows"], "BLOCK": accumulate["block"], "LABEL": True, "TOP": 1, "BEST": 0, "BASIS0": 0,
+    "BASIS1": 0, "GROUP": 0,
 }
 small, exact = {"warps": 4, "stages": 3}, {"enable_fp_fusion": False}
 everything = ("m", "rest", "t", "r", "above", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
@@ -77,7 +77,8 @@ print(json.dumps({
         "TOP": 32, "BLOCK": 2048}),
     "accumulate with weights": compiled("accumulate_slice", accumulate, at | {
         "BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
-    "accumulate, best of groups": compiled("accumulate_slice", accumulate, at | {"FIRST": True, "GROUP": 64, "WITH_SUM": True}),
+    "accumulate, best of groups": compiled("accumulate_slice", accumulate, at | {
+        "FIRST": True, "GROUP": 64, "WITH_SUM": True}),
     "logits_grad": compiled("logits_grad_slice", logits_grad, back),
     "logits_grad, everything": compiled("logits_grad_slice", logits_grad, back | every | {
         "PLOGP": True, "PD": True, "PM": True, "P2": True, "Q": True, "ONE": True}),
