@@ -52,12 +52,12 @@ def test_the_formula_and_the_gradient_are_true(name, numbers):
         z, LMHead(eye), known["labels"], want=(name,), reference=(z_ref, LMHead(eye)), jsd_beta=BETA
     )[name]
     torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
-    if STATISTICS[name].slope is None:
+    if STATISTICS[name].coefficients is None:
         assert gradient == "none"
         return
-    (slope,) = torch.autograd.grad(true.sum(), z)
+    (computed,) = torch.autograd.grad(true.sum(), z)
     written = eval(gradient.strip("`"), known | {"S": true[:, None]}) + torch.zeros_like(z)
-    torch.testing.assert_close(written, slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(written, computed, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
