@@ -7,13 +7,18 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-all test-deepspeed test-gemma test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo test test-core test-all test-deepspeed test-gemma test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
 
 demo: .venv/train.stamp
 	$(BIN)/logitless train
 
 test: .venv/dev.stamp
 	$(PYTEST) -m "not slow"
+
+# The library alone, for the inner loop: no run, no command, no rank, and Triton's interpreter only with `make test`.
+test-core: .venv/dev.stamp
+	$(PYTEST) -m "not slow" -k "not triton" --ignore tests/vocab/ranks --ignore tests/vocab/backends/triton \
+		tests/algebra tests/losses tests/vocab tests/test_logits.py tests/sample tests/relax tests/jax
 
 test-all: .venv/dev.stamp
 	$(PYTEST)

@@ -20,9 +20,10 @@ from ...algebra.costs import Slices, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
+from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED, SparseBackward
-from . import rows as few_rows
-from .logits import Operands, Projection, mask_labels, operand_dtype
+from . import rows as plain_rows
+from .logits import FewRows, Operands, Projection, mask_labels, operand_dtype
 
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
@@ -62,6 +63,7 @@ class Backend(ABC):
         where it holds slices, and recomputes them where it does not. Nothing to do where `is_dense` says so.
         """
 
+    few_rows: FewRows = plain_rows  # products with a few rows of a table for each token
     draws_on_device = False  # whether kernels of its own draw tokens from a chunk's rows: see `sample.triton_draw`
     sums_logits_anyway = False  # whether `zsum` costs it nothing
 
@@ -137,22 +139,6 @@ class Backend(ABC):
         if factor.device.type != "cpu" or factor.item() != 1:
             x.mul_(factor)
 
-    def dot(
-        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """x_n · table[i_nk], (N, k): see `rows.dot`."""
-        return few_rows.dot(x, table, ids, cast, dtype)
-
-    def add_weighted(
-        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
-    ) -> None:
-        """into += Σ_k w_nk·table[i_nk]: see `rows.add_weighted`."""
-        few_rows.add_weighted(into, weights, table, ids, cast)
-
-    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
-        """into[i_nk] += w_nk·x_n: see `rows.scatter`."""
-        few_rows.scatter(weights, x, ids, into)
-
 
 def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:
     """Whether there is anything to do for `logits_grad`: bases with a number for every entry."""
@@ -222,8 +208,10 @@ class Chunk:
         i, options = call.chunk(rows), call.options
         temperature = options.temperature if i.temperature is None else i.temperature
 
-        def on(hidden: Tensor, head: Any, lora: tuple[Tensor | None, Tensor | None]) -> Projection:
-            return Projection(hidden, head, temperature, call.compute, backend, autocast=options.autocast, lora=lora)
+        def on(hidden: Tensor, head: LMHead, lora: tuple[Tensor | None, Tensor | None]) -> Projection:
+            return Projection(
+                hidden, head, temperature, call.compute, backend.few_rows, autocast=options.autocast, lora=lora
+            )
 
         policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b))
         reference = label = None

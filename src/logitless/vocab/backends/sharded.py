@@ -26,7 +26,7 @@ class ShardedBackend(Backend):
     """
 
     def __init__(self, local: Backend, shard: VocabShard, rows: int) -> None:
-        self.local = local
+        self.local, self.few_rows = local, local.few_rows
         self.layout = layout_of(shard, rows)
         self.ranks = Ranks(shard.process_group)
 
@@ -83,19 +83,6 @@ class ShardedBackend(Backend):
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         self.local.scale_(x, factor)
-
-    def dot(
-        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return self.local.dot(x, table, ids, cast, dtype)
-
-    def add_weighted(
-        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
-    ) -> None:
-        self.local.add_weighted(into, weights, table, ids, cast)
-
-    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
-        self.local.scatter(weights, x, ids, into)
 
     def _label(self, each: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The label's logits, which one rank has and the others have 0 for."""

@@ -221,6 +221,7 @@ def _rows_of(names: Iterable[str], values: dict[str, Tensor], other: Tensor) -> 
 class TritonBackend(Backend):
     """Kernels of Triton that read a slice's products in place, on CUDA or, interpreted, on a CPU."""
 
+    few_rows = rows
     draws_on_device = True
     sums_logits_anyway = True
 
@@ -334,16 +335,3 @@ class TritonBackend(Backend):
         with on(x.device):
             programs = max(1, min(1024, triton.cdiv(x.numel(), 4096)))
             differentiating.scale[(programs,)](x, factor, x.numel(), BLOCK=4096)
-
-    def dot(
-        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return rows.dot(x, table, ids, cast, dtype)
-
-    def add_weighted(
-        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
-    ) -> None:
-        rows.add_weighted(into, weights, table, ids, cast)
-
-    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
-        rows.scatter(weights, x, ids, into)
