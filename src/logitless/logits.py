@@ -145,19 +145,19 @@ def chunked_self_certainty(
 
 
 class _SelfCertainty(torch.autograd.Function):
-    """Keeps the logits, which exist anyway, and the log-sum-exps: the slope softmax - 1/V is formed in backward."""
+    """Keeps the logits, which exist anyway, and the log-sum-exps: the gradient softmax - 1/V is formed in backward."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, chunk_size: int) -> Tensor:
         dtype = _stat_dtype(logits)
-        fold, total = None, torch.zeros(logits.shape[:-1], dtype=dtype, device=logits.device)
+        state, total = None, torch.zeros(logits.shape[:-1], dtype=dtype, device=logits.device)
         for chunk in logits.split(chunk_size, -1):
             work = chunk.to(dtype, copy=True)
             total += work.sum(-1)
             top = work.amax(-1).clamp_min(torch.finfo(dtype).min)  # a chunk of -inf alone has weight 0, not nan
             part = Accumulation(top, work.sub_(top[..., None]).exp_().sum(-1) - 1)
-            fold = part if fold is None else merge(fold, part, torch)
-        lse = fold.m + fold.rest.log1p()  # pyright: ignore[reportOptionalMemberAccess]
+            state = part if state is None else merge(state, part, torch)
+        lse = state.m + state.rest.log1p()  # pyright: ignore[reportOptionalMemberAccess]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, lse)
         return lse - total / logits.shape[-1] - math.log(logits.shape[-1])
@@ -171,8 +171,8 @@ class _SelfCertainty(torch.autograd.Function):
         logits, lse = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for at in _tiles(logits):
-            slope = torch.sub(logits[at], lse[at][:, None]).exp_().sub_(1 / logits.shape[-1])
-            grad[at] = slope.mul_(grad_certainty[at][:, None])
+            dz = torch.sub(logits[at], lse[at][:, None]).exp_().sub_(1 / logits.shape[-1])
+            grad[at] = dz.mul_(grad_certainty[at][:, None])
         return grad, None
 
 

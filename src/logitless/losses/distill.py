@@ -76,7 +76,7 @@ def soft_targets(
             raise OptionError(f"tail must be 'bucket', 'renormalise' or 'ignore', got {tail!r}")
         return inside
     left = (1.0 - weights.sum(-1)).clamp_min(0.0)
-    # The record's share of the student's mass, kept below 1 so that an empty tail has a finite slope.
+    # The record's share of the student's mass, kept below 1 so that an empty tail has a finite derivative.
     share = torch.where(used, logp, -torch.inf).logsumexp(-1).clamp_max(-torch.finfo(logp.dtype).eps)
     return inside - left * log1mexp(share)
 

@@ -213,16 +213,16 @@ def token_weights(
     Sequences without tokens count as zero. Raises OptionError for an unknown scheme, or for "constant"
     without a length.
     """
-    counted = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
+    valid = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
     if scheme == "sequence":
-        return counted / counted.sum(-1, keepdim=True).clamp_min(1.0) / max(1, mask.shape[0])
+        return valid / valid.sum(-1, keepdim=True).clamp_min(1.0) / max(1, mask.shape[0])
     if scheme == "token":
-        return counted / counted.sum().clamp_min(1.0)
+        return valid / valid.sum().clamp_min(1.0)
     if scheme != "constant":
         raise OptionError(f"scheme must be 'sequence', 'token' or 'constant', got {scheme!r}")
     if length is None or length < 1:
         raise OptionError(f"scheme 'constant' needs length, the longest response allowed, got {length}")
-    return counted / (max(1, mask.shape[0]) * length)
+    return valid / (max(1, mask.shape[0]) * length)
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

@@ -19,7 +19,7 @@ from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ...errors import ConfigError, DtypeError, OptionError
 from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
-from .lm_head import HandedOn, causal_lm, forward_with, handed_on, output_head, replaced, through_head
+from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
 
 Method = Literal["dense", "chunked"]
 STATE = "_logitless"
@@ -241,7 +241,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
     with (
-        handed_on(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
+        capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
         replaced(model, "_loss_function", functools.partial(_loss, model, state, seen)),
     ):
         full = dense(**given, return_dict=True)
@@ -252,7 +252,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
 def _loss(
     model: Any,
     state: Installed,
-    seen: HandedOn,
+    seen: HiddenCapture,
     logits: Tensor,
     labels: Tensor,
     vocab_size: int | None = None,
@@ -261,7 +261,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of the hidden states that the head handed on."""
+    """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     check_counts(targets, ignore_index, num_items_in_batch)
     state.watch.before()
@@ -272,9 +272,14 @@ def _loss(
             _check_transforms(model, head, seen.probe, logits)
             state.verified = True
         return linear_cross_entropy(
-            hidden, head, targets, ignore_index=ignore_index, label_smoothing=state.smoothing, denominator=items,
+            hidden,
+            head,
+            targets,
+            ignore_index=ignore_index,
+            label_smoothing=state.smoothing,
+            denominator=items,
             memory_budget=state.budget,
-        )  # fmt: skip
+        )
 
     loss = through_head(model, compute, seen.hidden(), targets)
     state.watch.after(loss)

@@ -118,9 +118,13 @@ class Chunk:
         """What the chunk reads of query, key, value, compressed and gates: views, through which gradients add up."""
         query, key, value, compressed_key, compressed_value, gates = tensors
         return [
-            query[:, self.queries], compressed_key[:, self.compressed], compressed_value[:, self.compressed],
-            key[:, self.window], value[:, self.window], gates[:, :, self.queries],
-        ]  # fmt: skip
+            query[:, self.queries],
+            compressed_key[:, self.compressed],
+            compressed_value[:, self.compressed],
+            key[:, self.window],
+            value[:, self.window],
+            gates[:, :, self.queries],
+        ]
 
     def attend(self, operands: list[Tensor]) -> Tensor:
         """(heads, queries, D), from what `operands` gives."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ...errors import ConfigError, DeviceError, OptionError
 from ...resident import reset_peak
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 from ...versions import versions
 from ..runs.files import read_lines, write_json, write_lines, write_whole
 from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve, resolve_trained
@@ -151,7 +151,7 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines."""
     before, after = summary["before"], summary["after"]
-    steps = counted(summary["steps"], "step")
+    steps = plural(summary["steps"], "step")
     for line in (
         f"{summary['method']} on {summary['model']}, {steps} of {summary['seconds_per_step']:.1f} s",
         f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",
