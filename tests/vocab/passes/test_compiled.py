@@ -54,7 +54,7 @@ def test_cross_entropy(denominator, trainable, ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_are_rounded_after_the_loss_scale(dtype):
-    """A mean's gradients under fp16's smallest number, which a loss scale lifts above it: the bits of the eager call."""
+    """A mean's gradients below fp16's smallest number, which a loss scale lifts above it: the eager call's bits."""
     ops = operands((4096,), 16, 64, dtype=dtype, ranks=(3,)).training("hidden", "weight", "bias", "a", "b")
 
     def run(*leaves):
