@@ -6,7 +6,7 @@ from torch import Tensor
 from ..errors import ShapeError
 
 
-def same_shape(logprob: Tensor, **others: Tensor | None) -> None:
+def same_shape(logprob: Tensor, /, **others: Tensor | None) -> None:
     """Refuse silent broadcasting: (T,) advantages against (T, T) log-probs would pair the wrong tokens."""
     for name, other in others.items():
         if other is not None and other.shape not in (logprob.shape, ()):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from logitless.vocab.api import linear_cross_entropy
 from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
@@ -49,3 +50,19 @@ def test_cross_entropy(denominator, trainable, ranks):
     call = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
     args = (*_packed((*call.inputs, denominator)), _key(call), Needs.of(call.inputs).flags, 0.1, 0.0, True)
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_are_rounded_after_the_loss_scale(dtype):
+    """A mean's gradients below fp16's smallest number, which a loss scale lifts above it: the eager call's bits."""
+    ops = operands((4096,), 16, 64, dtype=dtype, ranks=(3,)).training("hidden", "weight", "bias", "a", "b")
+
+    def run(*leaves):
+        return linear_cross_entropy(ops.hidden, ops.head, ops.labels) * 65536.0
+
+    leaves = list(ops.leaves.values())
+    expected = torch.autograd.grad(run(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    for x, a, b in zip(leaves, got, expected, strict=True):
+        assert a.dtype == x.dtype
+        assert torch.equal(a, b)

@@ -154,7 +154,7 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
 
 
 @contextmanager
-def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """While it lasts, the instance has an attribute of its own; `module(...)` fires the hooks around a new forward."""
     own = module.__dict__  # rather than setattr: torch.compile follows this
     had, before = name in own, own.get(name)

@@ -21,6 +21,7 @@ from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
 from .autograd import stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
+from .gradient import summed_dtypes
 from .loss import CrossEntropy, reduction_scale
 
 
@@ -138,10 +139,14 @@ class _Operator(NamedTuple):
         pairs = zip(gradients, self.call.inputs[:DIFFERENTIATED], strict=True)
         return [x.to(i.dtype) for x, i in pairs if x is not None and i is not None]
 
-    def blank_gradients(self) -> list[Tensor]:
-        """The gradients that there are, with nothing in them."""
-        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, strict=True)
-        return [torch.empty_like(x) for x, wanted in pairs if wanted and x is not None]
+    def blank_gradients(self, summed: bool = False) -> list[Tensor]:
+        """The gradients that there are, with nothing in them; summed: in the dtypes that they are summed in."""
+        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, summed_dtypes(self.call), strict=True)
+        return [
+            torch.empty_like(x, dtype=dtype if summed else x.dtype)
+            for x, wanted, dtype in pairs
+            if wanted and x is not None
+        ]
 
 
 def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, present: Sequence[bool]) -> list[Any]:
@@ -239,7 +244,7 @@ def _cross_entropy(
     denominator = said.rest[0] if said.rest else None
     evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
     total, _, _ = loss_gradients(call, said.needs, evaluate)
-    return [evaluate.total, *said.own(total.result())]
+    return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 
 @_cross_entropy.register_fake
@@ -254,16 +259,18 @@ def _(
 ) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
     scalar = said.call.inputs.hidden.new_empty((), dtype=said.call.compute)
-    return [scalar, *said.blank_gradients()]
+    return [scalar, *said.blank_gradients(summed=True)]
 
 
 def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.n_tensors, ctx.present, ctx.flags = len(inputs[0]), inputs[1], inputs[3]
+    pairs = zip(_unpacked(inputs[0], ctx.present), ctx.flags, strict=False)
+    ctx.dtypes = [x.dtype for x, wanted in pairs if wanted]
     ctx.save_for_backward(*output[1:])
 
 
 def _cross_entropy_grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    scaled = [(x * grads[0]).to(x.dtype) for x in ctx.saved_tensors]
+    scaled = [(x * grads[0]).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return _spread(scaled, ctx.flags, ctx.n_tensors, ctx.present), *([None] * 6)
 
 

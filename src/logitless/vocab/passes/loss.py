@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import GradientError, ShapeError
+from ...errors import DtypeError, GradientError, ShapeError
 from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
 from ..stats import TokenStats
@@ -43,7 +43,7 @@ def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tens
     call, valid = computing_all(call)
     call, every = call.valid_alone(), slice(None)
     seen = TokenStats({name: call.rows(x, every) for name, x in numbers.items()})
-    loss = loss_fn(seen, *(call.rows(x, every) for x in extra))
+    loss = loss_fn(seen, *(call.rows(x, every).clone() for x in extra))
     _check_loss(loss, call.n_tokens)
     if call.index is None:
         return loss if valid is None else torch.where(valid, loss, 0)
@@ -132,12 +132,14 @@ class _Caller:
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.set_grad_enabled(self.differentiate):
+            # copies: what the caller does in place reaches neither the gradient nor the inputs
             leaves = {
-                name: x.detach().requires_grad_(self.needs.any and x.is_floating_point()) for name, x in stats.items()
+                name: x.detach().clone().requires_grad_(self.needs.any and x.is_floating_point())
+                for name, x in stats.items()
             }
             parts = []
             for x, full in zip(self.extra, self.extra_grads, strict=True):
-                part = self.call.rows(x.detach(), rows)
+                part = self.call.rows(x.detach(), rows).clone()
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             loss = self.loss_fn(TokenStats(leaves), *parts)
             _check_loss(loss, rows.stop - rows.start)
@@ -160,6 +162,8 @@ def _check_loss(loss: object, n: int) -> None:
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (n,):
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ShapeError(f"loss_fn: expected one loss per token, shape ({n},), got {got}; do not reduce inside loss_fn")
+    if loss.is_complex():
+        raise DtypeError(f"loss_fn: expected a real loss per token, got {loss.dtype}; take its .real")
 
 
 def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:
