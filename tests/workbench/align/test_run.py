@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
-from logitless.workbench.runs.checkpoints import last_checkpoint
+from logitless.workbench.runs.checkpoints import RUN_FILE, last_checkpoint
 from logitless.workbench.runs.files import read_lines
-from logitless.workbench.runs.rundir import Interrupted, stored
+from logitless.workbench.runs.rundir import WRITTEN, Interrupted, stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.workbench.processes import flags, killed_at
@@ -76,6 +76,7 @@ def test_an_intuitor_run_writes_everything(finished, start):
     assert summary["memory"]["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
     assert summary["memory"]["peak_bytes"] > 2**27
     assert (place / "checkpoint-8").exists()
+    assert all(p.name == RUN_FILE or any(map(p.match, WRITTEN)) for p in place.iterdir())
     assert not (place / "README.md").exists()
 
 

@@ -17,8 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import OptionError
 from ...resident import peak_bytes
+from .checkpoints import begin_checkpoint, prune
 from .files import append_line, read_lines, write_lines
 from .packing import IGNORED, Collate, PackedRows, collate
+from .ranks import first
 
 
 class Records(TrainerCallback):
@@ -134,6 +136,21 @@ def held_out_loss(
     model.train(was_training)
     totals, counts = zip(*gather_object([(total, count)]), strict=True)
     return sum(totals) / max(sum(counts), 1)
+
+
+class OwnCheckpoints(TrainerCallback):
+    """Marks each checkpoint as the run's own before Trainer fills it, and keeps the newest; comes last."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if control.should_save:
+            first(lambda: begin_checkpoint(self.place, state.global_step))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            prune(self.place)
 
 
 class GentleStop(TrainerCallback):

@@ -45,7 +45,6 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
         "logging_steps": 1,
         "logging_nan_inf_filter": False,  # a loss that is not a number must show
         "save_steps": min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
-        "save_total_limit": 2,
         "seed": config.seed,
         "report_to": "none",
         "disable_tqdm": True,
