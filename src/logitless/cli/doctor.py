@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import DeviceError
 from ..units import format_bytes
 from ..versions import versions
+from ..workbench.runs.files import check_outputs
 from ..workbench.runs.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
 from . import options
 from .output import deliver
@@ -63,6 +64,7 @@ class DoctorConfig:
     def check(self) -> DoctorConfig:
         """Itself; OptionError for a size that means nothing."""
         check_values(self)
+        check_outputs({"json": self.json})
         return self
 
 

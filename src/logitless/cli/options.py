@@ -17,9 +17,9 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import tyro
 
 from ..errors import OptionError
+from ..workbench.runs.files import check_outputs
 from ..workbench.runs.options import Option, RunOptions, read_file, read_table
 from ..workbench.runs.rundir import RUN_FILE, stored
-from .output import check_writable
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
@@ -90,7 +90,8 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     if given.config is not None:
         base = read_file(given.config, base)
     options = over(base)
-    check_writable(json=options.json)
+    read = ("model", "reward_model", "data", "config")
+    check_outputs({"json": options.json}, {name: getattr(options, name, None) for name in read})
     return options
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OptionError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,14 +23,3 @@ def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], 
         print(json.dumps(summary, indent=2))
     elif to is not None:
         write_json(to, summary)
-
-
-def check_writable(**options: Path | None) -> None:
-    """OptionError, before any work, for a file whose folder does not exist or that is a folder; `-` is none."""
-    for name, path in options.items():
-        if path is None or str(path) == "-":
-            continue
-        if not path.parent.is_dir():
-            raise OptionError(f"--{name} {path}: the folder {path.parent} does not exist; make it first")
-        if path.is_dir():
-            raise OptionError(f"--{name} {path} is a folder; name a file in it")

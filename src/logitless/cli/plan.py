@@ -18,6 +18,7 @@ from ..units import LARGEST, parse_bytes
 from ..workbench.plan.fit import fit
 from ..workbench.plan.plan import both, sweep
 from ..workbench.plan.setting import Setting
+from ..workbench.runs.files import check_outputs, write_whole
 from ..workbench.runs.options import (
     MEMORY_BUDGET,
     Checkpointing,
@@ -32,7 +33,7 @@ from ..workbench.runs.options import (
     require,
 )
 from . import options
-from .output import check_writable, deliver
+from .output import deliver
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +158,8 @@ def parse_gpus(text: str) -> tuple[int, int]:
 def main(arguments: Sequence[str]) -> int:
     """Plans, prints, writes; 1 under --check when it does not fit."""
     config = options.parse(PlanConfig, prog="logitless plan", description=DESCRIPTION, arguments=arguments)
-    check_writable(json=config.json, png=config.png, html=config.html)
+    read = {name: getattr(config, name) for name in ("model", *SHAPES)}
+    check_outputs({"json": config.json, "png": config.png, "html": config.html}, read)
     setting = config.setting()
     dense, logitless = both(setting)
     lengths = sweep(setting, tuple(chain.from_iterable(config.sweep)))
@@ -165,7 +167,6 @@ def main(arguments: Sequence[str]) -> int:
     changes = [(change, *both(changed(config, change).setting())) for change in given]
     found = fit(setting) if config.fit else {}
     from ..workbench.plan import report
-    from ..workbench.runs.files import write_whole
 
     def show(console: Console) -> None:
         report.show(dense, logitless, console, config.units)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from ..workbench.runs.files import check_outputs, write_whole
 from ..workbench.runs.options import (
     MEMORY_BUDGET,
     Checkpointing,
@@ -23,7 +24,7 @@ from ..workbench.runs.options import (
     budget_bytes,
 )
 from . import options
-from .output import check_writable, deliver
+from .output import deliver
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,14 +71,14 @@ class ProfileConfig:
 def main(arguments: Sequence[str]) -> int:
     """Traces, prints, writes."""
     config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
-    check_writable(json=config.json, png=config.png, html=config.html)
+    outputs = {"json": config.json, "png": config.png, "html": config.html}
+    check_outputs(outputs, {"model": config.model})
     budget = budget_bytes(config.memory_budget)
     from ..models.catalog import shape_of
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
     from ..workbench.profile.measure import measure
     from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
-    from ..workbench.runs.files import write_whole
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()

@@ -8,6 +8,7 @@ from typing import Literal
 
 import tyro
 
+from ..workbench.runs.files import check_outputs
 from ..workbench.runs.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
@@ -21,7 +22,6 @@ from ..workbench.runs.options import (
     check_values,
     require,
 )
-from .output import check_writable
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,6 @@ class SampleConfig:
         require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive", self.repetition_penalty)
         require(0 <= self.seed < 2**63, "seed", "in 0..2^63-1", self.seed)
         require(all(self.stop), "stop", "some text", "none")
-        check_writable(json=self.json, parquet=self.parquet, html=self.html)
+        outputs = {"json": self.json, "parquet": self.parquet, "html": self.html}
+        check_outputs(outputs, {"model": self.model, "prompt_file": self.prompt_file})
         return self

@@ -11,9 +11,10 @@ import tyro
 
 from ..errors import DeviceError
 from ..units import format_bytes, parse_bytes
+from ..workbench.runs.files import check_outputs
 from ..workbench.runs.options import MEMORY_BUDGET, JsonFile, require
 from . import options
-from .output import check_writable, deliver
+from .output import deliver
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +47,7 @@ class VerifyConfig:
 def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
     config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
-    check_writable(json=config.json)
+    check_outputs({"json": config.json})
     threshold = parse_bytes(config.threshold, "--threshold")
     lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
     for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):

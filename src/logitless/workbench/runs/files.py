@@ -2,31 +2,132 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
-from collections.abc import Callable
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
+from ...errors import DataError, OptionError
+
+TEMPORARY = ".tmp"
+STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # open files by number: - is standard output
+MOST_OF_NAME = 40  # characters of a file's name that its temporary folder's begins with: names end at 255 bytes
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` on a temporary path (file or directory) and then puts the result in `path`'s place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
+    """Calls `write` on a new path (file or directory) and puts the result in `path`'s place, a symlink's target.
+
+    A device is written into. The new path lies in a folder of its own with a random name, which nobody else can enter.
+    Raises OptionError for what is neither a file, a folder nor a device.
+    """
+    place = target(path)
+    if place.is_char_device():
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder, place.name))
+            with Path(folder, place.name).open("rb") as made, place.open("wb", buffering=0) as device:
+                shutil.copyfileobj(made, device)
+        return
+    folder = _beside(place)
     try:
-        write(temporary)
-        if temporary.is_dir() and path.is_dir():
-            previous = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, previous)
-            os.replace(temporary, path)
-            shutil.rmtree(previous)
-        else:
-            os.replace(temporary, path)
+        write(folder / place.name)
+        if place.is_dir() and (folder / place.name).is_dir():
+            os.replace(place, folder / ".previous")
+        os.replace(folder / place.name, place)
     finally:
-        _remove(temporary)
+        shutil.rmtree(folder)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Takes away what killed processes left of `path`, which nobody is writing now."""
+    place = target(path)
+    for folder in place.parent.glob(f"{glob.escape(_prefix(place))}*{TEMPORARY}"):
+        shutil.rmtree(folder)
+
+
+def target(path: Path) -> Path:
+    """Where a file is really written: behind symlinks. OptionError for what is no file, folder or device there."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    except OSError as error:  # a circle of symlinks, a folder that is a file
+        raise OptionError(f"{path}: {error.strerror}") from None
+    stream = str(path).startswith(STREAMS) and not stat.S_ISCHR(mode)
+    if stream or not (stat.S_ISCHR(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OptionError(f"{path}: expected a file to write, got a stream, a pipe, a socket or a disk")
+    return Path(os.path.realpath(path))
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Any] | None = None, new_folders: bool = False
+) -> None:
+    """OptionError, before any work, for an output that cannot be written, or that is another one or an input.
+
+    Paths (of inputs: one, several or None) by the names of their options; `-` is no file. new_folders: those that an
+    output lies in are made when it is written.
+    """
+    places = {f"--{name}": path for name, path in outputs.items() if path is not None and str(path) != "-"}
+    for option, path in places.items():
+        _check_writable(option, path, new_folders)
+    files = {option: target(path) for option, path in places.items() if not path.is_char_device()}
+    for (option, path), (other, same) in combinations(files.items(), 2):
+        if path == same:
+            raise OptionError(f"{option} and {other} name one file, {places[option]}: give each its own")
+    for name, given in (inputs or {}).items():
+        for read in given if isinstance(given, tuple) else [given]:
+            for option, path in files.items():
+                if read is not None and _replaces(path, Path(read)):
+                    read_by = f"--{name.replace('_', '-')} {read}"
+                    raise OptionError(
+                        f"{option} {places[option]} would overwrite what {read_by} reads: write elsewhere"
+                    )
+
+
+def _replaces(path: Path, read: Path) -> bool:
+    """Whether a file that is written is the one that is read, or one that lies below the folder that is read."""
+    try:
+        real = Path(os.path.realpath(read))
+        return path.exists() and (real in (path, *path.parents) or (real.exists() and path.samefile(real)))
+    except OSError:
+        return False  # whoever reads it says what is wrong
+
+
+def _check_writable(option: str, path: Path, new_folders: bool) -> None:
+    try:
+        place = target(path)
+        if place.is_char_device():
+            place.open("wb").close()
+            return
+        if place.is_dir():
+            raise OptionError(f"{path} is a folder; name a file in it")
+        there = next(folder for folder in place.parents if folder.exists()) if new_folders else place.parent
+        if not there.is_dir():
+            raise OptionError(f"{path}: the folder {there} does not exist; make it first")
+        folder = _beside(there / place.name)
+        try:
+            (folder / place.name).touch()  # a name may be too long
+        finally:
+            shutil.rmtree(folder)
+    except OptionError as error:
+        raise OptionError(f"{option} {error}") from None
+    except OSError as error:
+        raise OptionError(f"{option} {path}: {error.strerror}") from None
+
+
+def _beside(place: Path) -> Path:
+    """A new folder beside a file, on the same disk, which its owner alone can enter."""
+    return Path(tempfile.mkdtemp(prefix=_prefix(place), suffix=TEMPORARY, dir=place.parent))
+
+
+def _prefix(place: Path) -> str:
+    return f".{place.name[:MOST_OF_NAME]}."
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -84,10 +185,3 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

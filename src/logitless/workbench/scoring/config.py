@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import OptionError
+from ..runs.files import check_outputs
 from ..runs.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
@@ -58,9 +59,8 @@ class ScoreConfig:
         if not self.data:
             raise OptionError("--data is missing: expected a text, jsonl or parquet file, or a folder of them")
         check_values(self)
-        for name in ("out", "documents", "json"):
-            path = getattr(self, name)
-            require(path is None or not path.is_dir(), name, "a file", f"the folder {path}")
+        outputs = {"out": self.place, "documents": self.documents, "json": self.json}
+        check_outputs(outputs, {"data": self.data, "model": self.model}, new_folders=True)
         length, stride = self.context_length, self.stride
         require(length is None or length >= 2, "context_length", "at least 2 (a token and its successor)", length)
         require(stride is None or stride >= 1, "stride", "at least 1", stride)

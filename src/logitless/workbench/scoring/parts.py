@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import OptionError
-from ..runs.files import write_json, write_whole
+from ..runs.files import remove_leftovers, write_json, write_whole
 from .block import COLUMNS, Scored
 
 KEY = b"logitless"  # of the files' metadata
@@ -116,8 +115,7 @@ class Parts:
         """Takes away the parts, and what was left of a file that a killed run had begun to merge."""
         (self.folder / MANIFEST).unlink()  # first: without it nobody goes on with what a stopped clean-up leaves
         shutil.rmtree(self.folder)
-        for path in self.place.parent.glob(f".{glob.escape(self.place.name)}.*.tmp{self.place.suffix}"):
-            path.unlink()
+        remove_leftovers(self.place)
 
 
 def _table(block: Scored) -> pa.Table:

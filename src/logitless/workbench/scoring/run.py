@@ -47,8 +47,8 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     if config.check().device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     for path in (config.documents, config.json):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # rather than fail at the end
+        if path is not None and str(path) != "-":
+            path.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = _ranks()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "score with")

@@ -1,0 +1,188 @@
+"""Files that appear whole or not at all, wherever their names lead."""
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from logitless.cli.main import main
+from logitless.errors import OptionError
+from logitless.workbench.runs.files import check_outputs, remove_leftovers, target, write_text, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_written_through_its_symlinks(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far/next")
+    (tmp_path / "far" / "next").symlink_to("file")  # not there yet
+    for text in ("one", "two"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "far" / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "far" / "next").is_symlink()
+    assert names(tmp_path) == ["far", "link"]
+    assert names(tmp_path / "far") == ["file", "next"]
+
+
+def test_a_device_is_written_into():
+    before = os.stat("/dev/null")
+    write_text(Path("/dev/null"), "text")
+    after = os.stat("/dev/null")
+    assert stat.S_ISCHR(after.st_mode)
+    assert before.st_ino == after.st_ino
+
+
+def test_a_full_device_is_an_error_of_the_system():
+    with pytest.raises(OSError, match="No space left"):
+        write_text(Path("/dev/full"), "text")
+
+
+@pytest.fixture(params=["pipe", "socket", "circle", "stream"])
+def special(request, tmp_path) -> Path:
+    path = tmp_path / "special"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif request.param == "circle":
+        path.symlink_to(path)
+    else:
+        return Path("/dev/stdout")
+    return path
+
+
+def test_what_is_neither_file_nor_device_is_refused(special, capfd):
+    kind = special.lstat()
+    with pytest.raises(OptionError, match=str(special)):
+        write_text(special, "text")
+    with pytest.raises(OptionError, match=f"--json {special}"):
+        check_outputs({"json": special})
+    assert special.lstat().st_mode == kind.st_mode
+    capfd.readouterr()
+
+
+def test_a_folder_replaces_a_folder_and_never_a_file_a_folder(tmp_path):
+    place = tmp_path / "model"
+    for name in ("old", "new"):
+        write_whole(place, lambda path, name=name: (path.mkdir(), (path / name).touch()))
+        assert names(place) == [name]
+    with pytest.raises(OSError, match="directory"):
+        write_text(place, "text")
+    assert names(place) == ["new"]
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
+    write_text(tmp_path / "written", "text")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "written").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_nobody_can_know_where_a_file_is_begun(tmp_path):
+    """What lies there before is never followed: the folder is new, has a random name, and is closed to others."""
+    begun = []
+
+    def write(path: Path) -> None:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert not path.exists()
+        begun.append(path)
+        path.write_text("text")
+
+    for _ in range(2):
+        write_whole(tmp_path / "x", write)
+    assert begun[0] != begun[1]
+    assert names(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    place = tmp_path / ("long" * 50 + "[x].json")
+    left = []
+    with pytest.raises(SystemExit):
+        write_whole(place, lambda path: (left.append(path.parent.name), exit()))
+    (tmp_path / left[0]).mkdir()
+    (tmp_path / ".other.abc.tmp").mkdir()
+    remove_leftovers(place)
+    assert names(tmp_path) == [".other.abc.tmp"]
+
+
+def test_outputs_that_are_inputs_or_each_other_are_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "link").symlink_to("text.txt")
+    (tmp_path / "new").symlink_to("made")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").touch()
+    one = "name one file"
+    over = "would overwrite"
+    for outputs, inputs, message in [
+        ({"json": tmp_path / "x", "html": tmp_path / "corpus" / ".." / "x"}, {}, one),
+        ({"json": tmp_path / "made", "html": tmp_path / "new"}, {}, one),
+        ({"json": tmp_path / "text.txt"}, {"data": str(tmp_path / "text.txt")}, over),
+        ({"json": tmp_path / "link"}, {"data": str(tmp_path / "text.txt")}, over),
+        ({"json": tmp_path / "text.txt"}, {"prompt_file": (tmp_path / "no", tmp_path / "link")}, over),
+        ({"json": corpus / "a.txt"}, {"data": str(corpus)}, over),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            check_outputs(outputs, inputs)
+    check_outputs({"json": Path("/dev/null"), "html": Path("/dev/null")}, {"data": "/dev/null"})
+    check_outputs({"json": Path("-"), "html": tmp_path / "x"}, {"prompt_file": (Path("-"),), "data": None})
+    check_outputs({"json": corpus / "new"}, {"data": str(corpus)})
+    assert names(tmp_path) == ["corpus", "link", "new", "text.txt"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    for path, message in [
+        (tmp_path / "no" / "x", "does not exist"),
+        (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path, "is a folder"),
+        (Path("/proc/x.json"), "No such file|Permission|Operation|not supported"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            check_outputs({"json": path})
+    check_outputs({"json": tmp_path / "a" / "b"}, new_folders=True)
+    assert names(tmp_path) == ["file"]
+
+
+OUTPUTS = {
+    "plan": ["--json", "--png", "--html"],
+    "profile": ["--json", "--png", "--html"],
+    "doctor": ["--json"],
+    "verify": ["--json"],
+    "train": ["--json"],
+    "align": ["--json"],
+    "score": ["--json", "--out", "--documents"],
+    "sample": ["--json", "--html", "--parquet"],
+}
+INPUTS = {"train": "--data", "align": "--data", "score": "--data", "sample": "--prompt-file", "plan": "--model"}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_no_command_begins_what_it_could_not_write(command, tmp_path, capsys):
+    """Pipes, other outputs and inputs, for every option that writes: one line, no work, everything as it was."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "input").write_text("text")
+    needed = {"score": ["--data", str(tmp_path / "input")]}.get(command, [])
+    same = str(tmp_path / "same")
+    calls = [[*needed, option, str(tmp_path / "pipe")] for option in OUTPUTS[command]]
+    calls += [
+        [*needed, first, same, other, same] for first in OUTPUTS[command] for other in OUTPUTS[command] if first < other
+    ]
+    if command in INPUTS:
+        both = [INPUTS[command], str(tmp_path / "input")]
+        calls += [[*both, option, str(tmp_path / "input")] for option in OUTPUTS[command]]
+    for call in calls:
+        assert main([command, *call]) == 2, call
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        assert any(said in error for said in ("expected a file", "name one file", "would overwrite")), error
+    assert (tmp_path / "input").read_text() == "text"
+    assert names(tmp_path) == ["input", "pipe"]
+    assert target(tmp_path / "input") == tmp_path / "input"
