@@ -93,7 +93,7 @@ def soft_targets(
 
 
 def _log_left(logp: Tensor) -> Tensor:
-    """The log of what probabilities (..., K) leave of 1, at least a rounding error, so that its derivative is finite."""
+    """The log of what probabilities (..., K) leave of 1: at least a rounding error, for a finite derivative."""
     if logp.shape[-1] == 0:
         return logp.new_zeros(logp.shape[:-1])
     # a row of -inf alone would have a gradient of NaN
