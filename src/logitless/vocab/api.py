@@ -147,8 +147,8 @@ def linear_cross_entropy(
         F.cross_entropy(z, labels, weight, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
-    weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights, and is 0 where that
-    is; refused beside label_smoothing and z_loss. reduction: "mean", "sum" or "none"; denominator: divides the sum in
+    weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights (0 where that is
+    0); refused beside label_smoothing and z_loss. reduction: "mean", "sum" or "none"; denominator: divides the sum in
     the place of the number of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the
     value is not looked at, and 0 gives inf). options: temperature, ignore_index, memory_budget and backend of
     `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Probability targets are refused.
