@@ -150,7 +150,7 @@ class Kept:
 
 
 def _take_over(trainer: Any, loss: str, smoothing: float) -> float:
-    """Takes over a Trainer's evaluation, and its label smoother where the loss streams; returns the smoothing."""
+    """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
     kept: Kept | None = trainer.__dict__.get(STATE)
     if kept is None:
         kept = trainer.__dict__[STATE] = Kept(trainer.__dict__.get("prediction_step"))

@@ -22,7 +22,7 @@ from ..head.shard import VocabShard, group_named
 from .autograd import stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
-from .loss import CrossEntropy, reduction_scale
+from .loss import CrossEntropy, CrossEntropyOptions
 
 
 def stats(call: Call) -> dict[str, Tensor]:
@@ -31,11 +31,11 @@ def stats(call: Call) -> dict[str, Tensor]:
     return dict(zip(outputs(call), out, strict=False))
 
 
-def cross_entropy(call: Call, label_smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None) -> Tensor:
+def cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """`linear_cross_entropy` as one operator in a compiled graph."""
-    tensors, present = _packed((*call.inputs, denominator))
+    tensors, present = _packed((*call.inputs, given.denominator, given.weights))
     out = torch.ops.logitless.cross_entropy(
-        tensors, present, _key(call), Needs.of(call.inputs).flags, float(label_smoothing), float(z_loss), mean
+        tensors, present, _key(call), Needs.of(call.inputs).flags, given.smoothing, given.z_loss, given.mean
     )
     return out[0]
 
@@ -241,8 +241,9 @@ def _cross_entropy(
     said = _Operator.of(tensors, present, key, flags)
     call, valid = computing_all(said.call)
     call = call.agree().checked()
-    denominator = said.rest[0] if said.rest else None
-    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
+    denominator, weights = _unpacked(said.rest, present[len(Inputs._fields) :])
+    given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator, weights)
+    evaluate = CrossEntropy.of(call, given, valid)
     total, _, _ = loss_gradients(call, said.needs, evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
