@@ -26,7 +26,7 @@ from ..runs.progress import say
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, on_processors, quiet, save_model
+from ..runs.trainer import METRICS_FILE, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
@@ -110,6 +110,7 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
+    refuse_incomplete(trainer)
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
