@@ -32,7 +32,7 @@ from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
-from .trainers import Alignment, check_available, dense_bytes, trainer_of
+from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
 
 def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
@@ -111,6 +111,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
     refuse_incomplete(trainer)
+    if found and config.kind.rollouts:
+        after_epochs(trainer, found[0])
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
