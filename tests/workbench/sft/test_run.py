@@ -214,7 +214,7 @@ class TestShortRuns:
         ("loss", "error", "message"),
         [
             ("chunked", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
-            ("dense", OptionError, r"the loss is nan at step .*lower --learning-rate"),
+            ("dense", NotFiniteError, r"the loss is nan at step .*lower --learning-rate"),
         ],
     )
     def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path, loss, error, message):

@@ -26,13 +26,13 @@ from ..runs.progress import say
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, on_processors, quiet, save_model
+from ..runs.trainer import METRICS_FILE, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
-from .trainers import Alignment, check_available, dense_bytes, trainer_of
+from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
 
 def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
@@ -110,6 +110,9 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
+    refuse_incomplete(trainer)
+    if found and config.kind.rollouts:
+        after_epochs(trainer, found[0])
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from .files import write_whole
+from .model import check_complete
 from .options import RunOptions
 from .tokenizer import TextTokenizer
 
@@ -56,6 +57,16 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
     if given.n_gpu > 1:
         given._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
     return given
+
+
+def refuse_incomplete(trainer: Any) -> None:
+    """Has a trainer raise ConfigError where a checkpoint lacks weights, of which Trainer only warns."""
+
+    def refuse(found: Any) -> None:
+        tied = getattr(trainer.model, "all_tied_weights_keys", {})
+        check_complete(f"--resume {trainer.args.output_dir}", set(found.missing_keys) - set(tied))
+
+    trainer._issue_warnings_after_load = refuse
 
 
 def save_model(

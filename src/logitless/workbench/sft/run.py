@@ -32,7 +32,7 @@ from ..runs.progress import ProgressBar, say
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, save_model
+from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, refuse_incomplete, save_model
 from .config import TrainConfig
 from .data import load, prepare
 from .launcher import by_options_alone
@@ -155,6 +155,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         callbacks=[records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)],
     )
     trainer.remove_callback(PrinterCallback)
+    refuse_incomplete(trainer)
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
