@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..errors import LogitlessError, OptionError
+from ..errors import LogitlessError, OptionError, is_out_of_memory
 from ..printable import on_one_line
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ COMMANDS = {
     "doctor": "what this machine has, which backends can run on it, and what typical calls would cost",
     "verify": "check the streamed loss against the dense one, and show where each is used",
 }
-# What torch's allocators say, in errors that have a class of their own on GPUs only.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 
@@ -54,12 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE
-    except MemoryError as error:
-        return _fail(f"{command}: out of memory{f' ({error})' if str(error) else ''}: use smaller sizes")
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in OUT_OF_MEMORY):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
-        return _fail(f"{command}: out of memory ({str(error).strip().splitlines()[0][:200]}): use smaller sizes")
+        why = str(error).strip().partition("\n")[0][:200]
+        return _fail(f"{command}: out of memory{f' ({why})' if why else ''}: use smaller sizes")
     except OSError as error:
         if error.strerror is None:
             raise

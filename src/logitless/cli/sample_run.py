@@ -18,10 +18,10 @@ from torch import Tensor
 from ..errors import ConfigError, OptionError
 from ..integrations.transformers.generation import generate
 from ..models.positions import reach
+from ..printable import shown
 from ..sample.record import SampleRecord
 from ..sample.shown import to_dict
 from ..sample.terminal import streamed
-from ..sample.text import shown
 from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..workbench.runs.options import budget_bytes
 from ..workbench.runs.tokenizer import as_chat
