@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Imports run one way: a layer may use the layers before it and itself, not its neighbours in the same layer.
 LAYERS = (
-    {"errors", "pages", "resident", "versions"},
+    {"errors", "pages", "printable", "resident", "versions"},
     {"units"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},

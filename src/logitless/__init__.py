@@ -6,8 +6,6 @@ Names are imported on first use (PEP 562), so that `import logitless` costs no t
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from logitless.versions import version_of
-
 if TYPE_CHECKING:
     from logitless import losses as losses
     from logitless import memory as memory
@@ -55,10 +53,13 @@ _MODULE_OF = {
 
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
-__version__ = version_of("logitless")
-
 
 def __getattr__(name: str):
+    if name == "__version__":
+        from logitless.versions import version_of
+
+        globals()[name] = version_of("logitless")
+        return globals()[name]
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'logitless' has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}")
     module = import_module(_MODULE_OF[name])

@@ -1,5 +1,8 @@
 """Every error logitless raises on purpose: what was expected, what was got, what to do, on one line."""
 
+# What torch's allocators say, in errors that have a class of their own on GPUs only.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+
 
 class LogitlessError(Exception):
     """Base of all errors raised on purpose; each subclass is also the builtin error that people expect."""
@@ -56,3 +59,8 @@ class RankError(LogitlessError, RuntimeError):
 def remote_error(kind: str, text: str) -> LogitlessError:
     """The error that another process raised, from the name of its class and its text."""
     return globals().get(kind, LogitlessError)(text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that memory ran out."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+SOURCE_TREE = "0.0.0"
 
 
 def version_of(package: str) -> str | None:
     """The version of an installed package, None where it is not; logitless also runs from a source tree, as 0.0.0."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than the rest of a command's start
+
     try:
         return version(package)
     except PackageNotFoundError:
-        return "0.0.0" if package == "logitless" else None
+        return SOURCE_TREE if package == "logitless" else None
 
 
 def installing(extras: str) -> str:
     """The command that adds extras: of the package where one is installed, which pip then keeps, else of the clone."""
-    try:
-        version("logitless")
-    except PackageNotFoundError:
+    if version_of("logitless") == SOURCE_TREE:
         return f"pip install '.[{extras}]' in the clone"
     return f"pip install 'logitless[{extras}]'"
 

@@ -26,7 +26,23 @@ def test_version(capsys):
 
 def test_an_unknown_command(capsys):
     assert main(["trian"]) == 2
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "commands are plan, profile" in capsys.readouterr().err
+
+
+def test_an_interruption_before_the_command_begins_is_one_line(monkeypatch, capsys):
+    """While its module is imported, or earlier: what is imported before that point is next to nothing."""
+
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("logitless.cli.main.import_module", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    code = "import sys; before = set(sys.modules); import logitless.cli.main; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"dataclasses", "importlib.metadata", "inspect", "tyro", "rich", "numpy"}.isdisjoint(done.stdout.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -102,7 +118,7 @@ def test_extras_of_a_source_tree_are_installed_from_it(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("logitless.versions.version", missing)
+    monkeypatch.setattr("importlib.metadata.version", missing)
     assert installing("train,rl") == "pip install '.[train,rl]' in the clone"
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from logitless.printable import shown
 from logitless.sample.page import page
 from logitless.sample.shown import percent
-from logitless.sample.text import shown
 from tests.support.sample.texts import HARD, byte_tokenizer, hard_summary
 from tests.support.workbench.browser import CHROMIUM, CONTRAST, Browser, chromium
 

@@ -5,7 +5,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from logitless.sample.text import UNSAFE, name_of, pieces, raw_name, shown, shown_alone
+from logitless.printable import UNSAFE, shown
+from logitless.sample.text import name_of, pieces, raw_name, shown_alone
 from tests.support.sample.texts import HARD, byte_tokenizer
 
 

@@ -20,7 +20,8 @@ class Rules:
 
     top_k: that many, 0 is all. top_p: as long as those before have less than this share of what top_k left (Holtzman
     et al., arXiv 1904.09751). min_p: those with at least this share of the best one's probability (Nguyen et al.,
-    arXiv 2407.01082). The order of transformers and vLLM: temperature, top_k, top_p, min_p.
+    arXiv 2407.01082). The order of transformers: temperature, top_k, top_p, min_p; vLLM applies min_p before top_k and
+    top_p, whose share is then of what min_p left, so that it keeps the same entries or fewer.
     """
 
     top_k: int = 0

@@ -9,6 +9,7 @@ from ..workbench.align.config import METHODS, AlignConfig
 from ..workbench.grade.config import GRADE_METHODS, GradeConfig
 from ..workbench.runs.options import require
 from . import options
+from .inputs import check_inputs
 from .output import deliver
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
@@ -30,14 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     every = (*METHODS, *GRADE_METHODS)
     require(method is None or method in every, "method", f"one of {', '.join(every)}", method)
     config = parse(arguments)
-    from rich.console import Console  # below, so that --help needs no torch
-
+    check_inputs(config.model, "align", config.data)
     from ..workbench.align.report import show
     from ..workbench.align.run import run
     from ..workbench.runs.files import read_lines
     from ..workbench.runs.trainer import METRICS_FILE
+    from .screen import Screen  # below, so that --help needs no torch
 
-    summary = run(config, Console(stderr=True))
+    summary = run(config, Screen(stderr=True))
     if summary:  # the first rank of a distributed launch
         records = read_lines(Path(summary["output_dir"]) / METRICS_FILE)
         deliver(summary, config.json, lambda console: show(summary, records, console))
@@ -52,11 +53,11 @@ def parse(arguments: Sequence[str]) -> AlignConfig:
 def _grade(arguments: Sequence[str]) -> int:
     """The same for the methods that differentiate through tokens, and those that they are compared with."""
     config = parse_grade(arguments)
-    from rich.console import Console  # below, so that --help needs no torch
-
+    check_inputs(config.model, "align", config.data)
     from ..workbench.grade.run import run, show
+    from .screen import Screen  # below, so that --help needs no torch
 
-    summary = run(config, Console(stderr=True))
+    summary = run(config, Screen(stderr=True))
     deliver(summary, config.json, lambda console: show(summary, console))
     return 0
 

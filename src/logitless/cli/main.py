@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from ..errors import LogitlessError
-from ..versions import installing
+from ..errors import LogitlessError, OptionError, is_out_of_memory
+from ..printable import on_one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # A command is a module beside this one with `main(arguments) -> exit status`; help for it imports nothing more.
 COMMANDS = {
@@ -28,22 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 done, 1 a check failed or numbers are not finite, 2 bad input, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given else "--help"
-    if command in ("-h", "--help"):
-        print(_help())
-        return DONE if given else BAD_INPUT
-    if command == "--version":
-        from .. import __version__
-
-        print(f"logitless {__version__}")
-        return DONE
-    if command not in COMMANDS:
-        return _fail(f"unknown command {command!r}; commands are {', '.join(COMMANDS)}")
     joined = _in_a_group()
     try:
-        status = import_module(f"{__package__}.{command.replace('-', '_')}").main(given[1:])
+        status = _run(command, given[1:])
         if not joined:
             _leave_the_other_ranks()
-        return status
+        return status if given else BAD_INPUT
     except LogitlessError as error:
         _fail(str(error))
         return error.exit_status
@@ -53,15 +46,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("logitless"):
             raise
+        from ..versions import installing
+
         extras = "train,rl" if command == "align" else "train"
         return _fail(f"{command} needs {error.name}: {installing(extras)}")
     except BrokenPipeError:
         sys.stdout = None  # the reader left (`| head`): nothing more to say, and nothing to flush at exit
         return DONE
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = str(error).strip().partition("\n")[0][:200]
+        return _fail(f"{command}: out of memory{f' ({why})' if why else ''}: use smaller sizes")
     except OSError as error:
         if error.strerror is None:
             raise
         return _fail(f"{error.filename or command}: {error.strerror}")
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    if command in ("-h", "--help"):
+        print(_help())
+        return DONE
+    if command == "--version":
+        from .. import __version__
+
+        print(f"logitless {__version__}")
+        return DONE
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(command.lower(), COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+        raise OptionError(f"unknown command {command!r}; {hint}")
+    return import_module(f"{__package__}.{command}").main(arguments)
 
 
 def _leave_the_other_ranks() -> None:
@@ -77,7 +95,7 @@ def _in_a_group() -> bool:
 
 
 def _fail(message: str) -> int:
-    print(f"logitless: {message}", file=sys.stderr)
+    print(f"logitless: {on_one_line(message)}", file=sys.stderr)
     return BAD_INPUT
 
 

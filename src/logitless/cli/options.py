@@ -12,13 +12,14 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, make_dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from ..errors import OptionError
 from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import Option, RunOptions, read_file, read_table
+from ..workbench.runs.options import Option, RunOptions, check_trusted, read_file, read_table
 from ..workbench.runs.rundir import RUN_FILE, stored
 
 Config = TypeVar("Config")
@@ -49,8 +50,8 @@ def _help(default: Any, prog: str, description: str) -> NoReturn:
     hints = get_type_hints(kind, include_extras=True)
     said = {name: _shared_help(hint) for name, hint in hints.items()} | _docstrings(kind)
     described = [
-        (f.name, hints[f.name], field(default=getattr(default, f.name), metadata={"help": said[f.name]}))
-        for f in fields(default)
+        (f.name, _shown_as(hints[f.name], value), field(default=value, metadata={"help": said[f.name]}))
+        for f, value in ((f, getattr(default, f.name)) for f in fields(default))
     ]
     width = shutil.get_terminal_size().columns
     print("\n\n".join(textwrap.fill(paragraph, width) for paragraph in description.split("\n\n")), end="\n\n")
@@ -69,9 +70,23 @@ def _docstrings(kind: type) -> dict[str, str]:
     return found
 
 
+def _shown_as(kind: Any, value: Any) -> Any:
+    """The type of an option for its help, which says what the default means where that is None or nothing."""
+    if value not in (None, ""):
+        return kind
+    required = any(option.required for option in _shared(kind))
+    parts = get_args(get_args(kind)[0] if _shared(kind) else kind)  # of a union with None
+    name = next((part.__name__ for part in parts if part is not NoneType), "str").upper()
+    return Annotated[kind, tyro.conf.arg(metavar=name, help_behavior_hint="(required)" if required else "")]
+
+
+def _shared(kind: Any) -> list[Option]:
+    return [option for option in getattr(kind, "__metadata__", ()) if isinstance(option, Option)]
+
+
 def _shared_help(kind: Any) -> str | None:
     """The help of an option that several commands share; what stands below a field goes before it."""
-    return next((o.help for o in getattr(kind, "__metadata__", ()) if isinstance(o, Option)), None)
+    return next((option.help for option in _shared(kind)), None)
 
 
 def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequence[str]) -> Options:
@@ -83,13 +98,14 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     def over(base: Options) -> Options:
         return parse(kind, prog=prog, description=description, arguments=arguments, default=base)
 
-    given = over(kind())
+    on_the_line = given = over(kind())
     if given.config is not None and given.resume is None:
         given = over(read_file(given.config, kind()))
     base = given.defaults() if given.resume is None else stored(given.resume, kind())
     if given.config is not None:
         base = read_file(given.config, base)
     options = over(base)
+    check_trusted(options, on_the_line)
     read = ("model", "reward_model", "data", "config")
     check_outputs({"json": options.json}, {name: getattr(options, name, None) for name in read})
     return options

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], None]) -> None:
     """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
-    from rich.console import Console
-
     from ..workbench.runs.files import write_json
+    from .screen import Screen
 
     to_stdout = to is not None and str(to) == "-"
-    show(Console(stderr=to_stdout))
+    show(Screen(stderr=to_stdout))
     if to_stdout:
         print(json.dumps(summary, indent=2))
     elif to is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import options
+from .inputs import check_inputs
 from .output import deliver
 from .sample_config import SampleConfig
 
@@ -17,19 +18,19 @@ Prompts come from --prompt, --prompt-file or standard input."""
 def main(arguments: Sequence[str]) -> int:
     """Samples, shows the text, writes the files that are asked for, whole or not at all."""
     config = options.parse(SampleConfig, prog="logitless sample", description=DESCRIPTION, arguments=arguments).check()
+    check_inputs(config.model, "sample from")
     from .prompts import read_prompts
 
     prompts = read_prompts(config.prompt, config.prompt_file)
-    from rich.console import Console  # below, so that --help needs no torch
-
     from ..sample.page import page
     from ..sample.terminal import show
     from ..workbench.runs.files import write_text, write_whole
     from .sample_run import run
+    from .screen import Screen  # below, so that --help needs no torch
 
-    screen = Console()
+    screen = Screen()
     streams = screen.is_terminal and len(prompts) * config.completions == 1 and str(config.json) != "-"
-    summary, table = run(config, prompts, Console(stderr=True), screen if streams else None)
+    summary, table = run(config, prompts, Screen(stderr=True), screen if streams else None)
     if config.parquet is not None:
         from pyarrow.parquet import write_table
 

@@ -12,6 +12,7 @@ from ..workbench.runs.files import check_outputs
 from ..workbench.runs.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
+    MOST,
     Count,
     Device,
     Dtype,
@@ -72,7 +73,7 @@ class SampleConfig:
         """Itself, or OptionError for the first value without a meaning."""
         check_values(self)
         require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or more", self.temperature)
-        require(self.top_k >= 0, "top_k", "0 or more", self.top_k)
+        require(0 <= self.top_k < MOST, "top_k", "0 or more, less than 2^31", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
         require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive", self.repetition_penalty)

@@ -18,12 +18,13 @@ from torch import Tensor
 from ..errors import ConfigError, OptionError
 from ..integrations.transformers.generation import generate
 from ..models.positions import reach
+from ..printable import shown
 from ..sample.record import SampleRecord
 from ..sample.shown import to_dict
 from ..sample.terminal import streamed
-from ..sample.text import shown
 from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..workbench.runs.options import budget_bytes
+from ..workbench.runs.tokenizer import as_chat
 from ..workbench.sft.default_model import default_model
 from .sample_config import SampleConfig
 
@@ -128,11 +129,10 @@ def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
         raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
     if config.chat == "no" or not template:
         return tokenizer(prompt)["input_ids"]
-    said = [{"role": "user", "content": prompt}]
     try:
-        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # whatever a template raises
-        raise ConfigError(f"the chat template failed: {' '.join(str(error).split())[:200]}; use --chat no") from None
+        text = as_chat([{"role": "user", "content": prompt}], tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; use --chat no") from None
     return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 

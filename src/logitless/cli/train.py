@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..workbench.sft.config import TrainConfig
 from . import options
+from .inputs import check_inputs
 from .output import deliver
 
 DESCRIPTION = """Train a causal language model on text, without its logits.
@@ -17,12 +18,12 @@ Without options: a tiny model on the text of this Python's own standard library.
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), trains, shows the summary."""
     config = parse(arguments)
-    from rich.console import Console  # below, so that --help needs no torch
-
+    check_inputs(config.model, data=config.data)
     from ..workbench.sft.run import run
     from ..workbench.sft.summary import show
+    from .screen import Screen  # below, so that --help needs no torch
 
-    summary = run(config, Console(stderr=True))
+    summary = run(config, Screen(stderr=True))
     if summary:  # the first rank of a distributed launch
         deliver(summary, config.json, lambda console: show(summary, Path(summary["output_dir"]), console))
     return 0

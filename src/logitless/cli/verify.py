@@ -12,7 +12,7 @@ import tyro
 from ..errors import DeviceError
 from ..units import format_bytes, parse_bytes
 from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import MEMORY_BUDGET, JsonFile, require
+from ..workbench.runs.options import MEMORY_BUDGET, MOST, JsonFile, require
 from . import options
 from .output import deliver
 
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     threshold = parse_bytes(config.threshold, "--threshold")
     lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
     for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):
-        require(value >= 2, name, "at least 2", value)
+        require(2 <= value < MOST, name, "at least 2 and less than 2^31", value)
+    require(0 <= config.seed < 2**63, "seed", "in 0..2^63-1", config.seed)
     import torch  # below, so that --help needs no torch
 
     from ..workbench.sft import verify

@@ -12,9 +12,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..printable import shown
 from .record import SampleRecord
 from .shown import class_names, class_of, percent
-from .text import Speller, shown
+from .text import Speller
 
 # Ink and paper of each class of probability, both given: legible on dark and on light terminals.
 STYLES = ("", "#000000 on #fff3b0", "#000000 on #fdc877", "#000000 on #f4813f", "#ffffff on #b10026")

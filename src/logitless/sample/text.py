@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..printable import shown
+
 BROKEN = "\ufffd"  # what decoding puts where bytes are no whole character
 LONGEST = 4  # bytes of a character in UTF-8
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MOST_SPACES = 4  # that are written one by one
 MARKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-# Control characters, and those that turn the direction of all that follows: shown, never obeyed.
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,9 @@ def raw_name(tokenizer: Any, token: int) -> str:
     return text
 
 
-def shown(text: str) -> str:
-    """Text that is safe to print among other text; line breaks and tabs stay."""
-    return UNSAFE.sub(_escaped, text)
-
-
 def shown_alone(text: str) -> str:
     """Text that is safe to print on one line, its outer spaces visible: `␣the`, `␣×7`."""
-    marked = UNSAFE.sub(_escaped, "".join(MARKS.get(letter, letter) for letter in text))
+    marked = shown("".join(MARKS.get(letter, letter) for letter in text))
     inner = marked.strip(" ")
     lead = len(marked) - len(marked.lstrip(" "))
     tail = len(marked) - lead - len(inner)
@@ -105,11 +100,6 @@ def shown_alone(text: str) -> str:
 
 def _spaces(count: int) -> str:
     return f"␣×{count}" if count > MOST_SPACES else "␣" * count
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

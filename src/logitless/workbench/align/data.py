@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ...errors import DataError
+from ...errors import ConfigError, DataError
 from ..runs.corpus import Row, documents, first_line, json_records, passages, splits
 from ..runs.files import read_lines, write_lines
 from ..runs.packing import HELD_OUT_EVERY
-from ..runs.tokenizer import TextTokenizer
+from ..runs.tokenizer import TextTokenizer, as_chat
 from .config import AlignConfig
 
 ROWS_FILE = "rows.jsonl"
@@ -33,7 +33,17 @@ def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple
             f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
             f"{len(held)}; give more text, or documents of more than {config.context_length} tokens"
         )
+    _check_messages(train + held, tokenizer)
     return train, held[:HELD_OUT_ROWS]
+
+
+def _check_messages(rows: list[Row], tokenizer: TextTokenizer) -> None:
+    """ConfigError for prompts of messages without a chat template, which says how they become text."""
+    chats = [row["prompt"] for row in rows if isinstance(row["prompt"], list)]
+    if chats:
+        if not getattr(tokenizer.saved, "chat_template", None):
+            raise ConfigError("prompts of messages need a chat template, and the tokenizer has none: give text instead")
+        as_chat(chats[0], tokenizer.saved)
 
 
 @torch.no_grad()

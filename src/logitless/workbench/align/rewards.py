@@ -56,6 +56,8 @@ def _parse(text: str) -> tuple[Reward, float]:
     name, equals, weight = text.partition("=")
     try:
         number = float(weight) if equals else 1.0
+        if not math.isfinite(number):
+            raise ValueError
     except ValueError:
         raise OptionError(f"--rewards {text}: expected NAME=WEIGHT with a number, got {weight!r}") from None
     return _find(name.strip()), number
@@ -65,14 +67,14 @@ def _find(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
-    if not colon:
+    if not (colon and module and attribute):
         raise OptionError(f"--rewards {name}: expected {', '.join(BUILT_IN)} or module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # `logitless` is a script elsewhere; python -m would have it
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"--rewards {name}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        raise OptionError(f"--rewards {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     if not callable(found):
         raise OptionError(f"--rewards {name}: expected a function, got {type(found).__name__}")
     return _checked(cast(Reward, found), name)

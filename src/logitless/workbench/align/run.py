@@ -22,9 +22,9 @@ from ..runs.checkpoints import last_checkpoint
 from ..runs.corpus import Row
 from ..runs.files import read_lines, write_json
 from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
-from ..runs.progress import say
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
 from ..runs.trainer import METRICS_FILE, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model

@@ -22,8 +22,8 @@ from ...versions import versions
 from ..runs.files import read_lines, write_json, write_lines
 from ..runs.model import align_tokens, build
 from ..runs.plots import finish
-from ..runs.progress import say
 from ..runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from ..runs.say import say
 from ..runs.trainer import METRICS_FILE
 from .config import LEGACY, METHODS_COMPARED, GradeConfig
 from .single import PROMPTS_FILE, REWARD, SCHEMA, materials, policy_of, run_one

@@ -17,8 +17,8 @@ from ...units import format_bytes, plural
 from ...versions import versions
 from ..runs.files import read_lines, write_json, write_lines, write_whole
 from ..runs.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
-from ..runs.progress import say
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model

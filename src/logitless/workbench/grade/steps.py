@@ -19,7 +19,7 @@ from ...resident import peak_bytes
 from ..runs.callbacks import GentleStop
 from ..runs.checkpoints import last_checkpoint, mark
 from ..runs.files import append_line, read_lines, write_lines, write_whole
-from ..runs.progress import say
+from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
 from ..runs.trainer import METRICS_FILE
 from .config import GradeConfig

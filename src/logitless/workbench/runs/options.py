@@ -19,6 +19,8 @@ from ...units import parse_bytes
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
 SMALL_MODEL = "runs/small/model"  # trained first where it does not exist
 MEMORY_BUDGET = "256MiB"
+LEAST_BUDGET = 1000  # bytes: from far smaller slices no run would ever end
+MOST = 2**31  # of tokens, steps, entries
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Option:
 
     help: str = ""
     check: Callable[[str, Any], object] | None = None
+    required: bool = False  # so the help says; the command says what it expected
 
 
 def require(holds: bool, name: str, expected: str, got: Any) -> None:
@@ -44,9 +47,14 @@ def check_values(options: Any) -> None:
 
 
 def at_least(least: int) -> Callable[[str, Any], None]:
-    """The check of a whole number."""
+    """The check of a whole number, which what is computed from it must not overflow."""
     expected = "0 or more" if least == 0 else f"at least {least}"
-    return lambda name, value: require(value >= least, name, expected, value)
+
+    def check(name: str, value: int) -> None:
+        require(value >= least, name, expected, value)
+        require(value < MOST, name, "less than 2^31", value)
+
+    return check
 
 
 def _check_name(name: str, value: str) -> None:
@@ -59,7 +67,7 @@ def _check_device(name: str, value: str) -> None:
 
 def budget_bytes(text: str) -> int:
     """--memory-budget in bytes; OptionError for a size without a meaning."""
-    return parse_bytes(text, "--memory-budget")
+    return parse_bytes(text, "--memory-budget", least=LEAST_BUDGET)
 
 
 # The options that commands share; a command gives its default, and where one of these says no help, that too.
@@ -120,7 +128,13 @@ RESUMABLE = {
     "tensor_parallel",
     "context_parallel",
 }
-INVOCATION = {"output_dir", "resume", "json", "config"}  # what one invocation asks for, which is not what the run is
+INVOCATION = {
+    "output_dir",
+    "resume",
+    "json",
+    "config",
+    "trust_config",
+}  # what one invocation asks for, which is not what the run is
 
 Options = TypeVar("Options", bound="RunOptions")
 
@@ -150,6 +164,8 @@ class RunOptions:
     json: JsonFile = None
     config: Path | None = None
     """Read options from this YAML or TOML file; the command line overrides them."""
+    trust_config: bool = False
+    """Also run code of the modules that --config names, such as its rewards."""
 
     # How the model's body is computed: options of `train` alone.
     attention = "auto"
@@ -188,6 +204,18 @@ class RunOptions:
             raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
 
 
+def check_trusted(options: RunOptions, on_the_line: RunOptions) -> None:
+    """OptionError where --config, and not the command line, names a module whose code would run."""
+    rewards = getattr(options, "rewards", None) or ""
+    if options.config is None or on_the_line.trust_config or ":" not in rewards:
+        return
+    if rewards != getattr(on_the_line, "rewards", None):
+        raise OptionError(
+            f"--config {options.config}: its rewards {rewards} would import a module and run its code: give --rewards "
+            "on the command line, or --trust-config"
+        )
+
+
 def kinds_of(options: Any) -> dict[str, Any]:
     """The fields of an options dataclass with their types."""
     kinds = get_type_hints(type(options))
@@ -198,7 +226,7 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
     """`base` with the fields of a mapping; OptionError names an unknown or mistyped one."""
     if not isinstance(values, dict):
         raise OptionError(f"{where}: expected a table of options, got {type(values).__name__}")
-    known = {name: kind for name, kind in kinds_of(base).items() if name != "config"}
+    known = {name: kind for name, kind in kinds_of(base).items() if name not in ("config", "trust_config")}
     new: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -233,18 +261,22 @@ def read_file(path: Path, base: Options) -> Options:
 
 def read_table(path: Path) -> Any:
     """What a YAML, TOML or JSON file says; OptionError when it cannot be read."""
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".json", ".yaml", ".yml"):
+        raise OptionError(f"--config {path}: expected a .yaml, .toml or .json file")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"--config {path}: expected a file, got a folder, a device or a pipe")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"cannot read --config {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
         ) from None
-    suffix = path.suffix.lower()
-    if suffix not in (".toml", ".json", ".yaml", ".yml"):
-        raise OptionError(f"--config {path}: expected a .yaml, .toml or .json file")
     try:
         return _parse(text, suffix)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except RecursionError:
+        raise OptionError(f"--config {path}: nested too deeply") from None
+    except ValueError as error:  # OptionError, and what json and tomllib raise, numbers of too many digits included
         raise OptionError(f"--config {path}: {error}") from None
 
 
@@ -257,5 +289,5 @@ def _parse(text: str, suffix: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date without a meaning
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None

@@ -10,13 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...units import format_bytes
 from .callbacks import Records
-
-LINES = 10  # of a whole run, without a terminal
-
-
-def say(console: Console, text: str) -> None:
-    """One line as it is: not wrapped, not coloured."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+from .say import LINES, say
 
 
 class ProgressBar(TrainerCallback):

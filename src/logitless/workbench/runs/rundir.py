@@ -48,7 +48,7 @@ def stored(run: Path, default: Options) -> Options:
     """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
     try:
         values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
     try:
         return from_dict(values, RUN_FILE, default)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 from ...errors import ConfigError
 
 TEKKEN_FILE = "tekken_240911.json"
+MOST_SECONDS = 5.0  # that a chat template may take: it is a program, of whoever made the model
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,35 @@ def pretrained(name: str) -> TextTokenizer:
         return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos)
+
+
+def as_chat(messages: list[dict[str, Any]], saved: Any) -> str:
+    """Messages as the tokenizer's chat template writes them. ConfigError where it fails, or does not end."""
+    try:
+        with _limited(MOST_SECONDS):
+            return saved.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # whatever a template raises
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"the chat template failed: {why}") from None
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """TimeoutError in what takes longer; no limit off the main thread, where no signal arrives, and on Windows."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it did not end in {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def byte_pairs(texts: Iterable[str], size: int) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 from transformers import TrainingArguments
-from transformers.utils import logging as transformers_logging
 
+from . import say
 from .files import write_whole
 from .model import check_complete
 from .options import RunOptions
@@ -22,8 +22,7 @@ WARM_UP = 0.05  # of the steps
 
 def quiet() -> None:
     """Leaves the console to the run: no warnings and progress bars of the libraries beneath it."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    say.quiet()
     disable_progress_bars()
 
 

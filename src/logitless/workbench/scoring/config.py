@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ...errors import OptionError
 from ..runs.files import check_outputs
 from ..runs.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
+    MOST,
     Count,
     Device,
     Dtype,
     JsonFile,
     Keep,
     MemoryBudget,
+    Option,
     TrainedModel,
     budget_bytes,
     check_values,
@@ -32,7 +34,7 @@ class ScoreConfig:
     """Options of `logitless score`; the command line mirrors them. Raises OptionError from `check`."""
 
     model: TrainedModel = DEFAULT_MODEL
-    data: str | None = None
+    data: Annotated[str | None, Option(required=True)] = None
     """Text to score: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
     out: Path | None = None
     """The parquet file to write, a row per token. Default: NAME.scores.parquet for --data NAME, in this directory."""
@@ -60,10 +62,12 @@ class ScoreConfig:
             raise OptionError("--data is missing: expected a text, jsonl or parquet file, or a folder of them")
         check_values(self)
         outputs = {"out": self.place, "documents": self.documents, "json": self.json}
-        check_outputs(outputs, {"data": self.data, "model": self.model}, new_folders=True)
+        read = None if self.data is None or Path(self.data).is_dir() else self.data  # below a folder they are no data
+        check_outputs(outputs, {"data": read, "model": self.model}, new_folders=True)
         length, stride = self.context_length, self.stride
-        require(length is None or length >= 2, "context_length", "at least 2 (a token and its successor)", length)
-        require(stride is None or stride >= 1, "stride", "at least 1", stride)
+        expected = "at least 2 (a token and its successor), less than 2^31"
+        require(length is None or 2 <= length < MOST, "context_length", expected, length)
+        require(stride is None or 1 <= stride < MOST, "stride", "at least 1, less than 2^31", stride)
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from ..runs.progress import LINES, say
+from ..runs.say import LINES, say
 
 MOST_PROBLEMS = 10  # that are shown while the run goes on; all are counted
 

@@ -20,10 +20,9 @@ from ...errors import DeviceError, OptionError
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
 from ..runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
-from ..runs.progress import say
 from ..runs.rundir import Interrupted, OutOfSpace
+from ..runs.say import quiet, say
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import quiet
 from ..sft.default_model import default_model
 from .block import Scorer, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...errors import OptionError
 from ...models.positions import parse_scaling
-from ..runs.options import Count, MlpTiles, ModelName, Offloading, RunOptions, require
+from ..runs.options import MOST, Count, MlpTiles, ModelName, Offloading, RunOptions, require
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class TrainConfig(RunOptions):
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_shared()
-        expected = "at least 2 (a token and its successor)"
-        require(self.context_length >= 2, "context_length", expected, self.context_length)
+        expected = "at least 2 (a token and its successor), less than 2^31"
+        require(2 <= self.context_length < MOST, "context_length", expected, self.context_length)
         self._check_split()
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")

@@ -6,18 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate import PartialState
 from rich.console import Console
 
 from ..runs.corpus import documents
 from ..runs.files import write_whole
 from ..runs.options import DEFAULT_MODEL, SMALL_MODEL
-from ..runs.packing import HELD_OUT_EVERY
-from ..runs.progress import say
 from ..runs.rundir import RUN_FILE, stored
 from ..runs.tokenizer import byte_pairs
 from .config import TrainConfig
-from .run import run as train_text
 
 SMALL_VOCAB = 2048
 SMALL = {
@@ -38,6 +34,11 @@ def default_model(model: str, device: str, console: Console) -> None:
     """Trains the model of this name, where it is a default one and nobody has trained it yet."""
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model, "config.json").exists():
         return
+    from accelerate import PartialState  # here: who has a model needs no trainer
+
+    from ..runs.say import say
+    from .run import run as train_text
+
     place = Path(model).parent
     minutes = "2.5 minutes" if model == DEFAULT_MODEL else "1.5 minutes"
     say(console, f"no model at {model} yet: training it first (logitless train), {minutes} ...")
@@ -55,6 +56,8 @@ def default_model(model: str, device: str, console: Console) -> None:
 
 def _start(place: Path) -> Path:
     """start/: the small model's configuration, and a tokenizer of the standard library's own byte pairs."""
+    from ..runs.packing import HELD_OUT_EVERY
+
     texts = [text for i, text in enumerate(documents(None)[0]) if i % (HELD_OUT_EVERY // 2) == 1]  # none is held out
 
     def write(path: Path) -> None:

@@ -28,9 +28,10 @@ from ..runs.files import read_json, read_lines, write_json
 from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from ..runs.packing import Collate, PackedRows, collate
 from ..runs.plots import plot_loss, plot_memory
-from ..runs.progress import ProgressBar, say
+from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
+from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
 from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, refuse_incomplete, save_model
 from .config import TrainConfig

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...errors import is_out_of_memory
 from ...units import format_bytes
 from ..runs.options import from_dict
 from .config import TrainConfig
@@ -53,6 +54,7 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     import torch
 
     from ...integrations.transformers.install import install
+    from ...resident import free_bytes
     from ..runs.model import build, resolve
     from ..runs.packing import collate
     from .data import load
@@ -62,7 +64,14 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     rows, _ = load(tokens, config.context_length)
     batch = collate([rows[i] for i in range(min(config.batch_size, len(rows)))])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    model = build(config, resolve(config.model)).to(device)
+    free = free_bytes(device)
+    try:
+        model = build(config, resolve(config.model)).to(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        yield from ((method, {"not_measured": _does_not_fit("the model", free)}) for method in METHODS)
+        return
     inner = model.get_base_model() if config.lora_rank else model
     for method in METHODS:
         install(model, loss=method, memory_budget=config.memory_budget_bytes)
@@ -71,24 +80,29 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
 
 
 def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
-    import torch
-
     from ...resident import Watch, free_bytes, thin
 
     free = free_bytes(device)
+    does_not_fit = _does_not_fit(f"{format_bytes(needed)} or more, by arithmetic," if needed else "a step", free)
     if needed > free:
-        return {"not_measured": f"{format_bytes(needed)} or more by arithmetic, {format_bytes(free)} are free"}
-    _step(model, {name: tensor[:1, :8] for name, tensor in batch.items()})  # libraries allocate on their first call
-    model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
+        return {"not_measured": does_not_fit}
     try:
+        _step(model, {name: tensor[:1, :8] for name, tensor in batch.items()})  # libraries allocate on their first call
+        model.zero_grad(set_to_none=True)
+        start = time.perf_counter()
         with Watch(device) as watch:
             loss = _step(model, batch)
-    except torch.OutOfMemoryError:
-        return {"not_measured": f"out of memory; at least {format_bytes(needed)} by arithmetic"}
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"not_measured": does_not_fit}
     seconds = time.perf_counter() - start
     model.zero_grad(set_to_none=True)
     return {"peak_bytes": watch.peak, "seconds": round(seconds, 3), "loss": loss, "curve": thin(watch.curve)}
+
+
+def _does_not_fit(what: str, free: int) -> str:
+    return f"does not fit: {what} into the {format_bytes(free)} that are free"
 
 
 def _step(model: Any, batch: dict[str, Any]) -> float:

@@ -1,0 +1,23 @@
+"""Text of others, such as a file's name or a model's, that is safe to print: shown, never obeyed."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters, and those that turn the direction of all that follows.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str) -> str:
+    """Text that is safe to print among other text; line breaks and tabs stay."""
+    return UNSAFE.sub(_escaped, text)
+
+
+def on_one_line(text: str) -> str:
+    """The same without line breaks."""
+    return shown(text.replace("\n", "\\n"))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -1,0 +1,251 @@
+"""Every command against bad inputs of every kind: one line that says what is wrong, and never a traceback."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from logitless.cli.main import main
+from tests.support.workbench.micro import micro_directory, micro_model
+
+DEEP = 100_000
+NUMBERS = {
+    "plan": [
+        "--batch-size",
+        "--context-length",
+        "--response-length",
+        "--micro-batch",
+        "--top-k",
+        "--lora-rank",
+        "--sweep",
+    ],
+    "profile": ["--context-length", "--batch-size", "--mlp-tiles", "--lora-rank", "--memory-budget", "--savings"],
+    "doctor": ["--tokens", "--hidden-size", "--vocab-size", "--memory-budget", "--device"],
+    "verify": ["--vocab-size", "--sequence-lengths", "--threshold", "--seed"],
+    "train": [
+        "--max-steps",
+        "--batch-size",
+        "--context-length",
+        "--learning-rate",
+        "--seed",
+        "--lora-rank",
+        "--rope-scaling",
+    ],
+    "align": ["--max-steps", "--beta", "--temperature", "--generations-per-prompt", "--method", "--seed"],
+    "score": ["--keep", "--context-length", "--stride", "--batch-tokens", "--memory-budget"],
+    "sample": ["--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--max-new-tokens", "--repetition-penalty"],
+}
+TOO_MUCH = {str(10**30), str(2**63), "1e400", "nan", "inf", "-1", "x", "[/]", "\x1b[31m", "ü" * 300}
+PATHS = {
+    "train": ["--data", "--model", "--config", "--resume"],
+    "align": ["--data", "--model", "--config", "--resume"],
+    "score": ["--data", "--model"],
+    "sample": ["--model", "--prompt-file"],
+    "plan": ["--model", "--critic-shape"],
+    "profile": ["--model"],
+}
+
+
+def files(place: Path) -> Iterator[Path]:
+    """Files and folders that no option can mean."""
+    contents = {
+        "deep.yaml": "[" * DEEP,
+        "deep.json": "[" * DEEP,
+        "deep.toml": "a = " + "[" * DEEP,
+        "date.yaml": "max_steps: 2020-99-99",
+        "digits.json": '{"max_steps": ' + "9" * 5000 + "}",
+        "float.yaml": "max_steps: .inf\nseed: .nan",
+        "list.yaml": "- max_steps",
+        "unknown.toml": "[/] = 1",
+        "bytes.yaml": b"\xff\xfe\x00",
+        "null.yaml": b"a: \x00",
+        "empty.json": "",
+        "deep.jsonl": '{"text": ' + "[" * DEEP,
+        "config.json": '{"model_type": "qwen3", "vocab_size": -1}',
+        "raises.py": "1 / 0",
+        "leaves.py": "raise SystemExit(3)",
+    }
+    for name, content in contents.items():
+        (place / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        yield place / name
+    (place / "run").mkdir()
+    (place / "run" / "run.json").write_text("[" * DEEP)
+    os.mkfifo(place / "pipe.yaml")
+    (place / "circle.yaml").symlink_to("circle.yaml")
+    for name in (
+        "run",
+        "pipe.yaml",
+        "circle.yaml",
+        "nothing",
+        "[/]",
+        "\x1b[31m",
+        "two\nlines",
+        "nothing/[bold]",
+    ):
+        yield place / name
+
+
+def told(call: list[str], capsys) -> str:
+    """What a call that must fail says, on its one line."""
+    try:
+        status = main(call)
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2, (call, error)
+    assert error.count("\n") == 1, (call, error)
+    assert "\x1b" not in error
+    return error
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A call that is accepted would take minutes: it fails here."""
+
+    def accepted(*_: object, **__: object) -> None:
+        raise AssertionError("accepted")
+
+    for name in ("sft.run.run", "align.run.run", "scoring.run.run", "grade.run.run"):
+        monkeypatch.setattr(f"logitless.workbench.{name}", accepted)
+    monkeypatch.setattr("logitless.cli.sample_run.run", accepted)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("command", NUMBERS)
+def test_numbers_without_a_meaning(command, capsys):
+    needed = {"sample": ["--prompt", "a"], "score": ["--data", "."]}.get(command, [])
+    for option in NUMBERS[command]:
+        for value in sorted(TOO_MUCH):
+            if option in ("--learning-rate", "--beta", "--temperature", "--repetition-penalty") and value.isdigit():
+                continue  # a number like others
+            told([command, *needed, f"{option}={value}"], capsys)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("command", PATHS)
+def test_paths_that_lead_nowhere(command, tmp_path, capsys):
+    needed = {"sample": ["--prompt", "a"]}.get(command, [])
+    for path in files(tmp_path / "here"):
+        for option in PATHS[command]:
+            if option == "--data" and path.exists():
+                continue  # text of some kind, which is read by the command itself
+            if option == "--prompt-file" and (path.is_fifo() or path.is_file()):
+                continue  # a prompt of some kind
+            if (command, option, path.name) == ("train", "--model", "config.json"):
+                continue  # refused by transformers itself
+            told([command, *needed, option, str(path)], capsys)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("trained")
+    micro_directory(place)
+    micro_model().save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../../x.safetensors", "/x.safetensors", "a/b.safetensors", 3])
+def test_an_index_of_other_files_is_refused(name, trained, capsys):
+    """torch.load would run what a .bin says, and files outside of a model's directory are not the model's."""
+    index = trained / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}))
+    for call in (["train"], ["align"], ["score", "--data", "."], ["sample", "--prompt", "a"]):
+        assert "expected .safetensors files of this directory" in told([*call, "--model", str(trained)], capsys)
+    index.unlink()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "did not end"),
+        ("{{ raise_exception('no') }}", "failed: no"),
+        ("{% if %}", "failed"),
+        ("{{ messages[7].x.y }}", "failed"),
+    ],
+)
+def test_chat_templates_that_fail_or_never_end(template, said, trained, capsys, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.runs.tokenizer.MOST_SECONDS", 0.2)
+    (trained / "chat_template.jinja").write_text(template)
+    try:
+        assert said in told(["sample", "--model", str(trained), "--prompt", "a", "--device", "cpu"], capsys)
+    finally:
+        (trained / "chat_template.jinja").unlink()
+
+
+def test_rewards_that_cannot_be_imported(tmp_path, trained, capsys):
+    list(files(tmp_path / "here"))
+    call = ["align", "--model", str(trained), "--method", "grpo", "--device", "cpu", "--data"]
+    (tmp_path / "text").write_text("a line\n" * 200)
+    for rewards in (
+        "raises:f",
+        "leaves:f",
+        ":f",
+        "raises:",
+        "no.such:f",
+        "json:none",
+        "json:__name__",
+        "..:f",
+        "[/]:x",
+    ):
+        assert "--rewards" in told([*call, str(tmp_path / "text"), "--rewards", rewards], capsys)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_configuration_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
+    given = tmp_path / "align.yaml"
+    given.write_text("method: grpo\nrewards: json:loads\n")
+    assert "run its code: give --rewards on the command line, or --trust-config" in told(
+        ["align", "--config", str(given)], capsys
+    )
+    for more in (["--trust-config"], ["--rewards", "json:loads"], ["--rewards", "python_lines"]):
+        with pytest.raises(AssertionError, match="accepted"):
+            main(["align", "--config", str(given), *more])
+    given.write_text("method: grpo\nrewards: json:loads\ntrust-config: true\n")
+    assert "unknown option 'trust-config'" in told(["align", "--config", str(given)], capsys)
+
+
+def test_messages_without_a_chat_template(tmp_path, trained, capsys):
+    rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call = [
+        "align",
+        "--model",
+        str(trained),
+        "--data",
+        str(tmp_path / "chat.jsonl"),
+        "--method",
+        "grpo",
+        "--prompt-length",
+        "8",
+    ]
+    call += ["--completion-length", "8"]
+    try:
+        status = main([*call, "--device", "cpu"])
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.splitlines()[-1].startswith("logitless: prompts of messages need a chat template")
+    assert "Traceback" not in error
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch, capsys):
+    for error in (
+        MemoryError(),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ):
+
+        def fail(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr("logitless.cli.train.main", fail)
+        assert "train: out of memory" in told(["train"], capsys)
