@@ -82,8 +82,9 @@ def _find(name: str) -> Reward:
 
 def _checked(reward: Reward, name: str) -> Reward:
     """The function, whose NaN raises NotFiniteError: TRL takes it for None, a completion without this reward."""
-    if iscoroutinefunction(reward):
-        return reward
+    asynchronous: Any = reward
+    if iscoroutinefunction(asynchronous):
+        return asynchronous
 
     @wraps(reward)
     def checked(*args: Any, **kwargs: Any) -> list[float]:

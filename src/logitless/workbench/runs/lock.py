@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO
 
 try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
+    import fcntl
 except ImportError:  # Windows: nothing is locked there
-    flock = None
+    fcntl = None
 
 LOCK_FILE = "run.lock"
 _held: dict[Path, IO[str]] = {}  # open files: the system keeps a lock for as long as its file is open
@@ -53,10 +53,10 @@ def holder(place: Path) -> str:
 
 
 def _lock(file: IO[str]) -> bool:
-    if flock is None:
+    if fcntl is None:
         return True
     try:
-        flock(file, LOCK_EX | LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

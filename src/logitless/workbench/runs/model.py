@@ -200,9 +200,10 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         if source.weights is None:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
         )
+        model, found = loaded
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         misfit = "mismatched" in str(error)
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
