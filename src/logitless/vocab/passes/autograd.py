@@ -10,7 +10,7 @@ from torch import Tensor
 from ...algebra.costs import Price, price_of
 from ...errors import GradientError
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
-from .engine import Saved, gradients, values
+from .engine import Saved, gradients, loss_gradients, values
 from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
@@ -97,9 +97,14 @@ class FormedLoss:
         if total is not None:
             total.scale_(upstream)
             return total.result()
-        scaled = {name: g * upstream for name, g in self.stat_grads.items()}
-        price = Price("recompute", 0, materialised=True)
-        return gradients(self.call.with_tensors(inputs), price, self.saved, scaled, self.needs)
+        call = self.call.with_tensors(inputs)
+
+        def again(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: call.rows(g, rows) for name, g in self.stat_grads.items()}
+
+        total = loss_gradients(call, self.needs, again)[0]  # the same steps, so the same bits
+        total.scale_(upstream)
+        return total.result()
 
 
 class _Attach(torch.autograd.Function):
