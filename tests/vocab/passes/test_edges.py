@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.errors import GradientError
 from logitless.vocab.reference import dense_token_stats
 from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, Operands, compare, operands
 
@@ -301,7 +302,20 @@ def test_the_second_backward_has_the_bits_of_the_first(reduction, backend):
     call = ops.hidden, ops.head, ops.labels
     for loss in (
         ll.linear_cross_entropy(*call, reduction=reduction, memory_budget=20_000, backend=backend),
-        ll.token_loss(lambda s: s.entropy - s.logprob, *call, reduction=reduction, backend=backend),
+        ll.token_loss(
+            lambda s: s.entropy - s.logprob, *call, want=("entropy", "logprob"), reduction=reduction, backend=backend
+        ),
     ):
         first, second = (torch.autograd.grad(loss * 0.3, list(ops.leaves.values()), retain_graph=True) for _ in "ab")
         assert all(map(torch.equal, first, second))
+
+
+def test_several_upstream_gradients_at_once_are_refused_in_one_line(backend):
+    ops = operands((3,), 7, 503)
+    call = ops.hidden, ops.head, ops.labels
+    logprob = ll.token_stats(*call, backend=backend).logprob
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(logprob, ops.hidden, torch.eye(3, dtype=logprob.dtype), is_grads_batched=True)
+    loss = ll.linear_cross_entropy(*call, backend=backend)
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(loss, ops.hidden, torch.ones(2, dtype=loss.dtype), is_grads_batched=True)

@@ -17,6 +17,10 @@ NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
 )
+ONE_AT_A_TIME = (
+    "logitless: expected one upstream gradient in backward, got a batch of them (is_grads_batched=True or a vectorised "
+    "jacobian); call torch.autograd.grad once for each, or pass vectorize=False"
+)
 NOT_DIFFERENTIATED = (None,) * (len(Inputs._fields) - DIFFERENTIATED)
 
 
@@ -44,6 +48,14 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
     )
 
 
+def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
+    """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
+    if torch.is_grad_enabled():
+        raise GradientError(NO_SECOND_DERIVATIVE)
+    if any(g is not None and torch._C._functorch.is_batchedtensor(g) for g in grads):
+        raise GradientError(ONE_AT_A_TIME)
+
+
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
@@ -58,8 +70,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError(NO_SECOND_DERIVATIVE)
+        _check_upstream(grads)
         tensors = ctx.saved_tensors
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
@@ -84,11 +95,8 @@ def stats(call: Call) -> dict[str, Tensor]:
 class FormedLoss:
     """A loss whose gradient exists already: given away once, recomputed from per-token coefficients afterwards."""
 
-    def __init__(
-        self, call: Call, needs: Needs, total: GradientBuffers, saved: Saved, stat_grads: dict[str, Tensor]
-    ) -> None:
-        self.call, self.needs = call.without_tensors(), needs
-        self.saved, self.stat_grads = saved, stat_grads
+    def __init__(self, call: Call, needs: Needs, total: GradientBuffers, stat_grads: dict[str, Tensor]) -> None:
+        self.call, self.needs, self.stat_grads = call.without_tensors(), needs, stat_grads
         self.total: GradientBuffers | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,8 +125,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError(NO_SECOND_DERIVATIVE)
+        _check_upstream((upstream,))
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
         given = [
             None if g is None else (g * upstream).to(dtype)

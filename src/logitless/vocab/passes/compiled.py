@@ -238,7 +238,7 @@ def _cross_entropy(
     call = call.agree().checked()
     denominator = said.rest[0] if said.rest else None
     evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
-    total, _, _ = loss_gradients(call, said.needs, evaluate)
+    total, _ = loss_gradients(call, said.needs, evaluate)
     return [evaluate.total, *said.own(total.result())]
 
 
