@@ -52,7 +52,9 @@ def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
     """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
     if torch.is_grad_enabled():
         raise GradientError(NO_SECOND_DERIVATIVE)
-    if any(g is not None and torch._C._functorch.is_batchedtensor(g) for g in grads):
+    functorch = torch._C._functorch
+    batched = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
+    if any(is_batched(g) for g in grads if g is not None for is_batched in batched):
         raise GradientError(ONE_AT_A_TIME)
 
 
