@@ -107,7 +107,7 @@ def _tile_forward(
     ids: Tensor,  # (n, 1)
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (n,), (n,), (n,)
-    """Log-prob of the ids, the maximum m, and log Σe^(z-m): an id stands apart from the others, for its digits.
+    """Log-prob of the ids, the maximum m, and log Σe^(z-m): an id is apart, so that a sure one keeps its digits.
 
     The maximum stays apart from the sum's logarithm, whose digits it would take where the logits share an offset.
     """

@@ -7,6 +7,7 @@ kept apart: Σw = 1 + rest, so that a peaked row's tail keeps its digits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,15 +161,22 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
 
 
 def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: Any) -> Totals:
-    """The totals of an accumulation over all entries but the label, and of the label's (logit, reference logit)."""
+    """The totals of an accumulation over all entries but the label, and of the label's (logit, reference logit).
+
+    Where no entry is possible, every logit being -inf, so are maximum and log-sum-exp; what takes probabilities is NaN.
+    """
     logprob = label_logit = label_ref = None
     if label is not None:
         label_logit, label_ref = label
         others = (state.m - label_logit) + xp.log1p(state.rest)  # of two logits, which may share a large part
         logprob = -xp.logaddexp(others, xp.zeros_like(others))
         state = merge(state, single(label_logit, label_ref, state, xp), xp)
-    s = 1 + state.rest
-    out = Totals(state.m, xp.log1p(state.rest), label_logit, logprob, label_ref)
+    impossible = state.m <= EMPTY
+    s = xp.where(impossible, math.nan, 1 + state.rest)
+    m = xp.where(impossible, -math.inf, state.m)
+    out = Totals(m, xp.log1p(state.rest), label_logit, logprob, label_ref)
+    if label is not None:
+        out.logprob = xp.where(impossible, math.nan, logprob)
     if state.t is not None:
         out.entropy = xp.clip(out.log_s - state.t / s, 0, None)
     if state.r is not None:
@@ -179,7 +187,7 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         out.shift = state.shift
         out.m_ref, out.log_s_ref = state.m_ref, xp.log(state.s_ref)
         direct = (state.m_ref - out.m + state.shift) + (out.log_s_ref - out.log_s)
-        out.log_ratio = _log_ratio(state.b / s, direct, xp)
+        out.log_ratio = xp.where(impossible, math.nan, _log_ratio(state.b / s, direct, xp))
         out.kl = xp.clip(state.a / s + out.log_ratio, 0, None)
         if state.a_ref is not None:
             out.reverse_kl = xp.clip(-state.a_ref / state.s_ref - out.log_ratio, 0, None)

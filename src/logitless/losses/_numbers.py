@@ -44,6 +44,6 @@ def ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
 def expm1_minus(x: Tensor) -> Tensor:
     """e^x - 1 - x, never negative: its series near 0, where the subtraction would leave only rounding."""
     near = x.abs() < 1e-2
-    y = torch.where(near, x, torch.zeros_like(x))  # far from 0 the series would overflow, and its slope be NaN
+    y = torch.where(near, x, 0.0)  # a power of a large one overflows, and 0·inf would be its gradient
     series = y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y / 720))))
     return torch.where(near, series, torch.expm1(x) - x)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.errors import GradientError
 from logitless.vocab.reference import dense_token_stats
 from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, Operands, compare, operands
 
@@ -110,6 +111,45 @@ def test_infinite_results(budget, backend):
         assert got.kl.eq(torch.inf).all()
         assert got.reverse_kl.isfinite().all()
         assert got.jsd.isfinite().all()
+
+
+UNDEFINED = ("logprob", "entropy", "self_certainty", "sum_sq_prob", "kl", "reverse_kl")
+
+
+@pytest.mark.parametrize("budget", [None, 4_000])
+def test_rows_without_a_possible_entry(budget, backend):
+    """Every logit is -inf: so are maximum and log-sum-exp, and what takes probabilities is NaN, as torch's own."""
+    ops = operands((5,), 7, 503, dtype=torch.float32, reference=True).training()
+    with torch.no_grad():
+        ops.bias[:] = -torch.inf
+    got = ll.token_stats(
+        *(ops.hidden, ops.head, ops.labels),
+        want=(*UNDEFINED, "logsumexp", "max_logit", "rank"),
+        top_k=70,
+        reference=ops.reference,
+        memory_budget=budget,
+        backend=backend,
+    )
+    assert got.logsumexp.eq(-torch.inf).all()
+    assert got.max_logit.eq(-torch.inf).all()
+    assert got.rank.eq(1).all()
+    assert got.top_k_logits.eq(-torch.inf).all()
+    assert got.top_k_ids.eq(torch.arange(70)).all()
+    for name in UNDEFINED:
+        assert getattr(got, name).isnan().all(), name
+
+
+@pytest.mark.parametrize("budget", [None, 3_000, 60_000])
+@pytest.mark.parametrize("top_k", [8, 100])
+def test_impossible_entries_are_ordered_by_id(top_k, budget, backend):
+    ops = operands((5,), 7, 503, dtype=torch.float32).training()
+    possible = [3, 77, 490]
+    with torch.no_grad():
+        ops.bias[[i for i in range(503) if i not in possible]] = -torch.inf
+    got = ll.token_stats(ops.hidden, ops.head, want=(), top_k=top_k, memory_budget=budget, backend=backend).top_k_ids
+    lowest = [i for i in range(503) if i not in possible][: top_k - 3]
+    assert got[:, :3].sort(1).values.tolist() == [possible] * 5
+    assert got[:, 3:].tolist() == [lowest] * 5
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -245,3 +285,37 @@ def test_nan_in_an_ignored_row_reaches_nothing(backend):
     temperature[3] = torch.nan
     compare(ops, EVERYTHING, top_k=2, backend=backend)
     compare(ops.training("hidden"), EVERYTHING, top_k=2, backend=backend)
+
+
+def test_no_candidates_have_a_gradient(backend):
+    ops = operands((5,), 7, 503, dtype=torch.float32)
+    none = torch.zeros(5, 0, dtype=torch.int64)
+    got = ll.token_stats(ops.hidden, ops.head, candidates=none, want=("logsumexp",), backend=backend)
+    assert got.candidate_logits.shape == (5, 0)
+    for x in torch.autograd.grad(got.candidate_logits.sum(), list(ops.leaves.values())):
+        assert x.eq(0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_second_backward_has_the_bits_of_the_first(reduction, backend):
+    ops = operands((9,), 7, 503)
+    call = ops.hidden, ops.head, ops.labels
+    for loss in (
+        ll.linear_cross_entropy(*call, reduction=reduction, memory_budget=20_000, backend=backend),
+        ll.token_loss(
+            lambda s: s.entropy - s.logprob, *call, want=("entropy", "logprob"), reduction=reduction, backend=backend
+        ),
+    ):
+        first, second = (torch.autograd.grad(loss * 0.3, list(ops.leaves.values()), retain_graph=True) for _ in "ab")
+        assert all(map(torch.equal, first, second))
+
+
+def test_several_upstream_gradients_at_once_are_refused_in_one_line(backend):
+    ops = operands((3,), 7, 503)
+    call = ops.hidden, ops.head, ops.labels
+    logprob = ll.token_stats(*call, backend=backend).logprob
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(logprob, ops.hidden, torch.eye(3, dtype=logprob.dtype), is_grads_batched=True)
+    loss = ll.linear_cross_entropy(*call, backend=backend)
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(loss, ops.hidden, torch.ones(2, dtype=loss.dtype), is_grads_batched=True)

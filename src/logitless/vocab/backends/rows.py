@@ -34,7 +34,7 @@ def dot(
 
 def weighted(weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
     """Σ_k w_nk·table[i_nk]: weights (N, k), table (V, H), ids (N, k) -> (N, H) as weights."""
-    if table.dtype == weights.dtype and cast in (None, table.dtype):
+    if ids.shape[1] and table.dtype == weights.dtype and cast in (None, table.dtype):
         return F.embedding_bag(ids, table.detach(), per_sample_weights=weights, mode="sum")
     out = weights.new_zeros(ids.shape[0], table.shape[1])
     for n, k in _blocks(ids, table):

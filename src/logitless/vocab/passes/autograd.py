@@ -10,12 +10,16 @@ from torch import Tensor
 from ...algebra.costs import Price, price_of
 from ...errors import GradientError
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
-from .engine import Saved, gradients, values
+from .engine import Saved, gradients, loss_gradients, values
 from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
+)
+ONE_AT_A_TIME = (
+    "logitless: expected one upstream gradient in backward, got a batch of them (is_grads_batched=True or a vectorised "
+    "jacobian); call torch.autograd.grad once for each, or pass vectorize=False"
 )
 NOT_DIFFERENTIATED = (None,) * (len(Inputs._fields) - DIFFERENTIATED)
 
@@ -44,6 +48,16 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
     )
 
 
+def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
+    """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
+    if torch.is_grad_enabled():
+        raise GradientError(NO_SECOND_DERIVATIVE)
+    functorch = torch._C._functorch
+    batched = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
+    if any(is_batched(g) for g in grads if g is not None for is_batched in batched):
+        raise GradientError(ONE_AT_A_TIME)
+
+
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
@@ -58,8 +72,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError(NO_SECOND_DERIVATIVE)
+        _check_upstream(grads)
         tensors = ctx.saved_tensors
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
@@ -84,11 +97,8 @@ def stats(call: Call) -> dict[str, Tensor]:
 class FormedLoss:
     """A loss whose gradient exists already: given away once, recomputed from per-token coefficients afterwards."""
 
-    def __init__(
-        self, call: Call, needs: Needs, total: GradientBuffers, saved: Saved, stat_grads: dict[str, Tensor]
-    ) -> None:
-        self.call, self.needs = call.without_tensors(), needs
-        self.saved, self.stat_grads = saved, stat_grads
+    def __init__(self, call: Call, needs: Needs, total: GradientBuffers, stat_grads: dict[str, Tensor]) -> None:
+        self.call, self.needs, self.stat_grads = call.without_tensors(), needs, stat_grads
         self.total: GradientBuffers | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,9 +107,14 @@ class FormedLoss:
         if total is not None:
             total.scale_(upstream)
             return total.result()
-        scaled = {name: g * upstream for name, g in self.stat_grads.items()}
-        price = Price("recompute", 0, materialised=True)
-        return gradients(self.call.with_tensors(inputs), price, self.saved, scaled, self.needs)
+        call = self.call.with_tensors(inputs)
+
+        def again(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: call.rows(g, rows) for name, g in self.stat_grads.items()}
+
+        total = loss_gradients(call, self.needs, again)[0]  # the same steps, so the same bits
+        total.scale_(upstream)
+        return total.result()
 
 
 class _Attach(torch.autograd.Function):
@@ -112,8 +127,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError(NO_SECOND_DERIVATIVE)
+        _check_upstream((upstream,))
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
         given = [
             None if g is None else (g * upstream).to(dtype)

@@ -244,7 +244,7 @@ def _cross_entropy(
     denominator, weights = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator, weights)
     evaluate = CrossEntropy.of(call, given, valid)
-    total, _, _ = loss_gradients(call, said.needs, evaluate)
+    total, _ = loss_gradients(call, said.needs, evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 

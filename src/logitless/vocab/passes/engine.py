@@ -237,27 +237,24 @@ Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
 
 
 @_exact
-def loss_gradients(call: Call, needs: Needs, evaluate: Evaluate) -> tuple[GradientBuffers, Saved, dict[str, Tensor]]:
+def loss_gradients(call: Call, needs: Needs, evaluate: Evaluate) -> tuple[GradientBuffers, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 
-    Returns the accumulated gradients, and what a second backward needs: totals and the statistics' gradients.
+    Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
     """
     run = Pass(call, Price("in-forward" if needs.any else "values", 0, materialised=True))
     total = _begun(run, needs)
-    saved, stat_grads = Saved({}, {}, {}), {}
+    stat_grads: dict[str, Tensor] = {}
 
     want = call.options.want
     simple = bases_of(want) <= {"p"} and "t" not in sums_of(want) and not call.head.softcap
     for rows, chunk in run.chunks():
         found = run.accumulate(chunk, keep="weights" if simple else "logits")
         part = read(call, chunk, found)
-        extra = one_hots(call, found, part) | _skipped(chunk)
         g = evaluate(rows, part)
         if needs.any:
             grads = total.chunk(chunk.n_tokens)
-            run.add_gradient(chunk, found.totals, extra, g, grads)
+            run.add_gradient(chunk, found.totals, one_hots(call, found, part), g, grads)
             total.put(rows, grads)
-        run.put(saved.totals, rows, dict(found.totals.items()))
-        run.put(saved.extra, rows, extra)
         run.put(stat_grads, rows, g)
-    return total, saved, stat_grads
+    return total, stat_grads

@@ -67,7 +67,8 @@ def _finish(
     extra_grads: list[Tensor | None],
 ) -> Tensor:
     with torch.no_grad():
-        formed = FormedLoss(call, needs, *loss_gradients(call, needs, evaluate))
+        total, stat_grads = loss_gradients(call, needs, evaluate)
+        formed = FormedLoss(call, needs, total, stat_grads)
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
     return attach(formed, evaluate.total, call.inputs, extra, extra_grads)

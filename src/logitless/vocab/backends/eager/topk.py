@@ -98,7 +98,7 @@ def _topk(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     near, columns = _near(z, k + 1)
     values, where = near.topk(min(k + 1, z.shape[1]), dim=1)
     cut = values[:, k - 1]
-    tied = (values[:, -1] == cut) & (cut > -math.inf)  # with one that is left out
+    tied = values[:, -1] == cut  # with one that is left out
     where = where[:, :k] if columns is None else columns.gather(1, where[:, :k])
     where, order = where.sort(1)
     values, order = values[:, :k].gather(1, order).sort(dim=1, descending=True, stable=True)

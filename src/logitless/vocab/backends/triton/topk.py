@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ....algebra.online_softmax import MASK
 from ..base import Tile
 from . import topk_kernels
 from .topk_kernels import LOWEST_KEY
@@ -65,7 +66,7 @@ class TopK:
         if self.group:
             return self._of_groups()
         if self.reads_logits and self.double:
-            return self.values, self.ids
+            return self.values.masked_fill(self.values <= MASK, -torch.inf), self.ids
         keys = self.keys
         if self.in_kernel:
             lanes = keys[..., : self.k].flatten(1)  # the others hold the largest number

@@ -85,5 +85,5 @@ def decode(keys, logits, ids, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     key = tl.load(keys + at, mask=inside, other=0)
-    tl.store(logits + at, unordered((key >> 32).to(tl.int32)), mask=inside)
+    tl.store(logits + at, logit_of((key >> 32).to(tl.int32)), mask=inside)
     tl.store(ids + at, 0xFFFFFFFF - (key & 0xFFFFFFFF), mask=inside)

@@ -8,6 +8,7 @@ defined in one place, and some forty launches of a few microseconds are one.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -61,7 +62,7 @@ class Program:
         self.lines: dict[str, str] = {}  # expression -> name
 
     def line(self, form: str, *args: Any) -> Symbol:
-        text = form.format(*(x.name if isinstance(x, Symbol) else repr(float(x)) for x in args))
+        text = form.format(*(x.name if isinstance(x, Symbol) else _literal(x) for x in args))
         return Symbol(self, self.lines.setdefault(text, f"v{len(self.lines)}"))
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
@@ -71,6 +72,10 @@ class Program:
 
     def clip(self, x: Symbol, least: float, most: None) -> Symbol:
         return self.line("tl.where({1} < {0}, {0}, {1})", least, x)
+
+
+def _literal(x: float) -> str:
+    return repr(float(x)) if math.isfinite(x) else f"float('{x}')"
 
 
 FORMS = {

@@ -1,0 +1,40 @@
+"""Numbers that do not change where all logits share an offset keep their digits."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.logits import chunked_self_certainty, per_token_logps
+
+
+@pytest.mark.parametrize("offset", [0, 1_000, 10**8])
+def test_an_offset_takes_no_digits(offset, backend):
+    z = torch.randn(12, 700).mul(64).round() / 64 if offset < 10**8 else torch.randn(12, 700).sign() * 8
+    labels, names = torch.arange(12), ("logprob", "entropy", "sum_sq_prob")
+    head = ll.LMHead(torch.cat([z.T, torch.full((700, 1), float(offset))], 1))
+    hidden = torch.cat([torch.eye(12), torch.ones(12, 1)], 1).requires_grad_()
+    expected = z.double().log_softmax(-1)[labels, labels]
+    got = ll.token_stats(hidden, head, labels, want=names, memory_budget=30_000, backend=backend)
+    torch.testing.assert_close(got.logprob.double(), expected, rtol=1e-6, atol=1e-6)
+    loss = ll.linear_cross_entropy(hidden, head, labels, reduction="none", backend=backend)
+    torch.testing.assert_close(-loss.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dense", "recompute"])
+@pytest.mark.parametrize("offset", [1_000, 10**8])
+def test_an_offset_of_logits_takes_no_digits(offset, method):
+    z = torch.randn(12, 700).sign().mul(8).requires_grad_()
+    ids = torch.randint(700, (12,))
+    exact = z.detach().double().requires_grad_()
+    expected = exact.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    got = per_token_logps(z + offset, ids, method=method)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
+    ours, wanted = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((got, z), (expected, exact)))
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_an_offset_of_logits_takes_no_slope_from_self_certainty():
+    z = torch.randn(12, 700).sign().mul(8).requires_grad_()
+    exact = z.detach().double().requires_grad_()
+    slopes = [torch.autograd.grad(chunked_self_certainty(x + 10**6, 100).sum(), x)[0] for x in (z, exact)]
+    torch.testing.assert_close(slopes[0].double(), slopes[1], rtol=1e-5, atol=1e-8)
