@@ -183,9 +183,9 @@ def epochs(start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
     return config, curve(place / "run")
 
 
-@pytest.mark.parametrize("step", [1, 4, 6])
+@pytest.mark.parametrize("step", [1, 4, 6, 8])
 def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypatch, step):
-    """Killed before its first checkpoint, with one in the middle of an epoch, and with one at an epoch's end."""
+    """Killed before its first checkpoint, with one amid an epoch, at an epoch's end, and after the last step."""
     config, whole = epochs
     place, log = tmp_path / "run", callbacks.Records.on_log
 
@@ -194,8 +194,12 @@ def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypat
         if state.global_step == step + (step > 1):
             raise Killed
 
+    def conclude(*_):
+        raise Killed
+
     with monkeypatch.context() as until_then:
         until_then.setattr(callbacks.Records, "on_log", on_log)
+        until_then.setattr("logitless.workbench.align.callbacks.HeldOutRows.conclude", conclude)
         with pytest.raises(Killed):
             run(replace(config, output_dir=place), QUIET)
     assert last_checkpoint(place) == (None if step == 1 else (place / f"checkpoint-{step}", step))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerState
 
 from ...errors import DeviceError
 from ...integrations.trl.trainers import install
@@ -116,6 +116,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
+            trainer._load_rng_state(str(found[0]))  # held-out completions are sampled
+            trainer.state = TrainerState.load_from_json(str(found[0] / "trainer_state.json"))
             records.rewrite(arguments)
             arguments.report_to = []  # the trackers' run has ended
             held_out.conclude(arguments, found[1])

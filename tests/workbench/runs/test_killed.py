@@ -1,0 +1,73 @@
+"""Runs of train, align and score that are killed at random moments: what they end with is what others end with."""
+
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from logitless.workbench.scoring.config import ScoreConfig
+from tests.support.workbench.killing import curve, goes_on, killed_after
+
+SEEDS = range(20)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def options(command: str, start, micro) -> object:
+    """A run of a few seconds, with more checkpoints, parts or epochs than one."""
+    if command == "train":
+        return replace(micro.config, max_steps=24)
+    if command == "align":
+        return replace(start, max_steps=12)
+    return ScoreConfig(model=start.model, data=start.data, keep=3, device="cpu", batch_tokens=256)
+
+
+def placed(config, place: Path) -> object:
+    return replace(config, **{"out" if isinstance(config, ScoreConfig) else "output_dir": place})
+
+
+def result(place: Path) -> object:
+    """What must not depend on kills: rows of a scoring; curve and weights of a training."""
+    if place.is_file():
+        return place.read_bytes()
+    return curve(place), {name: x.tolist() for name, x in load_file(place / "model" / "model.safetensors").items()}
+
+
+def has_ended(place: Path) -> bool:
+    """Whether a run wrote the last of its files, and was killed at most on its way out."""
+    return place.is_file() or (place / "summary.json").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(start, micro, tmp_path_factory):
+    """The result of a command that nobody disturbs, and its seconds; each made once."""
+    made: dict[str, tuple[object, float]] = {}
+
+    def of(command: str) -> tuple[object, float]:
+        if command not in made:
+            place = tmp_path_factory.mktemp("whole") / "run"
+            begin = time.perf_counter()
+            assert killed_after(300, command, placed(options(command, start, micro), place)) == 0
+            made[command] = result(place), time.perf_counter() - begin
+        return made[command]
+
+    return of
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("command", ["train", "align", "score"])
+def test_a_run_that_is_killed_at_random_moments(whole, start, micro, tmp_path, command, seed):
+    expected, seconds = whole(command)
+    place, moment = tmp_path / "run", random.Random(seed)
+    config = placed(options(command, start, micro), place)
+    for _ in range(1 + seed % 3):
+        status = killed_after(moment.uniform(0, seconds), command, goes_on(place, config))
+        assert status in (0, -signal.SIGKILL)
+        if status == 0 or has_ended(place):
+            break
+    else:
+        assert killed_after(300, command, goes_on(place, config)) == 0
+    assert result(place) == expected
