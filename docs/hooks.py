@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 import logitless
 from logitless import errors
 
-MODULES = ("losses", "relax", "sample", "jax", "integrations.trl")  # whose names are public
+MODULES = ("losses", "relax", "sample", "memory", "jax", "integrations.trl")  # whose names are public
 
 
 def public_names() -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from logitless.errors import OptionError
-from logitless.units import counted, format_bytes, parse_bytes
+from logitless.units import format_bytes, parse_bytes, plural
 
 GIB = 1 << 30
 
@@ -54,4 +54,10 @@ def test_zero_only_where_it_has_a_meaning():
 
 def test_counts_in_words():
     given = (0, "row"), (1, "row"), (4096, "row"), (1, "forward pass"), (2, "forward pass")
-    assert [counted(*each) for each in given] == ["0 rows", "1 row", "4,096 rows", "1 forward pass", "2 forward passes"]
+    assert [plural(*each) for each in given] == [
+        "0 rows",
+        "1 row",
+        "4,096 rows",
+        "1 forward pass",
+        "2 forward passes",
+    ]

@@ -7,6 +7,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", 
 class LogitlessError(Exception):
     """Base of all errors raised on purpose; each subclass is also the builtin error that people expect."""
 
+    exit_status = 2  # of a command: bad input
+
 
 class ShapeError(LogitlessError, ValueError):
     """Sizes that do not fit together, such as a head and hidden states of different widths."""
@@ -46,6 +48,8 @@ class ConfigError(LogitlessError, ValueError):
 
 class NotFiniteError(LogitlessError, ArithmeticError):
     """NaN or infinity where numbers were expected, such as the hidden states of a model that diverged."""
+
+    exit_status = 1  # the input was good, what came of it is not
 
 
 class RankError(LogitlessError, RuntimeError):

@@ -76,25 +76,25 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor) -> Tensor:
         logp = torch.empty(ids.shape, dtype=_stat_dtype(logits), device=logits.device)
-        lse = torch.empty_like(logp)
+        top, log_sum = torch.empty_like(logp), torch.empty_like(logp)
         for at in _tiles(logits):
-            logp[at], lse[at] = _tile_forward(logits[at], ids[at][:, None], logp.dtype)
+            logp[at], top[at], log_sum[at] = _tile_forward(logits[at], ids[at][:, None], logp.dtype)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, ids, logp, lse)
+            ctx.save_for_backward(logits, ids, logp, top, log_sum)
         return logp
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             raise GradientError("per_token_logps has no second derivative here: use method='dense' with create_graph")
-        logits, ids, logp, lse = ctx.saved_tensors
+        logits, ids, logp, top, log_sum = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        same = grad.dtype == lse.dtype
+        same = grad.dtype == logp.dtype
         for at in _tiles(logits):
             # A gradient as wide as the arithmetic is its own scratch; a narrower one needs a tile beside it.
-            into = grad[at] if same else torch.empty(grad[at].shape, dtype=lse.dtype, device=lse.device)
+            into = grad[at] if same else torch.empty(grad[at].shape, dtype=logp.dtype, device=logp.device)
             g = grad_logp[at][:, None]
-            torch.sub(logits[at], lse[at][:, None], out=into).exp_().mul_(-g)
+            torch.sub(logits[at], top[at][:, None], out=into).sub_(log_sum[at][:, None]).exp_().mul_(-g)
             # 1 - p of the label from its log-prob, which keeps its digits where p is near 1.
             into.scatter_(-1, ids[at][:, None], -g * torch.expm1(logp[at][:, None]))
             if not same:
@@ -106,14 +106,18 @@ def _tile_forward(
     tile: Tensor,  # (n, V)
     ids: Tensor,  # (n, 1)
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-    """Log-prob of the ids, and log-sum-exp: an id apart from the others, so a sure one keeps its digits."""
+) -> tuple[Tensor, Tensor, Tensor]:  # (n,), (n,), (n,)
+    """Log-prob of the ids, the maximum m, and log Σe^(z-m): an id apart from the others, so a sure one keeps its digits.
+
+    The maximum stays apart from the sum's logarithm, whose digits it would take where the logits share an offset.
+    """
     work = tile.to(dtype, copy=True)
     label = work.gather(-1, ids)
     # A row of -inf alone must give nan, as log_softmax does, without poisoning the subtraction.
     top = work.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-    others = work.sub_(top).exp_().scatter_(-1, ids, 0.0).sum(-1, keepdim=True).log_().add_(top)
-    return logsigmoid(label - others)[:, 0], torch.logaddexp(label, others)[:, 0]
+    others = work.sub_(top).exp_().scatter_(-1, ids, 0.0).sum(-1, keepdim=True).log_()
+    label -= top
+    return logsigmoid(label - others)[:, 0], top[:, 0], torch.logaddexp(label, others)[:, 0]
 
 
 def chunked_self_certainty(
@@ -145,22 +149,23 @@ def chunked_self_certainty(
 
 
 class _SelfCertainty(torch.autograd.Function):
-    """Keeps the logits, which exist anyway, and the log-sum-exps: the slope softmax - 1/V is formed in backward."""
+    """Keeps the logits, which exist anyway, and the log-sum-exps: the gradient softmax - 1/V is formed in backward."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, chunk_size: int) -> Tensor:
         dtype = _stat_dtype(logits)
-        fold, total = None, torch.zeros(logits.shape[:-1], dtype=dtype, device=logits.device)
+        state, total = None, torch.zeros(logits.shape[:-1], dtype=dtype, device=logits.device)
         for chunk in logits.split(chunk_size, -1):
             work = chunk.to(dtype, copy=True)
             total += work.sum(-1)
             top = work.amax(-1).clamp_min(torch.finfo(dtype).min)  # a chunk of -inf alone has weight 0, not nan
             part = Accumulation(top, work.sub_(top[..., None]).exp_().sum(-1) - 1)
-            fold = part if fold is None else merge(fold, part, torch)
-        lse = fold.m + fold.rest.log1p()  # pyright: ignore[reportOptionalMemberAccess]
+            state = part if state is None else merge(state, part, torch)
+        assert state is not None
+        log_sum = state.rest.log1p()
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, lse)
-        return lse - total / logits.shape[-1] - math.log(logits.shape[-1])
+            ctx.save_for_backward(logits, state.m, log_sum)
+        return (state.m - total / logits.shape[-1]) + (log_sum - math.log(logits.shape[-1]))
 
     @staticmethod
     def backward(ctx, grad_certainty: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -168,11 +173,11 @@ class _SelfCertainty(torch.autograd.Function):
             raise GradientError(
                 "chunked_self_certainty has no second derivative: write the dense formula with autograd"
             )
-        logits, lse = ctx.saved_tensors
+        logits, top, log_sum = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for at in _tiles(logits):
-            slope = torch.sub(logits[at], lse[at][:, None]).exp_().sub_(1 / logits.shape[-1])
-            grad[at] = slope.mul_(grad_certainty[at][:, None])
+            dz = torch.sub(logits[at], top[at][:, None]).sub_(log_sum[at][:, None]).exp_().sub_(1 / logits.shape[-1])
+            grad[at] = dz.mul_(grad_certainty[at][:, None])
         return grad, None
 
 

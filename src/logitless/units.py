@@ -35,7 +35,7 @@ def parse_bytes(text: str | int, option: str = "size", least: int = 1) -> int:
     return int(size)
 
 
-def counted(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """ "1 row", "4,096 rows", "2 passes"."""
     ending = "" if count == 1 else "es" if what.endswith("s") else "s"
     return f"{count:,} {what}{ending}"

@@ -30,6 +30,7 @@ def accumulation_of(z, z_ref, shift):
         above=(z > 0.3).sum(1),
         m_ref=m_ref,
         s_ref=w_ref.sum(1),
+        near=(z + z_ref).amax(1),
         shift=shift,
         a=(w * e).sum(1),
         b=(w * torch.expm1(-e)).sum(1),
@@ -61,7 +62,10 @@ def test_parts_merge_to_the_whole(cuts, backwards):
     total = parts[0]
     for part in parts[1:]:
         total = merge(total, part, torch)
-    assert_same(total, accumulation_of(z, z_ref, parts[0].shift))
+    assert_same(total, accumulation_of(z, z_ref, total.shift))
+    nearest = [(z + z_ref)[:, a:b].amax(1) for a, b in itertools.pairwise(bounds)]
+    part = torch.stack(nearest).argmax(0)
+    torch.testing.assert_close(total.shift, shift + part)
 
 
 def test_merge_is_associative():
@@ -77,7 +81,39 @@ def test_an_entry_is_a_part():
     others = accumulation_of(z[:, 1:], z_ref[:, 1:], shift)
     one = single(z[:, 0], z_ref[:, 0], others, torch)
     one.above = (z[:, 0] > 0.3).long()
-    assert_same(merge(others, one, torch), accumulation_of(z, z_ref, shift))
+    whole = merge(others, one, torch)
+    assert_same(whole, accumulation_of(z, z_ref, whole.shift))
+
+
+@pytest.mark.parametrize("far", [0.0, 50.0, 90.0, 1e4, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_entry_far_away_takes_digits(far, dtype):
+    """A part that the policy, the reference or both mask merges with any other, in any order."""
+    z, z_ref = logits(1.0)
+    for masked in ((z,), (z_ref,), (z, z_ref)):
+        for cut in (1, 20):
+            x, x_ref = (y.clone() for y in (z, z_ref))
+            for y in (x if any(m is z for m in masked) else None, x_ref if any(m is z_ref for m in masked) else None):
+                if y is not None:
+                    y[:, :cut] -= far
+            parts = []
+            for s in (slice(0, cut), slice(cut, V)):
+                at = (x + x_ref)[:, s].argmax(1, keepdim=True)
+                own = (x - x_ref)[:, s].gather(1, at)[:, 0]
+                parts.append(accumulation_of(*(y[:, s].to(dtype) for y in (x, x_ref)), own.to(dtype)))
+            p, q = x.log_softmax(1), x_ref.log_softmax(1)
+            for two in (parts, parts[::-1]):
+                got = finish(merge(*two, torch), None, torch)
+                tolerance = 1e-9 if dtype == torch.float64 else 3e-6
+                for name, a, b in (("kl", p, q), ("reverse_kl", q, p)):
+                    expected = (a.exp() * (a - b)).sum(1)
+                    torch.testing.assert_close(
+                        getattr(got, name).double(),
+                        expected,
+                        rtol=tolerance,
+                        atol=tolerance,
+                        msg=lambda m, n=name: n + m,
+                    )
 
 
 def test_rebase_moves_the_origin_of_the_differences():
@@ -139,4 +175,4 @@ def test_mixture_logs(beta):
 
 def test_fold_fields_default_to_absent():
     assert [name for name, _ in Accumulation(m=torch.zeros(1), rest=torch.zeros(1)).items()] == ["m", "rest"]
-    assert len(dataclasses.fields(Accumulation)) == 11
+    assert len(dataclasses.fields(Accumulation)) == 12

@@ -1,14 +1,45 @@
-"""Every ```python block of the README and of the docs runs; the blocks of a page share one namespace."""
+"""Every ```python block of the README and of the docs runs, and imports public names alone; the blocks of a page share
+one namespace.
+"""
 
+import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import logitless.errors
+from docs import hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = {"many-devices.md"}  # starts ranks of its own
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+ANY_BLOCK = re.compile(r"^```py(?:thon)?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+MODULES = {"logitless", "logitless.errors", *(f"logitless.{name}" for name in hooks.MODULES)}
+ENTRY = re.compile(r"^::: ([\w.]+)$", flags=re.MULTILINE)
+
+
+def imported(code: str) -> set[str]:
+    """The modules of logitless that some code imports, and the names that it imports from modules."""
+    nodes = list(ast.walk(ast.parse(code)))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named = {
+        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return {name for name in plain | named if name.partition(".")[0] == "logitless"}
+
+
+def is_public(name: str, documented: set[str]) -> bool:
+    """Whether the API page has this name, or it is of a module whose names all are public."""
+    errors = [each for each in vars(logitless.errors) if each.endswith("Error")]
+    module, _, own = name.rpartition(".")
+    if name in documented | MODULES:
+        return True
+    return module in MODULES and own in getattr(import_module(module), "__all__", errors)
 
 
 def blocks(text: str) -> list[str]:
@@ -32,6 +63,20 @@ def test_code_runs(page, tmp_path, monkeypatch):
 def test_pages_that_must_have_code_have_it(name):
     (page,) = (p for p in PAGES if p.name == name)
     assert BLOCK.search(page.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
+def test_pages_import_public_names_or_say_that_they_do_not(page):
+    text = page.read_text("utf-8")
+    documented = set(ENTRY.findall((ROOT / "docs" / "api.md").read_text("utf-8")))
+    names = set().union(*(imported(found[1]) for found in ANY_BLOCK.finditer(text)))
+    private = {name for name in names if not is_public(name, documented)}
+    assert not private or "not public" in " ".join(text.split())
+
+
+def test_a_private_import_is_found():
+    code = "import logitless as ll\nfrom logitless.vocab.call.call import Call\nfrom logitless.sample import Noise"
+    assert {name for name in imported(code) if not is_public(name, set())} == {"logitless.vocab.call.call.Call"}
 
 
 def test_a_failing_block_is_seen_at_its_own_line():

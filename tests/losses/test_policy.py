@@ -90,6 +90,147 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(rollout):
     assert logprob.grad.tolist() == [-5.0, -1.0]
 
 
+def test_two_sided_clip(rollout):
+    """Rollouts so unlikely that the ratio passes delta, with advantages of both signs."""
+    z, labels, old, advantages = rollout
+    old = old - 1.5
+
+    def dense(z, o, a):
+        r = z.softmax(-1)[torch.arange(len(labels)), labels] / o.exp()
+        assert ((r > 2) & (a < 0)).any()
+        one_sided = clipped(z, labels, o, a, 0.2, 0.3)
+        return torch.where((a < 0) & (r > 2), -a * 2.0, one_sided)
+
+    def ours(z, o, a):
+        return losses.ppo_clip(stats_of(z, labels).logprob, o, a, 0.2, 0.3, delta=2.0)
+
+    assert_same(ours, dense, z, old, advantages)
+    logprob = stats_of(z, labels).logprob
+    a = losses.grpo(logprob, old, advantages, clip=0.2, delta=2.0)
+    torch.testing.assert_close(a, losses.ppo_clip(logprob, old, advantages, delta=2.0))
+
+
+@pytest.mark.parametrize("bound", [0.7, 1.0, 5.0])
+def test_cispo_takes_the_bound_itself(rollout, bound):
+    z, labels, old, advantages = rollout
+
+    def dense(z, o, a):
+        p = z.softmax(-1)[torch.arange(len(labels)), labels]
+        return -(p.detach() / o.exp()).clamp(max=bound) * a * p.log()
+
+    def ours(z, o, a):
+        return losses.cispo(stats_of(z, labels).logprob, o, a, epsilon_high=bound)
+
+    assert_same(ours, dense, z, old, advantages)
+
+
+def test_sapo(rollout):
+    z, labels, old, advantages = rollout
+
+    def dense(z, o, a):
+        r = z.softmax(-1)[torch.arange(len(labels)), labels] / o.exp()
+        gates = [4 / t / (1 + (t * (1 - r)).exp()) for t in (0.7, 1.3)]
+        return -a * torch.where(a > 0, *gates)
+
+    assert_same(lambda z, o, a: losses.sapo(stats_of(z, labels).logprob, o, a, 0.7, 1.3), dense, z, old, advantages)
+    logprob = torch.zeros(2, requires_grad=True)
+    losses.sapo(logprob, torch.zeros(2), torch.tensor([1.0, -1.0])).sum().backward()
+    assert logprob.grad.tolist() == pytest.approx([-1.0, 1.0])
+
+
+@pytest.fixture
+def responses():
+    """Log-probs and old ones of responses of unlike lengths, one of them empty, advantages of both signs."""
+    logprob = (-3 * torch.rand(8, 5, dtype=torch.float64)).requires_grad_()
+    old = logprob.detach() + 0.8 * torch.randn(8, 5, dtype=torch.float64)
+    lengths = torch.tensor([5, 1, 3, 0, 2, 5, 4, 4])
+    advantages = torch.tensor([1.0, -1.0, 0.5, 1.0, -2.0, -1.0, 0.7, -0.3], dtype=torch.float64)
+    return logprob, old, advantages, torch.arange(5) < lengths[:, None]
+
+
+def test_gspo(responses):
+    logprob, old, advantages, mask = responses
+
+    def dense(p, o, a):
+        out = []
+        for i, n in enumerate(mask.sum(-1).tolist()):
+            r = (p[i, :n].exp().prod() / o[i, :n].exp().prod()) ** (1 / max(n, 1))
+            out.append(-min(a[i] * r, a[i] * r.clamp(0.9, 1.2)))
+        return torch.stack(out)
+
+    assert_same(lambda p, o, a: losses.gspo(p, o, a, mask, 0.1, 0.2), dense, logprob, old, advantages)
+
+
+def test_gmpo(responses):
+    logprob, old, advantages, mask = responses
+
+    def dense(p, o, a):
+        out = []
+        for i, n in enumerate(mask.sum(-1).tolist()):
+            kept = torch.ones((), dtype=p.dtype)
+            for t in range(n):
+                r = p[i, t].exp() / o[i, t].exp()
+                kept = kept * (r.clamp(max=math.exp(0.3)) if a[i] > 0 else r.clamp(min=math.exp(-0.3)))
+            out.append(-a[i] * kept ** (1 / max(n, 1)))
+        return torch.stack(out)
+
+    assert_same(lambda p, o, a: losses.gmpo(p, o, a, mask, 0.3), dense, logprob, old, advantages)
+
+
+ON_BATCHES = {
+    "reinforce": lambda p, o, a, r, m: losses.reinforce(p, a),
+    "ppo_clip": lambda p, o, a, r, m: losses.ppo_clip(p, o, a, delta=4.0),
+    "grpo": lambda p, o, a, r, m: losses.grpo(p, o, a, r),
+    "dapo": lambda p, o, a, r, m: losses.dapo(p, o, a),
+    "dr_grpo": lambda p, o, a, r, m: losses.dr_grpo(p, o, a),
+    "cispo": lambda p, o, a, r, m: losses.cispo(p, o, a),
+    "sapo": lambda p, o, a, r, m: losses.sapo(p, o, a),
+    "kl_k1": lambda p, o, a, r, m: losses.kl_k1(p, r),
+    "kl_k2": lambda p, o, a, r, m: losses.kl_k2(p, r),
+    "kl_k3": lambda p, o, a, r, m: losses.kl_k3(p, r),
+    "gspo": lambda p, o, a, r, m: losses.gspo(p, o, a[:, 0], m)[:, None].expand_as(p),
+    "gmpo": lambda p, o, a, r, m: losses.gmpo(p, o, a[:, 0], m)[:, None].expand_as(p),
+}
+
+
+@pytest.mark.parametrize("junk", [-torch.inf, torch.inf, -3e38, -1e9, -100.0, 100.0, 1e30])
+@pytest.mark.parametrize("name", ON_BATCHES)
+def test_ignored_tokens_end_in_their_weight(name, junk):
+    """On whole batches, whatever old and reference log-probs an ignored token has: value and slopes as without it."""
+    mask = torch.arange(6) < torch.tensor([[6], [3], [0], [5]])
+    logprob = torch.where(mask, -3 * torch.rand(4, 6), 0.0)
+    advantages = torch.randn(4, 1).expand(4, 6)
+    found = []
+    for fill in (0.0, junk):
+        old, ref = (torch.where(mask, logprob + d, fill) for d in (0.1, -0.2))
+        for whole in (
+            lambda loss: losses.batch_loss(loss, mask, "sequence"),
+            lambda loss: (losses.token_weights(mask, "sequence") * loss).sum(),
+        ):
+            leaf = logprob.clone().requires_grad_()
+            total = whole(ON_BATCHES[name](leaf, old, advantages, ref, mask))
+            found.append((total.detach(), torch.autograd.grad(total, leaf)[0] * mask))
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+def test_a_nan_under_the_mask_does_not_reach_the_batch_loss():
+    loss, mask = torch.tensor([[1.0, torch.nan], [3.0, torch.inf]]), torch.tensor([[1, 0], [1, 0]])
+    assert losses.batch_loss(loss, mask, "token").item() == 2.0
+    assert losses.batch_loss(loss.double(), mask, "constant", 4).dtype == torch.float64
+    with pytest.raises(ShapeError, match="mask"):
+        losses.batch_loss(loss, mask[0], "token")
+
+
+@pytest.mark.parametrize("d", [-1e38, -3e10, -1e6, -50.0, 60.0])
+def test_k3_far_from_agreement(d):
+    logprob = torch.zeros(1, requires_grad=True)
+    k3 = losses.kl_k3(logprob, torch.tensor([d]))
+    torch.testing.assert_close(k3.item(), math.expm1(max(d, -1e18)) - max(d, -9.223372e18), rtol=1e-5, atol=0)
+    (slope,) = torch.autograd.grad(k3, logprob)
+    torch.testing.assert_close(slope.item(), -math.expm1(d) if d > -1e18 else 0.0, rtol=1e-5, atol=0)
+
+
 def test_sampled_kls():
     z, labels = problem()
     ref = stats_of(z, labels).logprob.detach() + torch.randn(N, dtype=torch.float64)
@@ -183,6 +324,20 @@ def test_bad_input_is_named():
         losses.kl_k3(x, torch.zeros(1, 3))
     with pytest.raises(OptionError, match="clip_low"):
         losses.ppo_clip(x, x, x, clip_low=1.5)
+    with pytest.raises(OptionError, match=r"delta must be above 1 \+ clip_high = 1.2, got 1.1"):
+        losses.ppo_clip(x, x, x, delta=1.1)
+    for bound, low in ((0.0, 1.0), (-1.0, 1.0), (0.5, 0.2), (float("nan"), 1.0)):
+        with pytest.raises(OptionError, match="epsilon_high"):
+            losses.cispo(x, x, x, clip_low=low, epsilon_high=bound)
+    with pytest.raises(OptionError, match="temperature_positive"):
+        losses.sapo(x, x, x, 0.0)
+    with pytest.raises(OptionError, match="clip"):
+        losses.gmpo(x, x, x[0], x, -1.0)
+    for loss in (losses.gspo, losses.gmpo):
+        with pytest.raises(ShapeError, match="advantages"):
+            loss(x, x, x, x)
+        with pytest.raises(ShapeError, match="mask"):
+            loss(x, x, x[0], x[0])
     with pytest.raises(OptionError, match="scheme"):
         losses.token_weights(x, "mean")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="length"):

@@ -96,12 +96,64 @@ def test_orpo_at_both_ends(chosen):
         torch.testing.assert_close(slope.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_simpo(pairs):
+def share(margin):
+    """The chosen response's share under a margin of implied rewards."""
+    return 1 / (1 + (-margin).exp())
+
+
+# Each pair loss at beta = 0.7 from log-ratios of the chosen and the rejected response.
+PAIRS = {
+    "robust_dpo": ({"label_smoothing": 0.2}, lambda w, r: (0.2 * share(r - w).log() - 0.8 * share(w - r).log()) / 0.6),
+    "hinge": ({}, lambda w, r: torch.where(w - r < 1, 1 - w + r, 0.0)),
+    "exo_pair": (
+        {"label_smoothing": 0.1},
+        lambda w, r: share(w - r) * (share(w - r) / 0.9).log() + share(r - w) * (share(r - w) / 0.1).log(),
+    ),
+    "discopop": (
+        {"tau": 0.3},
+        lambda w, r: share((r - w) / 0.3) * (1 + (r - w).exp()).log() + share((w - r) / 0.3) * (r - w).exp(),
+    ),
+    "nca_pair": ({}, lambda w, r: -share(w).log() - 0.5 * (1 - share(w)).log() - 0.5 * (1 - share(r)).log()),
+    "bco_pair": ({"baseline": 0.3}, lambda w, r: (1 + (0.3 - w).exp()).log() + (1 + (r - 0.3).exp()).log()),
+    "sppo_hard": ({}, lambda w, r: (w / 0.7 - 1 / 1.4) ** 2 + (r / 0.7 + 1 / 1.4) ** 2),
+    "apo_zero": ({}, lambda w, r: 1 - share(w) + share(r)),
+    "apo_down": ({}, lambda w, r: share(w) + 1 - share(w - r)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair_losses(pairs, name):
+    options, dense = PAIRS[name]
+    loss = getattr(losses, name)
     assert_same(
-        lambda c, r: losses.simpo(c, r, beta=1.5, margin=0.4),
-        lambda c, r: (1 + (-(1.5 * (c - r) - 0.4)).exp()).log(),
-        *pairs[:2],
+        lambda *x: loss(*x, beta=0.7, **options),
+        lambda c, r, rc, rr: dense(0.7 * (c - rc), 0.7 * (r - rr)),
+        *pairs,
     )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("far", [-4000.0, 4000.0])
+def test_pair_losses_stay_finite_at_wide_margins(name, far):
+    chosen, zero = torch.tensor([far], requires_grad=True), torch.zeros(1)
+    loss = getattr(losses, name)(chosen, zero, zero, zero)
+    assert loss.isfinite().all()
+    assert torch.autograd.grad(loss, chosen)[0].isfinite().all()
+
+
+def test_a_robust_loss_averages_to_the_clean_one(pairs):
+    c, r, rc, rr = pairs
+    mixed = 0.7 * losses.robust_dpo(c, r, rc, rr, 0.1, 0.3) + 0.3 * losses.robust_dpo(r, c, rr, rc, 0.1, 0.3)
+    torch.testing.assert_close(mixed, losses.dpo(c, r, rc, rr, 0.1))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_simpo(pairs, smoothing):
+    def dense(c, r):
+        x = 1.5 * (c - r) - 0.4
+        return -(1 - smoothing) * share(x).log() - smoothing * (1 - share(x)).log()
+
+    assert_same(lambda c, r: losses.simpo(c, r, 1.5, 0.4, label_smoothing=smoothing), dense, *pairs[:2])
 
 
 def test_wide_margins_stay_finite():
@@ -120,5 +172,16 @@ def test_bad_input_is_named():
         losses.sequence_logprob(torch.zeros(3, 3), x)
     with pytest.raises(OptionError, match="label_smoothing"):
         losses.dpo(x, x, x, x, label_smoothing=0.5)
+    for loss in (losses.robust_dpo, losses.exo_pair):
+        with pytest.raises(OptionError, match="label_smoothing"):
+            loss(x, x, x, x, label_smoothing=0.5)
+    with pytest.raises(OptionError, match="label_smoothing must be above 0"):
+        losses.exo_pair(x, x, x, x, label_smoothing=0.0)
+    with pytest.raises(OptionError, match="label_smoothing"):
+        losses.simpo(x, x, label_smoothing=-0.1)
+    with pytest.raises(OptionError, match="tau"):
+        losses.discopop(x, x, x, x, tau=0.0)
+    with pytest.raises(OptionError, match="beta"):
+        losses.sppo_hard(x, x, x, x, beta=0.0)
     with pytest.raises(OptionError, match="tau"):
         losses.ipo(x, x, x, x, tau=0.0)

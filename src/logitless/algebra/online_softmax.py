@@ -12,6 +12,7 @@ from typing import Any
 
 Array = Any
 MASK = -1e30  # stands for -inf inside the pass: its weight is 0 and 0·MASK = 0
+FAR = 60.0  # nats: e^60 times a sum of weights is still a number, and e^-60 of it is no digit of another's
 EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
 
 
@@ -26,7 +27,8 @@ class Accumulation:
     above: Array = None  # count(z > z_label), int64
     m_ref: Array = None  # max of the reference's logits z'
     s_ref: Array = None  # Σ w', w' = e^(z'-m_ref)
-    shift: Array = None  # d0: e = z - z' - d0
+    near: Array = None  # max (z + z'), of the entry that both heads like best; EMPTY where each masks what is there
+    shift: Array = None  # d0: that entry's z - z', from which differences are measured: e = z - z' - d0
     a: Array = None  # Σ w·e
     b: Array = None  # Σ w·expm1(-e); inf or NaN where that overflows: `finish` then does without it
     a_ref: Array = None  # Σ w'·e
@@ -42,8 +44,10 @@ def single(z: Array, z_ref: Array | None, like: Accumulation, xp: Any) -> Accumu
     one.r = None if like.r is None else xp.ones_like(z)
     one.above = None if like.above is None else xp.zeros_like(like.above)
     if like.shift is not None:
-        e = difference(z, z_ref, like.shift, xp)
-        one.m_ref, one.s_ref, one.shift = z_ref, xp.ones_like(z), like.shift
+        one.near = z + z_ref
+        one.shift = xp.where(one.near > EMPTY, z - z_ref, like.shift)
+        e = difference(z, z_ref, one.shift, xp)
+        one.m_ref, one.s_ref = z_ref, xp.ones_like(z)
         one.a, one.b = e, xp.expm1(-e)
         one.a_ref = None if like.a_ref is None else e
     return one
@@ -68,13 +72,13 @@ def merge(x: Accumulation, y: Accumulation, xp: Any) -> Accumulation:
     if x.above is not None:
         out.above = x.above + y.above
     if x.shift is not None:
-        y = rebase(y, x.shift, xp)
-        out.shift = x.shift
+        out.near, out.shift = xp.maximum(x.near, y.near), xp.where(x.near >= y.near, x.shift, y.shift)
+        out.b = moved_b(x, m, out.shift, xp) + moved_b(y, m, out.shift, xp)
+        x, y = rebase(x, out.shift, xp), rebase(y, out.shift, xp)
         out.m_ref = xp.maximum(x.m_ref, y.m_ref)
         gx, gy = xp.exp(x.m_ref - out.m_ref), xp.exp(y.m_ref - out.m_ref)
         out.s_ref = gx * x.s_ref + gy * y.s_ref
         out.a = times(fx, x.a, xp) + times(fy, y.a, xp)
-        out.b = fx * x.b + fy * y.b
         if x.a_ref is not None:
             out.a_ref = times(gx, x.a_ref, xp) + times(gy, y.a_ref, xp)
     return out
@@ -82,15 +86,31 @@ def merge(x: Accumulation, y: Accumulation, xp: Any) -> Accumulation:
 
 def rebase(x: Accumulation, shift: Array, xp: Any) -> Accumulation:
     """`x` with its differences measured from another d0."""
-    step = x.shift - shift
-    s = 1 + x.rest
+    step = step_to(x, shift, xp)
     moved = Accumulation(**dict(x.items()))
     moved.shift = shift
-    moved.a = x.a + s * step
-    moved.b = x.b * xp.exp(-step) + s * xp.expm1(-step)
+    moved.a = x.a + (1 + x.rest) * step
+    moved.b = moved_b(x, x.m, shift, xp)
     if x.a_ref is not None:
         moved.a_ref = x.a_ref + x.s_ref * step
     return moved
+
+
+def step_to(x: Accumulation, shift: Array, xp: Any) -> Array:
+    """What differences grow by where they are measured from `shift`; 0 where no entry gave `x` a d0 of its own."""
+    return xp.where(x.near > EMPTY, x.shift - shift, xp.zeros_like(shift))
+
+
+def moved_b(x: Accumulation, m: Array, shift: Array, xp: Any) -> Array:
+    """`b` relative to another maximum and measured from another d0.
+
+    Where that is far, Σ w·e^(-e) is taken from the reference's weights: its factors over- and underflow, and it is not
+    near Σw.
+    """
+    s, step, down = 1 + x.rest, step_to(x, shift, xp), x.m - m
+    f = xp.exp(down)
+    far = x.s_ref * xp.exp((x.m_ref - m) + shift) - s * f
+    return xp.where((xp.abs(step) < FAR) & (down > -FAR), f * (x.b * xp.exp(-step) + s * xp.expm1(-step)), far)
 
 
 def times(factor: Array, x: Array, xp: Any) -> Array:
@@ -144,8 +164,8 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
     logprob = label_logit = label_ref = None
     if label is not None:
         label_logit, label_ref = label
-        others = state.m + xp.log1p(state.rest)
-        logprob = -xp.logaddexp(others - label_logit, xp.zeros_like(others))
+        others = (state.m - label_logit) + xp.log1p(state.rest)  # of two logits, which may share a large part
+        logprob = -xp.logaddexp(others, xp.zeros_like(others))
         state = merge(state, single(label_logit, label_ref, state, xp), xp)
     s = 1 + state.rest
     out = Totals(state.m, xp.log1p(state.rest), label_logit, logprob, label_ref)

@@ -63,8 +63,8 @@ class Rules:
             keep = keep & (x >= x[:, :1] + math.log(self.min_p))
         return keep.sum(1)
 
-    def settled(self, n_kept: Array, retained: int, vocab_size: int) -> Array:
-        """Whether `kept_of` the best `retained` entries is that of whole rows, (n,) bool."""
+    def decided(self, n_kept: Array, retained: int, vocab_size: int) -> Array:
+        """Whether `kept_of` the top `retained` entries is that of whole rows, (n,) bool."""
         if retained >= min(self.top_k or vocab_size, vocab_size):
             return n_kept >= 0
         if self.top_k and self.top_p < 1:  # a share of a sum that reaches further

@@ -59,7 +59,7 @@ STATISTICS: dict[str, Statistic] = {
         bases="p plogp",
     ),
     "self_certainty": _row(
-        lambda T, V: T.logsumexp - T.mean_logit - math.log(V),
+        lambda T, V: (T.m - T.mean_logit) + (T.log_s - math.log(V)),
         lambda T, g, V, b, xp: {"p": g, "one": -g / V},
         sums="zsum",
         bases="p",

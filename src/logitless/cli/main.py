@@ -28,7 +28,7 @@ DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
+    """Runs one command; returns 0 done, 1 a check failed or numbers are not finite, 2 bad input, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given else "--help"
     joined = _in_a_group()
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _leave_the_other_ranks()
         return status if given else BAD_INPUT
     except LogitlessError as error:
-        return _fail(str(error))
+        _fail(str(error))
+        return error.exit_status
     except KeyboardInterrupt as stop:
         print(f"interrupted; {stop}" if str(stop) else "interrupted", file=sys.stderr)
         return INTERRUPTED

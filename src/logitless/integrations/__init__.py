@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one file each."""
+"""Adapters to other libraries, a file or a folder for each."""

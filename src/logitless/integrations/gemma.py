@@ -138,10 +138,16 @@ class Sampler(gm.text.Sampler):
             prompt=prompt, images=images, add_bos=last_state is None, has_batch_dim=batched, sharding=sharding
         )
         state = _prefill.prefill(
-            model=self.model, params=self.params, input=inputs, last_state=last_state, cache_length=self.cache_length,
-            pad_length=self.pad_length, rng=jax.random.clone(_sampler._normalize_rng(rng)), sharding=sharding,
+            model=self.model,
+            params=self.params,
+            input=inputs,
+            last_state=last_state,
+            cache_length=self.cache_length,
+            pad_length=self.pad_length,
+            rng=jax.random.clone(_sampler._normalize_rng(rng)),
+            sharding=sharding,
             max_out_length=self.max_out_length,
-        )  # fmt: skip
+        )
         state = loop.sample(
             params=self.params,
             init_state=SamplingState.of(state, self.keep, seeds),
@@ -191,8 +197,8 @@ def rules_of(sampling: Any) -> dict[str, Any]:
 
 def _noise(state: SamplingState) -> Noise:
     """64 bits of each sequence's own, from the state's key and its seed, and the step."""
-    fold = jax.vmap(lambda seed: jax.random.bits(jax.random.fold_in(state.rng, seed), (2,), jnp.uint32))
-    words = fold(state.seeds)
+    words_of = jax.vmap(lambda seed: jax.random.bits(jax.random.fold_in(state.rng, seed), (2,), jnp.uint32))
+    words = words_of(state.seeds)
     return Noise(words[:, 0], state.step, words[:, 1])
 
 

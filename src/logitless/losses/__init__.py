@@ -1,4 +1,4 @@
-"""Losses as pure functions of per-token numbers: one loss per token (per pair for preferences).
+"""Losses as pure functions of per-token numbers: one loss per token (per pair of responses for preferences).
 
 loss_fn = lambda stats, old, adv: ll.losses.ppo_clip(stats.logprob, old, adv)
 loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advantages))
@@ -6,34 +6,64 @@ loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advanta
 
 from .distill import forward_kl, jsd, reverse_kl, soft_targets
 from .policy import (
+    batch_loss,
     cispo,
     dapo,
     dr_grpo,
     entropy_bonus,
+    gmpo,
     group_advantages,
     grpo,
+    gspo,
     kl_exact,
     kl_k1,
     kl_k2,
     kl_k3,
     ppo_clip,
     reinforce,
+    sapo,
     token_weights,
 )
-from .preference import dpo, ipo, kto, kto_baseline, orpo, sequence_logprob, simpo
+from .preference import (
+    apo_down,
+    apo_zero,
+    bco_pair,
+    discopop,
+    dpo,
+    exo_pair,
+    hinge,
+    ipo,
+    kto,
+    kto_baseline,
+    nca_pair,
+    orpo,
+    robust_dpo,
+    sequence_logprob,
+    simpo,
+    sppo_hard,
+)
 from .supervised import dft, focal, label_smoothing, nll, z_loss
 
 __all__ = [
+    "apo_down",
+    "apo_zero",
+    "batch_loss",
+    "bco_pair",
     "cispo",
     "dapo",
     "dft",
+    "discopop",
     "dpo",
     "dr_grpo",
     "entropy_bonus",
+    "exo_pair",
     "focal",
     "forward_kl",
+    "gmpo",
     "group_advantages",
     "grpo",
+    "gspo",
+    "hinge",
     "ipo",
     "jsd",
     "kl_exact",
@@ -43,14 +73,18 @@ __all__ = [
     "kto",
     "kto_baseline",
     "label_smoothing",
+    "nca_pair",
     "nll",
     "orpo",
     "ppo_clip",
     "reinforce",
     "reverse_kl",
+    "robust_dpo",
+    "sapo",
     "sequence_logprob",
     "simpo",
     "soft_targets",
+    "sppo_hard",
     "token_weights",
     "z_loss",
 ]

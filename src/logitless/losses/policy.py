@@ -2,8 +2,9 @@
 
 Shapes: one number per token, (n,) inside `token_loss` or (B, T) on whole batches; the result has the same
 shape. `old_logprob` is the log-prob under the policy that sampled the token, `ref_logprob` under the
-reference: constants. Write `p = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]` for the dense
-`logprob` below.
+reference: constants. Where a token is ignored they may hold anything but NaN: losses and slopes stay finite
+(ratios above e^79 in fp32 count as that), so that a weight of 0 ends them. Write
+`p = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]` for the dense `logprob` below.
 """
 
 from typing import Literal
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ._numbers import expm1_minus, same_shape
+from ._numbers import expm1_minus, gap, most, ratio, same_shape
+from .preference import sequence_logprob
 
 
 def reinforce(logprob: Tensor, advantages: Tensor) -> Tensor:
@@ -33,19 +35,25 @@ def ppo_clip(
     advantages: Tensor,  # (...)
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    delta: float | None = None,
 ) -> Tensor:
-    """Clipped importance-weighted policy gradient.
+    """Clipped importance-weighted policy gradient; with `delta`, bounded where the advantage is negative, too.
 
         r = (p - old_logprob).exp()
-        loss = -torch.min(advantages * r, advantages * r.clamp(1 - clip_low, 1 + clip_high))
+        loss = -torch.min(advantages * r.clamp(max=delta), advantages * r.clamp(1 - clip_low, 1 + clip_high))
 
-    Reads `logprob`. Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
+    Reads `logprob`. Raises OptionError unless delta > 1 + clip_high. Schulman et al., "Proximal Policy Optimization
+    Algorithms", arXiv:1707.06347; delta: Prime Intellect, "INTELLECT-2", arXiv:2505.07291.
     """
     _check_clip(clip_low, clip_high)
     same_shape(logprob, old_logprob=old_logprob, advantages=advantages)
-    ratio = torch.exp(logprob - old_logprob)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(advantages * ratio, advantages * clipped)
+    r = ratio(logprob, old_logprob)
+    clipped = r.clamp(1.0 - clip_low, 1.0 + clip_high)
+    if delta is not None:
+        if not delta > 1.0 + clip_high:
+            raise OptionError(f"delta must be above 1 + clip_high = {1.0 + clip_high:g}, got {delta}")
+        r = r.clamp_max(delta)
+    return -torch.minimum(advantages * r, advantages * clipped)
 
 
 def grpo(
@@ -55,15 +63,16 @@ def grpo(
     ref_logprob: Tensor | None = None,  # (...)
     clip: float = 0.2,
     beta: float = 0.04,
+    delta: float | None = None,
 ) -> Tensor:
     """Group-relative policy optimisation: the clipped objective, with a k3 penalty when a reference is given.
 
-        loss = ppo_clip(p, old_logprob, advantages, clip, clip) + beta * kl_k3(p, ref_logprob)
+        loss = ppo_clip(p, old_logprob, advantages, clip, clip, delta) + beta * kl_k3(p, ref_logprob)
 
     Reads `logprob`. The advantages come from `group_advantages`, the batch's loss from
     `token_weights(mask, "sequence")`. Shao et al., "DeepSeekMath", arXiv:2402.03300.
     """
-    surrogate = ppo_clip(logprob, old_logprob, advantages, clip, clip)
+    surrogate = ppo_clip(logprob, old_logprob, advantages, clip, clip, delta)
     return surrogate if ref_logprob is None else surrogate + beta * kl_k3(logprob, ref_logprob)
 
 
@@ -107,18 +116,97 @@ def cispo(
     advantages: Tensor,  # (...)
     clip_low: float = 1.0,
     clip_high: float = 4.0,
+    *,
+    epsilon_high: float | None = None,
 ) -> Tensor:
     """Policy gradient with a clipped, constant importance weight: every token keeps its gradient.
 
         r = (p - old_logprob).exp().clamp(1 - clip_low, 1 + clip_high).detach()
         loss = -r * advantages * p
 
-    Reads `logprob`; `clip_low=1` means no lower bound. MiniMax, "MiniMax-M1", arXiv:2506.13585.
+    Reads `logprob`; `clip_low=1` means no lower bound. `epsilon_high` is the upper bound itself, in the place of
+    1 + clip_high, and may lie below 1: what TRL and Liger call by this name.
+    Raises OptionError for an upper bound that is not above 0 and the lower one. MiniMax, "MiniMax-M1",
+    arXiv:2506.13585.
     """
     _check_clip(clip_low, clip_high)
     same_shape(logprob, old_logprob=old_logprob, advantages=advantages)
-    weight = torch.exp(logprob - old_logprob).clamp(1.0 - clip_low, 1.0 + clip_high).detach()
+    low, high = 1.0 - clip_low, 1.0 + clip_high if epsilon_high is None else epsilon_high
+    if not high > max(low, 0.0):
+        raise OptionError(f"epsilon_high must be above 0 and 1 - clip_low = {low:g}, got {epsilon_high}")
+    weight = ratio(logprob, old_logprob).clamp(low, high).detach()
     return -weight * advantages * logprob
+
+
+def sapo(
+    logprob: Tensor,  # (...)
+    old_logprob: Tensor,  # (...)
+    advantages: Tensor,  # (...)
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> Tensor:
+    """Soft adaptive policy optimisation: a smooth gate on the ratio in the place of the clip, slope 1 at a ratio of 1.
+
+        r = (p - old_logprob).exp()
+        t = torch.where(advantages > 0, temperature_positive, temperature_negative)
+        loss = -advantages * (t * (r - 1)).sigmoid() * 4 / t
+
+    Reads `logprob`; the batch's loss comes from `token_weights(mask, "sequence")`. Raises OptionError unless both
+    temperatures are positive. Gao et al., "Soft Adaptive Policy Optimization", arXiv:2511.20347.
+    """
+    if not (temperature_positive > 0.0 and temperature_negative > 0.0):
+        given = f"{temperature_positive} and {temperature_negative}"
+        raise OptionError(f"temperature_positive and temperature_negative must be positive, got {given}")
+    same_shape(logprob, old_logprob=old_logprob, advantages=advantages)
+    t = torch.where(advantages > 0, torch.full_like(logprob, temperature_positive), temperature_negative)
+    return -advantages * torch.sigmoid(t * (ratio(logprob, old_logprob) - 1.0)) * 4.0 / t
+
+
+def gspo(
+    logprob: Tensor,  # (B, T)
+    old_logprob: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,)
+    mask: Tensor,  # (B, T), true where a token counts
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """Group sequence policy optimisation: one ratio and one clip for a whole response, its tokens' geometric mean.
+
+        r = (((p - old_logprob) * mask).sum(-1) / mask.sum(-1)).exp()
+        loss = -torch.min(advantages * r, advantages * r.clamp(1 - clip_low, 1 + clip_high))
+
+    Reads `logprob` of whole responses, so it takes `token_stats` rather than `token_loss`. Returns (B,), one loss per
+    response; the batch's is its mean. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071.
+    """
+    same_shape(logprob, old_logprob=old_logprob, mask=mask)
+    mean = sequence_logprob(gap(logprob, old_logprob), mask, average=True)
+    return ppo_clip(mean, torch.zeros_like(mean), advantages, clip_low, clip_high)
+
+
+def gmpo(
+    logprob: Tensor,  # (B, T)
+    old_logprob: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,)
+    mask: Tensor,  # (B, T), true where a token counts
+    clip: float = 0.4,
+) -> Tensor:
+    """Geometric-mean policy optimisation: the mean of a response's log-ratios, each clipped on the side that gains.
+
+        d = p - old_logprob
+        d = torch.where(advantages[:, None] > 0, d.clamp(max=clip), d.clamp(min=-clip))
+        loss = -advantages * ((d * mask).sum(-1) / mask.sum(-1)).exp()
+
+    Reads `logprob` of whole responses, so it takes `token_stats` rather than `token_loss`. Returns (B,), one loss per
+    response; the batch's is its mean. Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
+    """
+    if not clip >= 0.0:
+        raise OptionError(f"clip must be at least 0, got {clip}")
+    same_shape(logprob, old_logprob=old_logprob, mask=mask)
+    same_shape(logprob[..., 0], advantages=advantages)
+    d = gap(logprob, old_logprob)
+    d = torch.where(advantages[..., None] > 0, d.clamp_max(clip), d.clamp_min(-clip))
+    mean = sequence_logprob(d, mask, average=True)
+    return -advantages * torch.exp(mean.clamp_max(most(mean.dtype)))
 
 
 def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -129,7 +217,7 @@ def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     Reads `logprob`. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
     """
     same_shape(logprob, ref_logprob=ref_logprob)
-    return logprob - ref_logprob
+    return gap(logprob, ref_logprob)
 
 
 def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -140,7 +228,7 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     Reads `logprob`. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
     """
     same_shape(logprob, ref_logprob=ref_logprob)
-    return 0.5 * (logprob - ref_logprob).square()
+    return 0.5 * gap(logprob, ref_logprob).square()
 
 
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -153,7 +241,7 @@ def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, 2020.
     """
     same_shape(logprob, ref_logprob=ref_logprob)
-    return expm1_minus(ref_logprob - logprob)
+    return expm1_minus(gap(ref_logprob, logprob).clamp_max(most(logprob.dtype)))
 
 
 def kl_exact(kl: Tensor, beta: float = 0.04) -> Tensor:
@@ -209,20 +297,39 @@ def token_weights(
         token (DAPO)         (loss * mask).sum() / mask.sum()
         constant (Dr. GRPO)  (loss * mask).sum() / (B * length)
 
-    fp32, or fp64 for an fp64 mask. Pass them to `token_loss` in `inputs`, multiply, and reduce with "sum".
-    Sequences without tokens count as zero. Raises OptionError for an unknown scheme, or for "constant"
-    without a length.
+    fp32, or fp64 for an fp64 mask. Pass them to `token_loss` in `inputs`, multiply, and reduce with "sum": there a
+    loss sees no ignored token. A loss on a whole batch, written on `token_stats`, sees them, and a weight of 0 does not
+    end a NaN: take `batch_loss`, or `torch.where(mask, loss, 0)` before the weights and `torch.where(mask, x, 0)` of
+    whatever may be NaN before the loss. Sequences without tokens count as zero.
+    Raises OptionError for an unknown scheme, or for "constant" without a length.
     """
-    counted = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
+    valid = mask.to(mask.dtype if mask.dtype == torch.float64 else torch.float32)
     if scheme == "sequence":
-        return counted / counted.sum(-1, keepdim=True).clamp_min(1.0) / max(1, mask.shape[0])
+        return valid / valid.sum(-1, keepdim=True).clamp_min(1.0) / max(1, mask.shape[0])
     if scheme == "token":
-        return counted / counted.sum().clamp_min(1.0)
+        return valid / valid.sum().clamp_min(1.0)
     if scheme != "constant":
         raise OptionError(f"scheme must be 'sequence', 'token' or 'constant', got {scheme!r}")
     if length is None or length < 1:
         raise OptionError(f"scheme 'constant' needs length, the longest response allowed, got {length}")
-    return counted / (max(1, mask.shape[0]) * length)
+    return valid / (max(1, mask.shape[0]) * length)
+
+
+def batch_loss(
+    loss: Tensor,  # (B, T)
+    mask: Tensor,  # (B, T), true where a token counts
+    scheme: Literal["sequence", "token", "constant"],
+    length: int | None = None,
+) -> Tensor:
+    """The batch's loss from one loss per token, under `token_weights`; what lies under the mask does not matter.
+
+        loss = (token_weights(mask, scheme, length) * torch.where(mask, loss, 0)).sum()
+
+    Returns (). Papers and errors: `token_weights`.
+    """
+    same_shape(loss, mask=mask)
+    counted = torch.where(mask.bool(), loss, torch.zeros_like(loss))
+    return (token_weights(mask.bool().to(loss.dtype), scheme, length).to(loss.dtype) * counted).sum()
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

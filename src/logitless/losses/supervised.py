@@ -57,7 +57,7 @@ def focal(logprob: Tensor, gamma: float = 2.0) -> Tensor:
     """
     if gamma < 0.0:
         raise OptionError(f"gamma must be at least 0, got {gamma}")
-    # Off zero, where a power below one has an infinite slope.
+    # Off zero, where a power below one has an infinite derivative.
     missed = (-torch.expm1(logprob)).clamp_min(torch.finfo(logprob.dtype).tiny)
     return -(missed**gamma) * logprob
 

@@ -63,10 +63,18 @@ _ROWS: dict[str, tuple[str, int, int, int, int, int, int, int, bool, int, int]] 
     "mistral-7b": ("mistral", 32_768, 4096, 32, 32, 8, 128, 14_336, False, 0, 32_768),
 }
 _ROW_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "intermediate_size", "tie_word_embeddings", "sliding_window",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+    "sliding_window",
     "max_position_embeddings",
-)  # fmt: skip
+)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **PRESETS,
@@ -135,9 +143,9 @@ def from_config(config: dict[str, Any], name: str) -> ModelShape:
     if not isinstance(kind, str):
         raise ConfigError(f"model {name}: its configuration has no model_type; add it")
     if kind not in FAMILIES:
-        from .counted import counted  # transformers and torch, only for what the table above does not have
+        from .on_meta import shape_on_meta  # transformers and torch, only for what the table above does not have
 
-        return counted(config, name)
+        return shape_on_meta(config, name)
     family = FAMILIES[kind]
     c = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     missing = [key for key in REQUIRED if key not in c]

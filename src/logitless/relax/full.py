@@ -183,12 +183,12 @@ class _Backward:
                     into[v].addmm_(p.T, g)
         if not z.requires_grad:
             return
-        slope = center[:, None].neg()
+        dp = center[:, None].neg()
         for g, table in zip(ups, tables, strict=True):
-            slope = slope + g @ table[v].to(g.dtype).T
-        slope = p.mul_(slope).div_(self.call.tau)
+            dp = dp + g @ table[v].to(g.dtype).T
+        dz = p.mul_(dp).div_(self.call.tau)
         wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        found = torch.autograd.grad(z, [leaves[i] for i in wanted], slope)
+        found = torch.autograd.grad(z, [leaves[i] for i in wanted], dz)
         for i, g in zip(wanted, found, strict=True):
             into = total[i]
             assert into is not None

@@ -66,8 +66,15 @@ class Rows:
         if found.top_logits is None or found.top_ids is None:
             raise OptionError("Rows: expected an accumulation with its best entries, got none; pass top_k ≥ 1")
         head = chunk.policy.head
-        best = found.top_logits, found.top_ids
-        return cls(chunk.materialised, found.totals.m, *best, chunk.may_be_infinite, head.rows, head.shard)
+        return cls(
+            chunk.materialised,
+            found.totals.m,
+            found.top_logits,
+            found.top_ids,
+            chunk.may_be_infinite,
+            head.rows,
+            head.shard,
+        )
 
     def changed(self, change: Change) -> Rows:
         """Rows of what `change` makes of these."""
@@ -232,8 +239,8 @@ class Draw:
 
     def _among(self, rules: Rules, log_sum: Tensor, budget: int) -> Drawn:
         """Drawn under the rules."""
-        token, n_kept, mass = self._settled(rules, log_sum)
-        open_ = ~rules.settled(n_kept, self.rows.top_ids.shape[1], self.rows.size)
+        token, n_kept, mass = self._among_top(rules, log_sum)
+        open_ = ~rules.decided(n_kept, self.rows.top_ids.shape[1], self.rows.size)
         for rows in open_.nonzero().squeeze(1).split(max(1, budget // (LOOKED_AT * self.rows.size))):
             if rows.numel():
                 each = [rules.kept(x, total) for x, total in zip(self._whole(rows), log_sum[rows], strict=True)]
@@ -248,7 +255,7 @@ class Draw:
             x = self._scaled(z, some)
             yield from x.masked_fill_(z <= MASK, -math.inf) if self.rows.may_be_infinite else x
 
-    def _settled(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _among_top(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(token, n_kept, log_kept_mass) where the rules end among the best entries."""
         values, ids = self.rows.top_logits, self.rows.top_ids
         x = self._scaled(values.clamp(min=MASK)).masked_fill_(values <= MASK, -math.inf)
@@ -276,7 +283,7 @@ def recorded(
     budget: int,
     change: Change | None = None,
 ) -> SampleRecord:
-    """A token for each row of a folded chunk, drawn from its logits or from what `change` makes of them."""
+    """A token for each row of an accumulated chunk, drawn from its logits or from what `change` makes of them."""
     totals = found.totals
     check_logits(totals.logsumexp)
     raw = Rows.of(chunk, found)

@@ -96,19 +96,19 @@ Columns = dict[str, np.ndarray]
 
 def _documents(tables: Iterator[pyarrow.Table]) -> Iterator[Columns]:
     """The rows of each document, from row groups that may end within one."""
-    held: list[Columns] = []
+    pending: list[Columns] = []
     for table in tables:
         columns = _arrays(table)
         document = columns["document"]
         edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(document)]
         for begin, end in pairwise(edges):
             part = {name: x[begin:end] for name, x in columns.items()}
-            if held and begin < end and held[-1]["document"][0] != part["document"][0]:
-                yield _joined(held)
-                held = []
-            held.append(part)
-    if held:
-        yield _joined(held)
+            if pending and begin < end and pending[-1]["document"][0] != part["document"][0]:
+                yield _joined(pending)
+                pending = []
+            pending.append(part)
+    if pending:
+        yield _joined(pending)
 
 
 def _joined(parts: list[Columns]) -> Columns:

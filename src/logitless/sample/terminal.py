@@ -74,7 +74,7 @@ def streamed(
     try:
         yield put
     finally:
-        if speller.held:  # ends within a character
+        if speller.pending:  # ends within a character
             write(painter(shown(speller.rest), False, 0.0))
         console.print()
 

@@ -35,18 +35,18 @@ class Speller:
     def __init__(self, tokenizer: Any, before: Sequence[int]) -> None:
         self.tokenizer, self.special = tokenizer, set(tokenizer.all_special_ids)
         self.known: list[int] = list(before[-2 * LONGEST :])
-        self.held: list[int] = []
+        self.pending: list[int] = []
         self.start = self.text = _decoded(tokenizer, self.known)
 
     def add(self, token: int) -> Piece:
         """What the next token adds."""
-        self.held.append(token)
-        self.text = _decoded(self.tokenizer, self.known + self.held)
+        self.pending.append(token)
+        self.text = _decoded(self.tokenizer, self.known + self.pending)
         special = token in self.special
-        whole = not self.text.endswith(BROKEN) or len(self.held) >= LONGEST or special
+        whole = not self.text.endswith(BROKEN) or len(self.pending) >= LONGEST or special
         piece = Piece(self.rest if whole else "", special)
         if whole:
-            self.known, self.held = self.held, []
+            self.known, self.pending = self.pending, []
             self.start = self.text = _decoded(self.tokenizer, self.known)
         return piece
 
@@ -60,7 +60,7 @@ def pieces(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> list[Pi
     """What each of `ids` adds to the text of `before`; the texts of all together are what decoding gives."""
     speller = Speller(tokenizer, before)
     found = [speller.add(token) for token in ids]
-    if speller.held:  # ends within a character
+    if speller.pending:  # ends within a character
         found[-1] = Piece(speller.rest, found[-1].special)
     return found
 

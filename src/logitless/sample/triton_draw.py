@@ -28,7 +28,7 @@ def suits(chunk: Chunk) -> bool:
     return len(chunk.materialised) == 1 and chunk.policy.compute == torch.float32 and chunk.policy.head.shard is None
 
 
-def settles(rules: Rules, retained: int, vocab_size: int) -> bool:
+def always_decided(rules: Rules, retained: int, vocab_size: int) -> bool:
     """Whether every draw under the rules ends among the retained entries, whatever the logits are."""
     return rules.none or retained >= min(rules.top_k or vocab_size, vocab_size)
 
@@ -49,30 +49,30 @@ def recorded(
                 f"device, got {got}; cast one, or sample outside of the graph"
             )
         return None
-    totals, best, ids = found.totals, found.top_logits, found.top_ids
-    width, n_topk = chunk.materialised[0].z.shape[1], best.shape[1]
-    looks = not settles(rules, n_topk, width)
-    if looks and capturing(best):
+    totals, top_logits, top_ids = found.totals, found.top_logits, found.top_ids
+    width, n_topk = chunk.materialised[0].z.shape[1], top_logits.shape[1]
+    looks = not always_decided(rules, n_topk, width)
+    if looks and capturing(top_logits):
         raise OptionError(
             f"top_p, min_p: in a CUDA graph expected top_k in 1..{n_topk} as well, so that the best entries will do, "
             f"got {rules.top_k}; set top_k, or sample outside of the graph"
         )
     temperature = temperature.contiguous()
-    with on_device(best.device):
+    with on_device(top_logits.device):
         look = _Look(chunk.materialised[0].z, totals.m, temperature, noise, rules.none)
-    kept = None if rules.none else _kept(rules, best, totals.m, temperature, look.sums)
-    if looks and kept is not None and not bool((rules.settled(kept, n_topk, width) | (temperature == 0)).all()):
+    kept = None if rules.none else _kept(rules, top_logits, totals.m, temperature, look.sums)
+    if looks and kept is not None and not bool((rules.decided(kept, n_topk, width) | (temperature == 0)).all()):
         return None
-    with on_device(best.device):
-        whole, real = look.tokens(best, ids, kept)
-    if not capturing(best):
+    with on_device(top_logits.device):
+        whole, real = look.tokens(top_logits, top_ids, kept)
+    if not capturing(top_logits):
         check_logits(totals.logsumexp)
     return SampleRecord(
         token=whole[0],
         token_logit=real[0],
         rank=whole[1],
-        topk_logits=best[:, :keep],
-        topk_ids=ids[:, :keep].int(),
+        topk_logits=top_logits[:, :keep],
+        topk_ids=top_ids[:, :keep].int(),
         logsumexp=totals.logsumexp,
         mean_logit=totals.mean_logit,
         entropy=totals.entropy,
@@ -84,9 +84,9 @@ def recorded(
     )
 
 
-def _kept(rules: Rules, best: Tensor, m: Tensor, temperature: Tensor, sums: Tensor) -> Tensor:
+def _kept(rules: Rules, top_logits: Tensor, m: Tensor, temperature: Tensor, sums: Tensor) -> Tensor:
     """How many of the best entries the rules keep, (n,)."""
-    x = (best - m[:, None]) / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    x = (top_logits - m[:, None]) / torch.where(temperature == 0, 1.0, temperature)[:, None]
     return rules.prefix(x, sums.sum(1).log())
 
 
@@ -108,15 +108,15 @@ class _Look:
                 *self.common, width, self.parts, blocks * BLOCK, NOISE=alone, BLOCK=BLOCK, enable_fp_fusion=False
             )
 
-    def tokens(self, best: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    def tokens(self, top_logits: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each."""
-        (n, width), n_topk = self.z.shape, best.shape[1]
-        whole = torch.empty(3, n, dtype=torch.int32, device=best.device)
-        real = torch.empty(3, n, dtype=best.dtype, device=best.device)
+        (n, width), n_topk = self.z.shape, top_logits.shape[1]
+        whole = torch.empty(3, n, dtype=torch.int32, device=top_logits.device)
+        real = torch.empty(3, n, dtype=top_logits.dtype, device=top_logits.device)
         if n:
             kernels.draw_tokens[(n,)](
                 *self.common,
-                best,
+                top_logits,
                 ids,
                 ids if kept is None else kept,
                 width,

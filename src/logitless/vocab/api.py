@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.options import check_cross_entropy, check_reduction
-from ..errors import OptionError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call.call import Call
 from .call.lora import stand_in, with_lora
 from .call.options import Options
@@ -23,6 +23,7 @@ from .head.lm_head import LMHead
 from .passes import compiled
 from .passes.autograd import stats
 from .passes.loss import (
+    CrossEntropyOptions,
     LossFn,
     chunked_cross_entropy,
     chunked_loss,
@@ -131,6 +132,7 @@ def linear_cross_entropy(
     head: LMHead,
     labels: Tensor,  # (...)
     *,
+    weight: Tensor | None = None,  # (V,)
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -142,14 +144,15 @@ def linear_cross_entropy(
     Dense equivalent:
 
         z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
-        F.cross_entropy(z, labels, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()
+        F.cross_entropy(z, labels, weight, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
-    reduction: "mean", "sum" or "none"; denominator: divides the sum in the place of the number of tokens that count
-    (Trainer's num_items_in_batch; of a tensor the value is not looked at, and 0 gives inf). options: temperature,
-    ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token
-    is 0. Class weights and probability targets are refused. Raises what `token_stats` raises. Memory: a chunk's whole
-    rows within the budget, and the gradients.
+    weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights (0 where that is
+    0); refused beside label_smoothing and z_loss. reduction: "mean", "sum" or "none"; denominator: divides the sum in
+    the place of the number of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the
+    value is not looked at, and 0 gives inf). options: temperature, ignore_index, memory_budget and backend of
+    `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Probability targets are refused.
+    Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
@@ -157,19 +160,23 @@ def linear_cross_entropy(
         check_reduction(reduction)
         check_cross_entropy(label_smoothing, z_loss)
         _check_names(options)
+        _check_weight(weight, head, hidden, label_smoothing, z_loss)
         return None if denominator is None else _check_denominator(denominator, reduction, hidden)
 
     divisor = on_all(head, arguments)
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
-    alike = label_smoothing, z_loss, reduction, divisor
+    alike = label_smoothing, z_loss, reduction, divisor, weight
     if reduction == "none":
-        return cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
+        each = cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
+        return each if weight is None else each * _weights_of(weight, labels, options).to(each.dtype)
     call, mean = _prepared(hidden, head, labels, alike=alike, **options), reduction == "mean"
+    weights = None if weight is None else _weights_of(weight, labels, options).flatten()
+    given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor, weights)
     if not torch.compiler.is_compiling():
-        return chunked_cross_entropy(call, float(label_smoothing), float(z_loss), mean, divisor)
+        return chunked_cross_entropy(call, given)
     if call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
-        return _uncompiled(chunked_cross_entropy)(call, float(label_smoothing), float(z_loss), mean, divisor)
-    return compiled.cross_entropy(call, float(label_smoothing), float(z_loss), mean, divisor)
+        return _uncompiled(chunked_cross_entropy)(call, given)
+    return compiled.cross_entropy(call, given)
 
 
 def _token_stats(
@@ -210,10 +217,29 @@ def _prepared(
 def _check_names(options: Options) -> None:
     for name in options:
         if name not in CROSS_ENTROPY_OPTIONS:
-            hint = "class weights are not supported; scale per-token losses with token_loss" if name == "weight" else ""
             near = difflib.get_close_matches(name, CROSS_ENTROPY_OPTIONS, 1)
-            hint = hint or (f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_OPTIONS)}")
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_OPTIONS)}"
             raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint}")
+
+
+def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing: float, z_loss: float) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise DtypeError(f"weight: expected a floating tensor of one number per class, got {got}")
+    if tuple(weight.shape) != (head.rows,):
+        raise ShapeError(f"weight: expected one number per class, shape ({head.rows},), got {tuple(weight.shape)}")
+    if weight.device != hidden.device:
+        raise DeviceError(f"weight: expected it on {hidden.device}, where hidden is, got {weight.device}")
+    if smoothing or z_loss:
+        raise OptionError("weight: expected no label_smoothing or z_loss beside it; write such a loss with token_loss")
+
+
+def _weights_of(weight: Tensor, labels: Tensor, options: Options) -> Tensor:
+    """The labels' class weights, 0 where ignored; labels that do not exist are the pass's to refuse."""
+    found = weight.detach()[labels.long().clamp(0, weight.shape[0] - 1)]
+    return torch.where(labels == options.get("ignore_index", -100), 0, found)
 
 
 def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:

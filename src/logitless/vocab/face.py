@@ -25,7 +25,7 @@ from .passes.engine import Pass
 from .ranks.agreement import gather_rows, on_all
 from .ranks.collectives import best_of_all, count_tokens, first_on_all, reason_of, spread, summed
 from .reference import dense_cross_entropy
-from .sizing import Sizing, sizing
+from .sizing import Sizing, current_sizing, sizing
 
 __all__ = [
     "CANDIDATES",
@@ -48,6 +48,7 @@ __all__ = [
     "check_logits",
     "compute_dtype",
     "count_tokens",
+    "current_sizing",
     "dense_cross_entropy",
     "dot",
     "exp_",

@@ -139,3 +139,45 @@ def test_smoothing_survives_changes_of_options(tmp_path):
     logitless.install(made, loss="dense")
     assert made.label_smoother is not None
     assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("loss", ["chunked", "auto", "dense"])
+def test_logits_where_evaluation_asks_for_them(tmp_path, loss, smoothing):
+    """predict, and evaluate with compute_metrics, as without us; an evaluation of the loss alone has no logits."""
+    options = {"label_smoothing_factor": smoothing}
+    own, ours = (trainer(tmp_path / x, TINY["qwen3-tied"].build(), **options) for x in ("own", "ours"))
+    logitless.install(ours, loss=loss, memory_budget=2**12)
+    expected, found = own.predict(own.eval_dataset), ours.predict(own.eval_dataset)
+    assert found.predictions.shape == (6, LENGTH, VOCAB)
+    torch.testing.assert_close(torch.from_numpy(found.predictions), torch.from_numpy(expected.predictions))
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
+    for made in (own, ours):
+        made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        made.compute_metrics = lambda seen: {"right": float((seen.predictions == seen.label_ids).mean())}
+    assert ours.evaluate()["eval_right"] == own.evaluate()["eval_right"]
+    ours.compute_metrics = None
+    with_labels = {name: torch.stack([row[name] for row in data()[:2]]) for name in data()[0]}
+    assert ours.prediction_step(ours.model, with_labels, True)[1] is None
+    assert (ours.model(**with_labels).logits is None) == (loss != "dense")
+    logitless.uninstall(ours)
+    assert "prediction_step" not in vars(ours)
+    assert ours.predict(own.eval_dataset).metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
+
+
+def test_a_prediction_step_of_ones_own_is_kept(tmp_path):
+    made = trainer(tmp_path, TINY["qwen3-tied"].build())
+    seen = []
+
+    def step(*given):
+        seen.append(given[2])
+        return type(made).prediction_step(made, *given)
+
+    made.prediction_step = step
+    for _ in range(2):
+        logitless.install(made)
+    assert made.predict(made.eval_dataset).predictions.shape == (6, LENGTH, VOCAB)
+    made.evaluate()
+    assert seen == [False, False, True, True]
+    logitless.uninstall(made)
+    assert made.prediction_step is step

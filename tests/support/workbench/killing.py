@@ -1,31 +1,84 @@
-"""A run in a process of its own that is killed in the middle of writing a file."""
+"""Runs in processes of their own that are killed: in the middle of writing a file, or at any moment."""
 
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
+from logitless.workbench.align.run import run as align
+from logitless.workbench.runs.files import read_lines
+from logitless.workbench.runs.rundir import RUN_FILE, stored
 from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.scoring.run import run
+from logitless.workbench.sft import run as sft
+
+TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "step_time", "memory/peak_bytes", "held_out"}
+RUNS = {"train": sft.run, "align": align, "score": run}
 
 
 def killed(after: int | str, config: ScoreConfig) -> int:
-    """The exit status of a run that ends after so many parts, or in the "merge"; "never": at its end.
+    """The exit status of a run that ends after so many parts, or in the "merge"; "never": at its end."""
+    return _ended(_run, after, config)
 
-    Forked from a server that has imported everything: that takes longer than the run, and this process has threads.
-    """
+
+def killed_after(seconds: float, command: str, config: Any) -> int:
+    """The exit status of a command's run that is killed so long after it has begun, if it does not end before."""
+    return _ended(_begin, command, config, after=seconds)
+
+
+def goes_on(place: Path, config: Any) -> Any:
+    """The options that go on with what a run of `train` or `align` has left, if anything."""
+    if not (place / RUN_FILE).exists():
+        return config
+    return replace(stored(place, type(config)()), resume=place)
+
+
+def curve(place: Path) -> list[dict[str, Any]]:
+    """What a run recorded that does not depend on when and where it ran; held-out rows in full."""
+    records = [
+        {name: value for name, value in record.items() if name not in TIMES}
+        | {name: _untimed(value) for name, value in record.items() if name == "held_out"}
+        for record in read_lines(place / "metrics.jsonl")
+    ]
+    assert records
+    return records
+
+
+def _untimed(found: dict[str, Any]) -> dict[str, Any]:
+    timed = ("runtime", "samples_per_second", "steps_per_second")
+    return {name: value for name, value in found.items() if name not in timed}
+
+
+def _ended(work: Any, *arguments: Any, after: float | None = None) -> int:
+    """Forked from a server that has imported everything: that takes longer than the run, and this one has threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    process = context.Process(target=_run, args=(after, config))
+    begun = context.Event()
+    process = context.Process(target=work, args=(begun, *arguments))
     process.start()
-    process.join(120)
+    begun.wait(120)
+    process.join(120 if after is None else after)
     process.kill()
+    process.join()
     return process.exitcode
 
 
-def _run(after: int | str, config: ScoreConfig) -> None:
+def _begin(begun: Any, command: str, config: Any) -> None:
+    torch.set_num_threads(1)
+    documents.PIECE = block.PIECE = 400
+    sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("chunked", "dense")}
+    begun.set()
+    RUNS[command](config, Console(quiet=True))
+
+
+def _run(begun: Any, after: int | str, config: ScoreConfig) -> None:
+    begun.set()
     torch.set_num_threads(1)
     documents.PIECE = block.PIECE = 400
     write_whole, written = parts.write_whole, 0

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.errors import DtypeError, GradientError, OptionError
+from logitless.errors import DeviceError, DtypeError, GradientError, LabelError, OptionError, ShapeError
 from logitless.vocab.reference import dense_logits
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, operands
@@ -198,10 +198,50 @@ def test_second_derivatives_are_refused(reduction, backend):
         torch.autograd.grad(loss, ops.hidden, create_graph=True)
 
 
-def test_class_weights_are_refused_by_name(backend):
-    with pytest.raises(OptionError, match=r"'weight'.*class weights are not supported") as caught:
-        call(problem(), weight=torch.ones(23), backend=backend)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("denominator", [None, 3.5])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{"softcap": 4.0}, {"dtype": torch.float32}], ids=str)
+def test_class_weights(options, reduction, budget, denominator, backend):
+    """Torch's meaning: a mean is over the labels' weights, unless a denominator is given."""
+    ops, weight = problem(2, 4, **options), torch.rand(23, dtype=torch.float64) + 0.1
+    weight[ops.labels[0, 0]] = 0.0
+    more = {"denominator": denominator} if denominator and reduction == "mean" else {}
+    more |= {"tolerance": 2e-5} if ops.hidden.dtype == torch.float32 else {}
+    check(ops, weight=weight, reduction=reduction, memory_budget=budget, backend=backend, **more)
+
+
+@pytest.mark.parametrize("trainable", [("hidden",), ("weight", "bias"), ("bias",)], ids=str)
+def test_class_weights_whatever_is_frozen(trainable, backend):
+    check(problem().training(*trainable), weight=torch.rand(23, dtype=torch.float64), backend=backend)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_class_weights_of_no_token_that_counts(reduction, backend):
+    ops, weight = problem(), torch.rand(23, dtype=torch.float64)
+    weight[ops.labels.clamp_min(0)] = 0.0  # nor does one whose class weighs nothing
+    loss = call(ops, weight=weight, reduction=reduction, backend=backend).sum()
+    assert loss == 0
+    assert all(g.eq(0).all() for g in torch.autograd.grad(loss, list(ops.leaves.values())))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_class_weights_that_torch_would_not_take(reduction, backend):
+    ops, w = problem(), torch.ones(23)
+    for wrong, error, said in (
+        ({"weight": w[:5]}, ShapeError, r"weight: expected one number per class, shape \(23,\), got \(5,\)"),
+        ({"weight": w.long()}, DtypeError, "weight: expected a floating tensor .*int64"),
+        ({"weight": [1.0] * 23}, DtypeError, "weight: .*list"),
+        ({"weight": w.to("meta")}, DeviceError, "weight: .*meta"),
+        ({"weight": w, "label_smoothing": 0.1}, OptionError, "weight: .*token_loss"),
+        ({"weight": w, "z_loss": 0.1}, OptionError, "weight: .*token_loss"),
+    ):
+        with pytest.raises(error, match=said) as caught:
+            call(ops, reduction=reduction, backend=backend, **wrong)
+        assert "\n" not in str(caught.value)
+    ops.labels[1] = 23
+    with pytest.raises(LabelError, match=r"labels: expected ids in 0\.\.22"):
+        call(ops, reduction=reduction, backend=backend, weight=w)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.errors import GradientError, ShapeError
-from tests.support.vocab.comparing import operands
+from logitless.errors import DtypeError, GradientError, ShapeError
+from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.token_losses import (
     CHUNK,
     PPO_WANT,
@@ -167,3 +167,43 @@ def test_operands_and_inputs_are_never_written_to(backend):
     loss = call(ppo, ops, inputs, want=PPO_WANT, backend=backend)
     (loss * 2).backward()
     assert_same([x.detach() for x in leaves_of(ops, inputs)], before, 0.0)
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("transform", [{}, {"softcap": 4.0}], ids=str)
+def test_what_the_loss_changes_in_place_is_its_own(transform, reduction, ignored, backend):
+    """Neither the gradient nor the caller's inputs see what a loss writes into its arguments."""
+    ops, (weights, _) = rollout(reference=True, **transform)
+    if not ignored:
+        ops.labels = ops.labels.clamp_min(0)
+    fixed, ids = torch.rand(7, dtype=torch.float64), torch.randint(23, (7, 2))
+
+    def plain(s, w, fixed, ids):
+        single = sum(x for x in vars(s).values() if x.dim() == 1)
+        return single + s.top_k_logits.sum(-1) + s.candidate_logits.sum(-1) + w + fixed
+
+    def spoiling(s, w, fixed, ids):
+        loss = plain(s, w, fixed, ids)
+        for x in (*vars(s).values(), w, fixed, ids):
+            # what the reduction "none" hands out is the pass's own result, which autograd guards
+            if reduction != "none" or not x.requires_grad:
+                x.detach().fill_(3)
+        return loss
+
+    options = {"want": EVERYTHING, "top_k": 2, "candidates": torch.randint(23, (7, 2)), "reduction": reduction}
+    results = []
+    for loss_fn in (plain, spoiling):
+        given = (weights, fixed.clone(), ids.clone())
+        loss = call(loss_fn, ops, given, backend=backend, **options)
+        for _ in range(2):
+            found = grads(loss.sum(), ops, (weights,), retain_graph=True)
+        results.append([loss.detach(), *found, *given[1:], weights.detach().clone()])
+    assert_same(results[1], results[0], 0.0)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_complex_loss(reduction, backend):
+    ops, _ = rollout()
+    with pytest.raises(DtypeError, match=r"loss_fn: expected a real loss .*complex128.*\.real"):
+        call(lambda s: s.logprob + 1j, ops, reduction=reduction, backend=backend)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from logitless.vocab.api import linear_cross_entropy
 from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
@@ -44,8 +45,28 @@ def test_stats(want, options, trainable, ranks):
 @pytest.mark.parametrize("ranks", [(), (3,)], ids=str)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("denominator", [None, torch.tensor(5.0)], ids=str)
-def test_cross_entropy(denominator, trainable, ranks):
+@pytest.mark.parametrize("weights", [None, torch.rand(7)], ids=lambda x: "weighted" if x is not None else "")
+def test_cross_entropy(weights, denominator, trainable, ranks):
     ops = operands((7,), dtype=torch.float32, ranks=ranks).training(*trainable)
     call = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
-    args = (*_packed((*call.inputs, denominator)), _key(call), Needs.of(call.inputs).flags, 0.1, 0.0, True)
+    args = (*_packed((*call.inputs, denominator, weights)), _key(call), Needs.of(call.inputs).flags, 0.1, 0.0, True)
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_are_rounded_after_the_loss_scale(dtype):
+    """A mean's gradients below fp16's smallest number, which a loss scale lifts above it: the eager call's bits."""
+    ops = operands((4096,), 16, 64, dtype=dtype, ranks=(3,)).training("hidden", "weight", "bias", "a", "b")
+
+    weight = torch.rand(64)
+
+    def run(*leaves):
+        loss = linear_cross_entropy(ops.hidden, ops.head, ops.labels)
+        return 65536.0 * (loss + linear_cross_entropy(ops.hidden, ops.head, ops.labels, weight=weight))
+
+    leaves = list(ops.leaves.values())
+    expected = torch.autograd.grad(run(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    for x, a, b in zip(leaves, got, expected, strict=True):
+        assert a.dtype == x.dtype
+        assert torch.equal(a, b)

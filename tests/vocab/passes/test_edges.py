@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
-from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, compare, operands
+from logitless.vocab.reference import dense_token_stats
+from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, Operands, compare, operands
 
 DTYPES = [torch.float64, torch.float32]
 BUDGETS = [None, 60_000]
@@ -29,6 +30,63 @@ def test_impossible_entries(impossible, budget, dtype, backend):
         compare(ops, FINITE_WHERE_IMPOSSIBLE, candidates=ops.labels[:, None], temperature=0.7, **options)
         for frozen in (("hidden",), ("weight", "bias")):
             compare(ops.training(*frozen), ("logprob", "kl"), **options)
+
+
+MASKS = [-30.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf]
+MASKED = {"first": [0], "last": [502], "head": range(250), "tail": range(250, 503), "some": range(0, 503, 5)}
+
+
+@pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("budget", [None, 4_000])
+def test_divergences_of_masked_heads(masked, budget, backend):
+    """A mask of any size, at either end, in either head: no outlier takes the digits of the others."""
+    for size in MASKS:
+        for who in ("policy", "reference", "both"):
+            ops = operands((5,), 7, 503, dtype=torch.float32, spread=2.0).training()
+            weight = ops.weight + 0.01 * torch.randn_like(ops.weight)
+            ops.ref = Operands(ops.hidden.clone(), weight, ops.bias.clone(), None)
+            with torch.no_grad():
+                for of, bias in (("reference", ops.bias), ("policy", ops.ref.bias)):
+                    if who != of:
+                        bias[list(masked)] = size
+            exact = ops.to(torch.float64)
+            options = {"want": ("kl", "reverse_kl"), "reference": ops.reference, "memory_budget": budget}
+            got = ll.token_stats(*(ops.hidden, ops.head), **options, backend=backend)
+            expected = dense_token_stats(exact.hidden, exact.head, want=options["want"], reference=exact.reference)
+            for name, value in expected.items():
+                ours = getattr(got, name).double()
+                ours, value = (x.clamp(max=1e35) for x in (ours, value))  # a sum of larger ones is infinite in fp32
+                where = f"{name} {size} {who}: "
+                torch.testing.assert_close(ours, value, rtol=1e-5, atol=1e-5, msg=lambda m, s=where: s + m)
+
+
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+def test_what_was_infinite_may_weigh_nothing_later(trainable, backend):
+    """The reference's -inf entry has all of the policy's mass in the first slice, and none of it in the end."""
+    ops = operands((5,), 7, 503, dtype=torch.float32, reference=True).training(*trainable)
+    with torch.no_grad():
+        ops.bias[0] = ops.ref.bias[0] = 5
+        ops.bias[400:] += 300
+        ops.ref.bias[400:] += 300
+        ops.bias[1], ops.ref.bias[2] = -torch.inf, -torch.inf
+
+    def values_and_gradients():
+        stats = ll.token_stats(
+            *(ops.hidden, ops.head),
+            want=("kl", "reverse_kl"),
+            reference=ops.reference,
+            memory_budget=4_000,
+            backend=backend,
+        )
+        leaves = list(ops.leaves.values())
+        both = stats.kl, stats.reverse_kl
+        return [*both, *(g for x in both for g in torch.autograd.grad(x.sum(), leaves, retain_graph=True))]
+
+    got = values_and_gradients()
+    with torch.no_grad():
+        ops.bias[1] = ops.ref.bias[2] = 0  # what weighs nothing, finite
+    for a, b in zip(got, values_and_gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -142,6 +142,28 @@ def test_kl_of_a_policy_near_its_reference(distance, shift, trainable, budget, b
         assert_near_in_norm(a, b, 2e-3)
 
 
+@pytest.mark.parametrize("label", ["the sure one", "another", None])
+@pytest.mark.parametrize("sure", [0, 2500, 4999])
+@pytest.mark.parametrize("margin", [12.0, 18.0, 24.0])
+def test_kl_of_a_sure_policy(margin, sure, label, backend):
+    """One entry holds nearly all mass, wherever it lies: d0 is its own gap, so that KL keeps its digits near 0."""
+    ops = near_policy(0.3, shift=7.0).training("hidden")
+    with torch.no_grad():
+        for bias in (ops.bias, ops.ref.bias):
+            bias[sure] += round(margin + 9)
+    ops.labels[:] = sure if label == "the sure one" else 77
+    exact = ops.to(torch.float64)
+    labels = None if label is None else ops.labels
+    options = {"want": ("kl", "reverse_kl")}
+    got = ll.token_stats(
+        *(ops.hidden, ops.head, labels), **options, reference=ops.reference, backend=backend, memory_budget=150_000
+    )
+    expected = dense_token_stats(*(exact.hidden, exact.head, labels), **options, reference=exact.reference)
+    assert expected["kl"].median() < 1e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(got, name).double(), value.detach(), rtol=1e-4, atol=1e-14)
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
     ops = near_policy(0.0)

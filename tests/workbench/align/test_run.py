@@ -11,14 +11,17 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from logitless.cli.main import main
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
-from logitless.workbench.runs.checkpoints import last_checkpoint
+from logitless.workbench.runs import callbacks
+from logitless.workbench.runs.checkpoints import RUN_FILE, last_checkpoint
 from logitless.workbench.runs.files import read_lines
-from logitless.workbench.runs.rundir import Interrupted, stored
+from logitless.workbench.runs.rundir import WRITTEN, Interrupted, stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.killing import curve
 from tests.support.workbench.processes import flags, killed_at
 
 QUIET = Console(quiet=True)
@@ -76,6 +79,7 @@ def test_an_intuitor_run_writes_everything(finished, start):
     assert summary["memory"]["dense_would_need_bytes"] == 2 * 4 * 12 * 259 * 4
     assert summary["memory"]["peak_bytes"] > 2**27
     assert (place / "checkpoint-8").exists()
+    assert all(p.name == RUN_FILE or any(map(p.match, WRITTEN)) for p in place.iterdir())
     assert not (place / "README.md").exists()
 
 
@@ -138,8 +142,6 @@ def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
 
 
 def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch):
-    from logitless.workbench.runs import callbacks
-
     place = tmp_path / "stopped"
     begin = callbacks.GentleStop.on_step_begin
 
@@ -164,6 +166,51 @@ def test_a_killed_run_resumes_with_the_same_completions(start, finished, tmp_pat
     for name in ("reward", "self_certainty/mean", "loss"):
         again, whole = ([record[name] for record in steps(x)] for x in (place, finished[0]))
         assert again == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+class Killed(BaseException):
+    """Ends a run as a signal that cannot be caught would, at a moment that a test chooses."""
+
+
+@pytest.fixture(scope="module")
+def epochs(start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
+    """Options of a run of three steps an epoch, with a checkpoint every second step, and its curve."""
+    place = tmp_path_factory.mktemp("epochs")
+    lines = [json.dumps({"prompt": f"d{i:02d} x{i} ="}) for i in range(8)]
+    (place / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    config = replace(start, data=str(place / "prompts.jsonl"), max_steps=8, output_dir=place / "run")
+    run(config, QUIET)
+    return config, curve(place / "run")
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypatch, step):
+    """Killed before its first checkpoint, with one in the middle of an epoch, and with one at an epoch's end."""
+    config, whole = epochs
+    place, log = tmp_path / "run", callbacks.Records.on_log
+
+    def on_log(self, args, state, control, **rest):
+        log(self, args, state, control, **rest)
+        if state.global_step == step + (step > 1):
+            raise Killed
+
+    with monkeypatch.context() as until_then:
+        until_then.setattr(callbacks.Records, "on_log", on_log)
+        with pytest.raises(Killed):
+            run(replace(config, output_dir=place), QUIET)
+    assert last_checkpoint(place) == (None if step == 1 else (place / f"checkpoint-{step}", step))
+    run(replace(stored(place, AlignConfig()), resume=place), QUIET)
+    assert curve(place) == whole
+
+
+def test_a_reward_that_is_not_a_number_ends_the_run(start, tmp_path, monkeypatch, capsys):
+    """TRL alone takes NaN for a completion without a reward, and ends well."""
+    monkeypatch.chdir(tmp_path)
+    Path("nan_rewards.py").write_text("def f(completions, **_):\n    return [float('nan') for _ in completions]\n")
+    options = [*flags(replace(start, max_steps=1)), "--rewards", "nan_rewards:f", "--output-dir", "run"]
+    assert main(["align", *options]) == 1
+    assert "--rewards nan_rewards:f returned nan: expected a finite number" in capsys.readouterr().err
+    assert not Path("run/summary.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench.logits_table import batched, row_loop
+from bench.loop_peaks import chunked, half_error, peak_bytes
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.activations import activations
 from logitless.workbench.plan.plan import both, plan
@@ -16,6 +19,7 @@ from logitless.workbench.plan.setting import GIB, Setting
 
 PAGE = Path(__file__).parents[3] / "docs" / "where-reports-go-wrong.md"
 GB, MB, KB = 10**9, 10**6, 10**3
+LOGITS = (8, 912, 50_000)
 LONG = Setting(shape_of("4b"), batch_size=1, response_length=131_072, gradient_checkpointing=True, optimizer="none")
 SMALL = shape_of("qwen2.5-1.5b")
 SELF = Setting(SMALL, "intuitor", batch_size=64, response_length=6144, gpu_bytes=10**15)
@@ -92,7 +96,17 @@ FIGURES = {
     "saving": (100 * (1 - 820.8 / 1459.2), "43.75 %"),
     "token log-probs": (8 * 912 * 2 / KB, "14.6 kB"),
     "index": (8 * 912 * 8 / KB, "58.4 kB"),
-    "in training": (3 * 729.6 / KB, "2.19 GB"),
+    "batch in training": (peak_bytes(batched, LOGITS, torch.bfloat16, train=True) / GB, "2.92 GB"),
+    "loop in training": (peak_bytes(row_loop, LOGITS, torch.bfloat16, train=True) / GB, "2.19 GB"),
+    "saved in training": (
+        100
+        - 100
+        * peak_bytes(row_loop, LOGITS, torch.bfloat16, train=True)
+        / peak_bytes(batched, LOGITS, torch.bfloat16, train=True),
+        "25 %",
+    ),
+    "chunks of two in training": (peak_bytes(chunked, LOGITS, torch.bfloat16, train=True) / GB, "3.28 GB"),
+    "chunks of two": (peak_bytes(chunked, LOGITS, torch.bfloat16, train=False) / MB, "912.1 MB"),
     "optimizer under ZeRO-2": (part(replace(TUTORIAL, sharding="zero2"), "optimizer state") / GB, "1.76 GB"),
     "gradients under ZeRO-2": (part(replace(TUTORIAL, sharding="zero2"), "gradients") / MB, "441 MB"),
     "master weights under ZeRO-2": (part(replace(TUTORIAL, sharding="zero2"), "master weights") / MB, "882 MB"),
@@ -201,6 +215,11 @@ def test_memory_is_linear_in_the_sequence():
     )
     assert math.isclose(two / one, 2, rel_tol=1e-3)
     assert math.isclose(four / one, 4, rel_tol=1e-3)
+
+
+def test_half_precision_on_the_result():
+    assert half_error() == pytest.approx(7.8e-3, rel=0.05)
+    assert "7.8e-3 nat" in PAGE.read_text(encoding="utf-8")
 
 
 def test_averaged_log_sum_exps_are_too_small():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, DataError, OptionError
@@ -139,6 +141,64 @@ def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_
         run(config(micro, data, out, keep=4))
     with pytest.raises(OptionError, match="unfinished run with data"):
         run(config(micro, corpus(tmp_path / "b.jsonl"), out))
+
+
+CHANGES = {
+    "the content of .*a.jsonl": lambda place: edit(place / "a.jsonl", "a", "b"),
+    "the tokenizer": lambda place: edit(place / "model" / "tokenizer.json", '"Ġ"', '"ġ"'),
+    "the model's config": lambda place: edit(
+        place / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'
+    ),
+    "the content of .*data-00000.*arrow": lambda place: edit(next((place / "table").glob("*.arrow")), "xyz", "xyy"),
+}
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """As many bytes as before."""
+    content = path.read_bytes()
+    assert old.encode() in content
+    path.write_bytes(content.replace(old.encode(), new.encode(), 1))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_an_unfinished_run_does_not_go_on_with_changed_content(micro, tmp_path, monkeypatch, what):
+    """Sizes, names and options stay the same: content alone tells."""
+    data = corpus(tmp_path / "a.jsonl", 3)
+    if "arrow" in what:
+        Dataset.from_dict({"text": ["xyz", "xyz"]}).save_to_disk(data := tmp_path / "table")
+    shutil.copytree(micro, tmp_path / "model")
+    given = config(tmp_path / "model", data, tmp_path / "a.parquet")
+    with monkeypatch.context() as stopped:
+        stopped.setattr("logitless.workbench.scoring.run.conclude", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
+    CHANGES[what](tmp_path)
+    with pytest.raises(OptionError, match=rf"holds an unfinished run with {what} [0-9a-f]+, now [0-9a-f]+: give the"):
+        run(given)
+
+
+def test_a_part_of_another_run_is_scored_again(micro, tmp_path, monkeypatch):
+    """Moved there by hand, whole and of the same number."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 9)
+        with monkeypatch.context() as stopped:
+            stopped.setattr("logitless.workbench.scoring.run.conclude", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(config(micro, tmp_path / f"{name}.txt", tmp_path / f"{name}.parquet"))
+    mine, other = (parts.Parts(tmp_path / f"{name}.parquet") for name in ("a", "b"))
+    shutil.copy(other.part(0), mine.part(0))
+    assert mine.whole(0) is False
+    assert other.whole(0) is True
+    run(config(micro, tmp_path / "a.txt", tmp_path / "a.parquet"))
+    text = pretrained(str(micro)).saved.decode([row["token"] for row in rows_of(tmp_path / "a.parquet")[0]])
+    assert text == "a" * 9
+
+
+def test_the_default_file_keeps_what_looks_like_a_suffix(micro, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus-v1.5").mkdir()
+    assert config(micro, Path("corpus-v1.5"), None).place == Path("corpus-v1.5.scores.parquet")
+    assert config(micro, Path("corpus-v1.5.jsonl"), None).place == Path("corpus-v1.5.scores.parquet")
 
 
 def test_a_file_that_is_there_is_not_written_over(micro, tmp_path):

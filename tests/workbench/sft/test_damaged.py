@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from logitless.errors import ConfigError, DataError
 from logitless.workbench.align.config import AlignConfig
@@ -61,6 +62,25 @@ def test_a_checkpoint_that_was_cut_short(place, name):
         resume(place)
     shutil.rmtree(place / "checkpoint-4")
     assert resume(place)["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_that_lost_a_file(place, name):
+    """Trainer itself goes on with a new optimizer, a new schedule or other random numbers, and says nothing."""
+    (place / "checkpoint-4" / name).unlink()
+    with pytest.raises(
+        ConfigError, match=r"checkpoint-4/[a-z_*]+\.[a-z]+ is missing; remove .* go on from checkpoint-3"
+    ):
+        resume(place)
+
+
+def test_a_checkpoint_that_lost_a_tensor(place):
+    weights = place / "checkpoint-4" / "model.safetensors"
+    found = load_file(weights)
+    del found["model.norm.weight"]
+    save_file(found, weights)
+    with pytest.raises(ConfigError, match=r"--resume .*: its weights lack model.norm.weight"):
+        resume(place)
 
 
 @pytest.mark.parametrize("name", ["tokens.npz", "step_memory.json"])

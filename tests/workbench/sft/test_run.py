@@ -18,9 +18,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import NotFiniteError, OptionError
-from logitless.workbench.runs.checkpoints import checkpoints, last_checkpoint
+from logitless.workbench.runs.checkpoints import KEPT, RUN_FILE, checkpoints, last_checkpoint, mark
 from logitless.workbench.runs.files import read_lines
-from logitless.workbench.runs.rundir import Interrupted, OutOfSpace, explained, stored
+from logitless.workbench.runs.rundir import WRITTEN, Interrupted, OutOfSpace, explained, stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load
 from logitless.workbench.sft.run import run
@@ -65,6 +65,8 @@ def test_a_run_learns_and_writes_everything(finished):
     for name in ("loss.png", "memory.png"):
         assert (place / name).read_bytes().startswith(b"\x89PNG")
     assert not [p for p in place.iterdir() if p.name.startswith(".")]  # nothing half-written is left
+    assert all(p.name == RUN_FILE or any(map(p.match, WRITTEN)) for p in place.iterdir())
+    assert len(checkpoints(place)) == len([*place.glob("checkpoint-*")]) == KEPT
     assert all(b"pickle" not in p.name.encode() for p in (place / "model").iterdir())
     assert {p.suffix for p in (place / "model").iterdir()} <= {".json", ".safetensors"}
 
@@ -212,7 +214,7 @@ class TestShortRuns:
         ("loss", "error", "message"),
         [
             ("chunked", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
-            ("dense", OptionError, r"the loss is nan at step .*lower --learning-rate"),
+            ("dense", NotFiniteError, r"the loss is nan at step .*lower --learning-rate"),
         ],
     )
     def test_a_loss_that_is_not_a_number_ends_the_run(self, micro, tmp_path, loss, error, message):
@@ -226,7 +228,7 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "chunked", "--device", "cpu"]
     killed_at(7, "train", *options, "--output-dir", place)
     assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
-    (place / "checkpoint-8").mkdir()  # as a process killed while saving leaves it
+    mark(place, place / "checkpoint-8")  # as a process killed while saving leaves it
     (place / "checkpoint-8" / "trainer_state.json").write_text('{"global_step"')
     with (place / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')

@@ -25,7 +25,7 @@ from .generation_options import (
     require,
     with_stop_strings,
 )
-from .lm_head import causal_lm, handed_on, output_head, replaced, through_head
+from .lm_head import capturing_hidden, causal_lm, output_head, replaced, through_head
 
 OnStep = Callable[[SampleRecord], None]
 
@@ -123,10 +123,13 @@ class Recorder:
             while bool(alive.any()):
                 step = input_ids.shape[1] - first
                 forward.options = {
-                    "rules": rules, "temperature": temperature, "keep": self.keep,
-                    "noise": Noise(seeds, torch.full_like(seeds, step)), "memory_budget": self.memory_budget,
+                    "rules": rules,
+                    "temperature": temperature,
+                    "keep": self.keep,
+                    "noise": Noise(seeds, torch.full_like(seeds, step)),
+                    "memory_budget": self.memory_budget,
                     "change": None if change is None else functools.partial(forward.changed, change, input_ids),
-                }  # fmt: skip
+                }
                 if outputs is None:
                     outputs = model._prefill(input_ids, generation_config, given)
                     self.record = _room(forward.drawn, batch, generation_config.max_length - first)
@@ -171,7 +174,7 @@ class Recorded:
         self.drawn: SampleRecord
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with handed_on(self.model) as seen:
+        with capturing_hidden(self.model) as seen:
             outputs = self.dense(*args, **kwargs)
         self.drawn = through_head(self.model, self._draw, seen.hidden()[:, -1])
         return outputs

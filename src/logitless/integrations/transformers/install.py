@@ -19,7 +19,7 @@ from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ...errors import ConfigError, DtypeError, OptionError
 from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
-from .lm_head import HandedOn, causal_lm, forward_with, handed_on, output_head, replaced, through_head
+from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
 
 Method = Literal["dense", "chunked"]
 STATE = "_logitless"
@@ -71,7 +71,8 @@ def install(
     A part of a batch without a token that counts has loss 0 with a live graph. A batch without one is a LabelError,
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
-    transformers Trainer, whose label smoothing is then streamed too. loss: "chunked", "dense", or "auto": dense where
+    transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get the
+    logits that they ask for, from its own loss. loss: "chunked", "dense", or "auto": dense where
     the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
     Installing again changes these options.
     Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
@@ -86,7 +87,7 @@ def install(
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
     if trainer is not None:
-        label_smoothing = _take_smoothing(trainer, loss, label_smoothing)
+        label_smoothing = _take_over(trainer, loss, label_smoothing)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
         return
@@ -99,8 +100,7 @@ def install(
 def uninstall(model: Any) -> None:
     """Gives the model, or the Trainer and its model, back its own forward; nothing happens where none was replaced."""
     if _is_trainer(model):
-        if STATE in model.__dict__:
-            model.label_smoother = model.__dict__.pop(STATE)
+        _give_back(model)
         model = model.model
     inner = causal_lm(model)
     state: Installed | None = inner.__dict__.get(STATE)
@@ -141,13 +141,49 @@ def _check_options(loss: str, memory_budget: float | None, smoothing: float | No
         raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='chunked'")
 
 
-def _take_smoothing(trainer: Any, loss: str, smoothing: float) -> float:
-    """Takes over the Trainer's label smoother, which asks the model for logits rather than for a loss."""
+@dataclass
+class Kept:
+    """What `install` keeps of a Trainer: what it replaced there."""
+
+    step: Callable[..., Any] | None  # prediction_step of the instance, where it had one
+    smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
+
+
+def _take_over(trainer: Any, loss: str, smoothing: float) -> float:
+    """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
+    kept: Kept | None = trainer.__dict__.get(STATE)
+    if kept is None:
+        kept = trainer.__dict__[STATE] = Kept(trainer.__dict__.get("prediction_step"))
+        trainer.prediction_step = MethodType(_prediction_step, trainer)
     if loss == "dense":
-        trainer.label_smoother = trainer.__dict__.pop(STATE, trainer.label_smoother)
+        trainer.label_smoother, kept.smoother = kept.smoother or trainer.label_smoother, None
     elif trainer.label_smoother is not None:
-        trainer.__dict__[STATE], trainer.label_smoother = trainer.label_smoother, None
-    return trainer.__dict__[STATE].epsilon if STATE in trainer.__dict__ else smoothing
+        kept.smoother, trainer.label_smoother = trainer.label_smoother, None
+    return smoothing if kept.smoother is None else kept.smoother.epsilon
+
+
+def _give_back(trainer: Any) -> None:
+    kept: Kept | None = trainer.__dict__.pop(STATE, None)
+    if kept is None:
+        return
+    trainer.label_smoother = kept.smoother or trainer.label_smoother
+    del trainer.prediction_step
+    if kept.step is not None:
+        trainer.prediction_step = kept.step
+
+
+def _prediction_step(
+    trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+) -> Any:
+    """The Trainer's own step; where it is asked for logits, of the model as it is without us."""
+    kept: Kept = trainer.__dict__[STATE]
+    step = kept.step or functools.partial(type(trainer).prediction_step, trainer)
+    state: Installed | None = causal_lm(trainer.model).__dict__.get(STATE)
+    if prediction_loss_only or state is None:
+        return step(model, inputs, prediction_loss_only, ignore_keys)
+    smoother = kept.smoother or trainer.label_smoother
+    with replaced(state, "on", False), replaced(trainer, "label_smoother", smoother):
+        return step(model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _is_trainer(model: Any) -> bool:
@@ -241,7 +277,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
     with (
-        handed_on(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
+        capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
         replaced(model, "_loss_function", functools.partial(_loss, model, state, seen)),
     ):
         full = dense(**given, return_dict=True)
@@ -252,7 +288,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
 def _loss(
     model: Any,
     state: Installed,
-    seen: HandedOn,
+    seen: HiddenCapture,
     logits: Tensor,
     labels: Tensor,
     vocab_size: int | None = None,
@@ -261,7 +297,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of the hidden states that the head handed on."""
+    """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     check_counts(targets, ignore_index, num_items_in_batch)
     state.watch.before()
@@ -272,9 +308,14 @@ def _loss(
             _check_transforms(model, head, seen.probe, logits)
             state.verified = True
         return linear_cross_entropy(
-            hidden, head, targets, ignore_index=ignore_index, label_smoothing=state.smoothing, denominator=items,
+            hidden,
+            head,
+            targets,
+            ignore_index=ignore_index,
+            label_smoothing=state.smoothing,
+            denominator=items,
             memory_budget=state.budget,
-        )  # fmt: skip
+        )
 
     loss = through_head(model, compute, seen.hidden(), targets)
     state.watch.after(loss)

@@ -94,7 +94,7 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     dense = inner.forward
 
     def forward(*args: Any, **kwargs: Any) -> T:
-        with handed_on(inner) as seen:
+        with capturing_hidden(inner) as seen:
             dense(*args, **kwargs)
         return end(inner, seen.hidden())
 
@@ -106,8 +106,8 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
         return whole(**given)
 
 
-class HandedOn:
-    """Stands where a head stood until it is called: keeps the hidden states, and puts the head back.
+class HiddenCapture:
+    """Stands where a head stood until it is called: captures the hidden states, and puts the head back.
 
     In the place of logits it returns those of no position, or a probe (1, 1, V) of what the model does to logits.
     """
@@ -139,13 +139,13 @@ class HandedOn:
 
 
 @contextmanager
-def handed_on(model: Any, probed: bool = False) -> Iterator[HandedOn]:
-    """While it lasts, the causal LM's head computes nothing and hands on what it is called with."""
+def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture]:
+    """While it lasts, the causal LM's head computes nothing: what it is called with is captured."""
     head = output_head(model)
     owner, name = next(
         (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
     )
-    stand_in = HandedOn(owner, name, model.config.get_text_config().vocab_size, probed)
+    stand_in = HiddenCapture(owner, name, model.config.get_text_config().vocab_size, probed)
     owner._modules[name] = stand_in  # type: ignore[assignment]
     try:
         yield stand_in
@@ -154,7 +154,7 @@ def handed_on(model: Any, probed: bool = False) -> Iterator[HandedOn]:
 
 
 @contextmanager
-def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """While it lasts, the instance has an attribute of its own; `module(...)` fires the hooks around a new forward."""
     own = module.__dict__  # rather than setattr: torch.compile follows this
     had, before = name in own, own.get(name)

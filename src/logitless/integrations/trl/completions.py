@@ -21,7 +21,7 @@ class Row:
 
     prompt: list[int]
     completion: list[int]
-    counted: list[bool]
+    valid: list[bool]
 
 
 def rows_of(prompts: Sequence[Ids], completions: Sequence[Ids], masks: Sequence[Sequence[int]] | None) -> list[Row]:
@@ -34,18 +34,18 @@ def rows_of(prompts: Sequence[Ids], completions: Sequence[Ids], masks: Sequence[
     rows = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = [int(x) for x in completion]
-        counted = [True] * len(ids) if masks is None else [bool(x) for x in masks[i]]
+        valid = [True] * len(ids) if masks is None else [bool(x) for x in masks[i]]
         if not ids:
             raise ShapeError(f"completion {i} is empty: expected at least one token; generate with min_new_tokens=1")
         if not len(prompt):
             raise ShapeError(
                 f"prompt {i} is empty: nothing comes before its completion's first token; add a start token"
             )
-        if len(counted) != len(ids):
-            raise ShapeError(f"completion {i} has {len(ids)} tokens, its mask {len(counted)}: expected one per token")
-        if not any(counted):
+        if len(valid) != len(ids):
+            raise ShapeError(f"completion {i} has {len(ids)} tokens, its mask {len(valid)}: expected one per token")
+        if not any(valid):
             raise ShapeError(f"completion {i}: its mask leaves none of {len(ids)} tokens to score; drop the completion")
-        rows.append(Row([int(x) for x in prompt], ids, counted))
+        rows.append(Row([int(x) for x in prompt], ids, valid))
     return rows
 
 
@@ -66,7 +66,7 @@ def check_rows(rows: list[Row], model: nn.Module) -> None:
 
 
 def batch_of(rows: list[Row], device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """(model inputs (B, T), and for each counted token its row and the position before it, (n,) each).
+    """(model inputs (B, T), and for each valid token its row and the position before it, (n,) each).
 
     Padded on the right, where positions count from each row's first token with any model.
     """
@@ -75,7 +75,7 @@ def batch_of(rows: list[Row], device: torch.device) -> tuple[dict[str, Tensor], 
     ids = torch.tensor([x + [0] * (longest - len(x)) for x in sequences], device=device)
     mask = torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in sequences], device=device)
     scored = [
-        (r, len(row.prompt) - 1 + t) for r, row in enumerate(rows) for t, counts in enumerate(row.counted) if counts
+        (r, len(row.prompt) - 1 + t) for r, row in enumerate(rows) for t, counts in enumerate(row.valid) if counts
     ]
     at, before = torch.tensor(scored, device=device).T
     return {"input_ids": ids, "attention_mask": mask}, at, before

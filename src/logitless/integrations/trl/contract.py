@@ -45,12 +45,22 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     LOSS["ORPOTrainer"]: ("self", "model", "batch"),
     LOSS["GKDTrainer"]: ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     DIVERGENCE: (
-        "student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight",
-        "completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias",
-        "student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping",
-        "teacher_final_logit_softcapping", "temperature",
+        "student_hidden_states",
+        "teacher_hidden_states",
+        "student_lm_head_weight",
+        "teacher_lm_head_weight",
+        "completion_mask",
+        "beta",
+        "num_items_in_batch",
+        "student_lm_head_bias",
+        "teacher_lm_head_bias",
+        "student_logit_scale",
+        "teacher_logit_scale",
+        "student_final_logit_softcapping",
+        "teacher_final_logit_softcapping",
+        "temperature",
     ),
-}  # fmt: skip
+}
 # What a trainer needs beside its own loss. Those of the first five have TRL's fused head.
 FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 ALSO = dict.fromkeys(FUSED_TRAINERS, (FUSED,)) | {"DistillationTrainer": (DIVERGENCE, GATHER)}

@@ -42,10 +42,10 @@ def divergence(
     }
     if name == "jsd":
         options["jsd_beta"] = beta
-    kept = Collected(name)
+    collected = Collected(name)
     labels = torch.where(mask != 0, 0, IGNORED)  # of the labels only what is ignored matters
-    loss = token_loss(kept, hidden, head, labels, reduction="sum", **options)
-    entropies = [part["entropy"].sum() for part in kept.parts]
+    loss = token_loss(collected, hidden, head, labels, reduction="sum", **options)
+    entropies = [part["entropy"].sum() for part in collected.parts]
     return loss, torch.stack(entropies).sum() if entropies else loss.detach() * 0
 
 
@@ -54,11 +54,20 @@ def distillation_loss(trainer: Any, memory_budget: int | None) -> Callable[..., 
     from trl.trainer.utils import maybe_gather_lm_head_ctx
 
     def chunked_divergence(
-        student_hidden: Tensor, teacher_hidden: Tensor, _student_weight: Tensor, teacher_weight: Tensor,
-        completion_mask: Tensor, beta: float, *, num_items_in_batch: Any = None, temperature: float = 1.0,
-        teacher_lm_head_bias: Tensor | None = None, teacher_logit_scale: float = 1.0,
-        teacher_final_logit_softcapping: float | None = None, **_student: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        student_hidden: Tensor,
+        teacher_hidden: Tensor,
+        _student_weight: Tensor,
+        teacher_weight: Tensor,
+        completion_mask: Tensor,
+        beta: float,
+        *,
+        num_items_in_batch: Any = None,
+        temperature: float = 1.0,
+        teacher_lm_head_bias: Tensor | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+        **_student: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with maybe_gather_lm_head_ctx(teacher_weight, teacher_lm_head_bias):  # pyright: ignore[reportArgumentType]
             weight, bias = _whole(teacher_weight), _whole(teacher_lm_head_bias)
             teacher_head = LMHead(weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...vocab.face import LMHead
-from ..transformers.lm_head import forward_with, handed_on
+from ..transformers.lm_head import capturing_hidden, forward_with
 
 NEWTON_STEPS = 12  # quadratic from above: 6 reach float64 for every KL from 1e-16 to 1e4
 
@@ -47,7 +47,7 @@ class ExactKL:
         if self.trainer.ref_model is not None:
             return forward_with(self.trainer.ref_model, kwargs, lambda own, hidden: (hidden, LMHead.of(own)))
         with self._without_adapter(model):
-            with handed_on(model) as seen:
+            with capturing_hidden(model) as seen:
                 forward(**kwargs)
             return seen.hidden(), LMHead.of(model)
 
@@ -84,8 +84,8 @@ class _Gap(torch.autograd.Function):
         # Both bound the root from above, so that Newton's steps on a convex function only ever go down to it.
         x = torch.minimum((2 * k).sqrt(), torch.log1p(k + (2 * k).sqrt()))
         for _ in range(NEWTON_STEPS):
-            slope = torch.expm1(x)
-            x = torch.where(slope > 0, x - (slope - x - k) / slope, x)
+            derivative = torch.expm1(x)
+            x = torch.where(derivative > 0, x - (derivative - x - k) / derivative, x)
         x = x.clamp(min=0)
         ctx.save_for_backward(x)
         ctx.dtype = kl.dtype

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
-from ..transformers.lm_head import handed_on, through_head
+from ..transformers.lm_head import capturing_hidden, through_head
 from .contract import Settings
 from .exact_kl import ExactKL
 from .scores import IGNORED, Wanted, scores
@@ -95,7 +95,7 @@ class Fused:
         self.watch.before()
         with self.autocast():
             reference = None if self.exact is None else self.exact.reference(model, self.before, kwargs)
-            with handed_on(model) as seen:
+            with capturing_hidden(model) as seen:
                 own = self.before(*args, **kwargs)
             numbers = self._scores(model, seen.hidden(), targets, reference)
         self.watch.after(numbers["logprob"].detach().sum())

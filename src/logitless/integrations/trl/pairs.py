@@ -30,16 +30,16 @@ def pairs_forward(trainer: Any, kind: str) -> Callable[..., Any]:
         answers = joined["concatenated_labels"]
         n = len(batch["chosen_labels"])
         # ORPO's likelihood term takes the chosen prompts in as well
-        told = ids.masked_fill(attended != 1, IGNORED) if orpo else answers
-        labels = torch.cat([torch.where(answers == IGNORED, told, answers)[:n], answers[n:]])
+        likelihood_labels = ids.masked_fill(attended != 1, IGNORED) if orpo else answers
+        labels = torch.cat([torch.where(answers == IGNORED, likelihood_labels, answers)[:n], answers[n:]])
         asked = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
         out = model(input_ids=ids, attention_mask=attended, labels=labels, fused_lm_head=True, **asked)
 
-        counted = answers[:, 1:] != IGNORED
-        logps = (out.log_probs * counted).sum(-1)
+        valid = answers[:, 1:] != IGNORED
+        logps = (out.log_probs * valid).sum(-1)
         if orpo or trainer.loss_type in ("ipo", "simpo"):
-            logps = logps / counted.sum(-1)
-        nll = -out.log_probs[:n].sum() / (told[:n, 1:] != IGNORED).sum()
+            logps = logps / valid.sum(-1)
+        nll = -out.log_probs[:n].sum() / (likelihood_labels[:n, 1:] != IGNORED).sum()
         if not orpo and trainer.cpo_alpha == 0:
             nll = torch.zeros((), device=nll.device)
         means = out.mean_logits

@@ -106,7 +106,7 @@ class SelfCertaintyReward:
                 values = forward_with(
                     model, batch, lambda inner, h, r=row, b=before: through_head(inner, certainty, h[r, b])
                 )
-                counts = [sum(one.counted) for one in part]
+                counts = [sum(one.valid) for one in part]
                 scores += [float(mean) for mean in torch.stack([v.mean() for v in values.split(counts)])]
         return finite(scores)
 

@@ -53,13 +53,13 @@ def scores(
     head is trained and all log-probs get the same one; else what `token_stats` costs, 4 (6 with a reference).
     Raises what `token_stats` raises. Memory: the pass's, and one (B·T, H) buffer where the head is frozen.
     """
-    counted = targets != IGNORED
-    short = torch.is_grad_enabled() and wanted.only_logprob and reference is None and bool(counted.any())
+    valid = targets != IGNORED
+    short = torch.is_grad_enabled() and wanted.only_logprob and reference is None and bool(valid.any())
     trained = any(x.requires_grad for x in _parameters(head))
     if short and not trained and hidden.requires_grad:
-        return _by_rows(wanted, head, hidden, targets, counted)
+        return _by_rows(wanted, head, hidden, targets, valid)
     if short and trained and wanted.equal_weights:
-        return _as_one_sum(wanted, head, hidden, targets, counted)
+        return _as_one_sum(wanted, head, hidden, targets, valid)
     options: Options = {**wanted.options(), "reference": reference}
     return dict(vars(token_stats(hidden, head, targets, **options)))
 
@@ -70,7 +70,7 @@ def _parameters(head: LMHead) -> list[Tensor]:
 
 
 class Collected:
-    """The sum of one statistic as a loss; the values of all statistics are kept on the side."""
+    """The sum of one statistic as a loss; the values of all statistics are collected on the side."""
 
     def __init__(self, name: str = "logprob") -> None:
         self.name = name
@@ -80,54 +80,54 @@ class Collected:
         self.parts.append({name: x.detach() for name, x in vars(stats).items()})
         return getattr(stats, self.name)
 
-    def spread(self, counted: Tensor) -> dict[str, Tensor]:
-        """What was kept, in the places of the tokens that count."""
+    def spread(self, valid: Tensor) -> dict[str, Tensor]:
+        """What was collected, in the places of the valid tokens."""
         out = {}
         for name in self.parts[0]:
             flat = torch.cat([part[name] for part in self.parts])
             fill = -1 if name == "top_k_ids" else 0
-            out[name] = flat.new_full((*counted.shape, *flat.shape[1:]), fill)
-            out[name][counted] = flat
+            out[name] = flat.new_full((*valid.shape, *flat.shape[1:]), fill)
+            out[name][valid] = flat
         return out
 
 
-def _as_one_sum(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, counted: Tensor) -> dict[str, Tensor]:
+def _as_one_sum(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, valid: Tensor) -> dict[str, Tensor]:
     """3 GEMMs: the gradient of the log-probs' sum is formed in the forward pass."""
-    kept = Collected()
-    total = token_loss(kept, hidden, head, targets, reduction="sum", **wanted.options())
-    out = kept.spread(counted)
-    return {**out, "logprob": _Known.apply(total, out["logprob"], counted, _of_the_sum)}  # pyright: ignore[reportReturnType]
+    collected = Collected()
+    total = token_loss(collected, hidden, head, targets, reduction="sum", **wanted.options())
+    out = collected.spread(valid)
+    return {**out, "logprob": _Known.apply(total, out["logprob"], valid, _of_the_sum)}  # pyright: ignore[reportReturnType]
 
 
-def _by_rows(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, counted: Tensor) -> dict[str, Tensor]:
+def _by_rows(wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, valid: Tensor) -> dict[str, Tensor]:
     """2 GEMMs: with a frozen head a token's gradient is its own row, times whatever weight it turns out to have."""
-    kept = Collected()
+    collected = Collected()
     leaf = hidden.detach().requires_grad_()
-    total = token_loss(kept, leaf, head, targets, reduction="sum", **wanted.options())
+    total = token_loss(collected, leaf, head, targets, reduction="sum", **wanted.options())
     (rows,) = torch.autograd.grad(total, leaf)
-    out = kept.spread(counted)
+    out = collected.spread(valid)
     return {**out, "logprob": _Known.apply(hidden, out["logprob"], rows, _of_rows)}  # pyright: ignore[reportReturnType]
 
 
 class _Known(torch.autograd.Function):
-    """Log-probs whose gradient with respect to `source` is `slope(kept, grad)`."""
+    """Log-probs whose gradient with respect to `source` is `gradient(saved, grad)`."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, logprob: Tensor, kept: Tensor, slope: Callable[[Tensor, Tensor], Tensor]
+        ctx: Any, source: Tensor, logprob: Tensor, saved: Tensor, gradient: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.slope = slope
+        ctx.save_for_backward(saved)
+        ctx.gradient = gradient
         return logprob.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.slope(*ctx.saved_tensors, grad), None, None, None
+        return ctx.gradient(*ctx.saved_tensors, grad), None, None, None
 
 
-def _of_the_sum(counted: Tensor, grad: Tensor) -> Tensor:
+def _of_the_sum(valid: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the log-probs' sum, for losses that weigh them all alike."""
-    low, high = torch.aminmax(grad[counted])
+    low, high = torch.aminmax(grad[valid])
     if low < high:
         raise GradientError(
             "log_probs: expected a loss that weighs every token alike, as SFT's nll does, got weights from "

@@ -141,8 +141,10 @@ def _planned(
     """The changes to make; nothing is changed yet."""
     require(kind, exact_kl=exact_kl)
     if (exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
-        raise ConfigError(f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
-                          "which this would replace; call divergence or token_stats in it")  # fmt: skip
+        raise ConfigError(
+            f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
+            "which this would replace; call divergence or token_stats in it"
+        )
     policy = causal_lm(trainer.model)
     wanted = Wanted(("logprob", *statistics), top_k=top_k, memory_budget=memory_budget)
     _check_model(trainer, policy)

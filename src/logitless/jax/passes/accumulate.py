@@ -32,10 +32,7 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
         """A slice merged into (running sums, Σz, top entries)."""
         sums, zsum, topk = Accumulation(**carry[0]), carry[1], carry[2]
         part = chunk.slice_at(i)
-        if part.z_ref is not None:
-            middle = jnp.nan_to_num((part.z - part.z_ref).mean(1), nan=0.0, posinf=0.0, neginf=0.0)
-            sums.shift = jnp.where(i == 0, middle, sums.shift)
-        sums = merge(sums, _sums_of(chunk, part, sums.shift), jnp)
+        sums = merge(sums, _sums_of(chunk, part), jnp)
         if zsum is not None:
             zsum = zsum + jnp.where(part.fresh, part.z, 0.0).sum(1)
         if topk is not None:
@@ -66,7 +63,7 @@ def _empty(chunk: Chunk, zeros: Array) -> Accumulation:
     if "above" in wanted:
         out.above = varying(jnp.zeros(zeros.shape, int), chunk.axes)
     if chunk.reference is not None:
-        out.m_ref, out.s_ref, out.shift, out.a, out.b = lowest, zeros, zeros, zeros, zeros
+        out.m_ref, out.s_ref, out.near, out.shift, out.a, out.b = lowest, zeros, lowest, zeros, zeros, zeros
         out.a_ref = zeros if "qe" in wanted else None
     return out
 
@@ -80,7 +77,7 @@ def _no_entries(chunk: Chunk, zeros: Array) -> TopEntries | None:
     return varying((jnp.full(shape, -jnp.inf, zeros.dtype), jnp.full(shape, -1, jnp.int32)), chunk.axes)
 
 
-def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Accumulation:
+def _sums_of(chunk: Chunk, part: Slice) -> Accumulation:
     """The sums of one slice without the label."""
     wanted = chunk.options.sums
     z = jnp.where(part.left_out, MASK, jnp.maximum(part.z, MASK))
@@ -96,16 +93,27 @@ def _sums_of(chunk: Chunk, part: Slice, shift: Array | None) -> Accumulation:
         out.r = (w * w).sum(1)
     if "above" in wanted and chunk.label_logits is not None:
         out.above = (z > jnp.maximum(chunk.label_logits[0], MASK)[:, None]).sum(1)
-    if part.z_ref is not None and shift is not None:
-        e = difference(part.z, part.z_ref, shift[:, None], jnp)
+    if part.z_ref is not None:
         z_ref = jnp.where(part.left_out, MASK, jnp.maximum(part.z_ref, MASK))
+        out.near, out.shift = _nearest(z, z_ref)
+        e = difference(part.z, part.z_ref, out.shift[:, None], jnp)
         out.m_ref = jnp.maximum(z_ref.max(1), EMPTY)
         w_ref = jnp.exp(z_ref - out.m_ref[:, None])
-        out.s_ref, out.shift = w_ref.sum(1), shift
+        out.s_ref = w_ref.sum(1)
         out.a = times(w, e, jnp).sum(1)
-        out.b = times(w, jnp.expm1(-e), jnp).sum(1)
+        grown = w_ref * jnp.exp((out.m_ref - m) + out.shift)[:, None]  # w·e^(-e), where a factor would overflow
+        out.b = jnp.where(jnp.abs(e) < 1, w * jnp.expm1(-e), grown - w).sum(1)
         out.a_ref = times(w_ref, e, jnp).sum(1) if "qe" in wanted else None
     return out
+
+
+def _nearest(z: Array, z_ref: Array) -> tuple[Array, Array]:
+    """(near, shift) of a slice: max (z + z_ref), and z - z_ref of that entry; of none where each masks all."""
+    both = z + z_ref
+    near = jnp.maximum(both.max(1), EMPTY)
+    # the first such entry's, by a maximum: a gather of one column would keep XLA from fusing the slice's sums
+    own = jnp.where(both == near[:, None], z - z_ref, -jnp.inf).max(1)
+    return near, jnp.where(near > EMPTY, own, jnp.zeros_like(near))
 
 
 def _second_look(chunk: Chunk, totals: Totals, slices: Materialised) -> None:

@@ -136,7 +136,7 @@ class Draw:
         """Drawn under the rules; all entries of a row are looked at, a row at a time, where the top ones may not do."""
         vocab_size, retained = self.chunk.call.vocab_size, self.topk[0].shape[1]
         drawn = pick(rules, self._scaled(self.topk[0]), self.topk, self.keys, log_s)
-        decided = rules.settled(drawn.n_kept, retained, vocab_size)
+        decided = rules.decided(drawn.n_kept, retained, vocab_size)
         if retained >= min(rules.top_k or vocab_size, vocab_size):
             return drawn
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
+from ...vocab.face import current_sizing
 from .options import NSAOptions
 from .selected import selected_attention
 
 CHUNK_BYTES = 64 << 20
-FIRST_AND_NEAREST = 3  # blocks that every query selects
 NOT_A_BLOCK = torch.iinfo(torch.int32).max
 
 
@@ -47,11 +46,12 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, compressed_key, compressed_value, gates, scaling, options):
         tensors = (query, key, value, compressed_key, compressed_value, gates)
-        result, blocks = torch.empty_like(query), []
+        result, most = torch.empty_like(query), options.blocks_of_a_query(key.shape[1])
+        chosen = query.new_full((key.shape[0], query.shape[1], most), NOT_A_BLOCK, dtype=torch.int32)
         for part in _chunks(tensors, scaling, options):
-            blocks.append(part.select(compressed_key))
+            blocks = part.select(compressed_key)  # of early chunks fewer
+            chosen[:, part.queries, : blocks.shape[-1]] = blocks
             result[:, part.queries] = part.attend(part.operands(tensors))
-        chosen = _joined(blocks)
         ctx.save_for_backward(*tensors)
         ctx.scaling, ctx.options = scaling, options
         ctx.mark_non_differentiable(chosen)
@@ -69,21 +69,21 @@ class _Streamed(torch.autograd.Function):
             found = torch.autograd.grad(result, operands, upstream[:, part.queries])
             for into, gradient in zip(part.operands(gradients), found, strict=True):
                 into += gradient
+            del operands, result, found, gradient  # before the next chunk's are made
         return (*gradients, None, None)
 
 
 def _chunks(tensors: Any, scaling: float, options: NSAOptions) -> Any:
+    """Every chunk, of which the first may be shorter; the last sees most keys, so that no other allocates more.
+
+    On tensors without numbers (`vocab.sizing`) only that one.
+    """
     query, key = tensors[0], tensors[1]
     heads, length, _ = query.shape
     size = options.chunk(heads, key.shape[1], CHUNK_BYTES)
-    for begin in range(0, length, size):
-        yield Chunk(query, key, begin, min(begin + size, length), scaling, options)
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    """The chunks' selections as one, (kv_heads, T, n); early chunks have fewer, and get a block after all others."""
-    most = max(part.shape[-1] for part in blocks)
-    return torch.cat([pad(part, (0, most - part.shape[-1]), value=NOT_A_BLOCK) for part in blocks], dim=1)
+    ends = range(length, 0, -size)
+    for end in reversed(ends) if current_sizing() is None else ends[:1]:
+        yield Chunk(query, key, max(0, end - size), end, scaling, options)
 
 
 class Chunk:
@@ -112,15 +112,19 @@ class Chunk:
         ids = torch.arange(blocks, device=score.device)
         near = (ids == 0) | (ids == own[:, None]) | (ids == own[:, None] - 1)
         score = score.masked_fill(near, torch.inf).masked_fill(ids > own[:, None], -torch.inf)
-        return score.topk(min(max(options.selected, FIRST_AND_NEAREST), blocks), dim=-1).indices.to(torch.int32)
+        return score.topk(options.blocks_of_a_query(int(self.window.stop)), dim=-1).indices.to(torch.int32)
 
     def operands(self, tensors: Any) -> list[Tensor]:
         """What the chunk reads of query, key, value, compressed and gates: views, through which gradients add up."""
         query, key, value, compressed_key, compressed_value, gates = tensors
         return [
-            query[:, self.queries], compressed_key[:, self.compressed], compressed_value[:, self.compressed],
-            key[:, self.window], value[:, self.window], gates[:, :, self.queries],
-        ]  # fmt: skip
+            query[:, self.queries],
+            compressed_key[:, self.compressed],
+            compressed_value[:, self.compressed],
+            key[:, self.window],
+            value[:, self.window],
+            gates[:, :, self.queries],
+        ]
 
     def attend(self, operands: list[Tensor]) -> Tensor:
         """(heads, queries, D), from what `operands` gives."""

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...errors import ConfigError
+from ...vocab.face import current_sizing
 from ..context_parallel import gathered
 from ..instances import attention_layers
 from .attention import nsa
@@ -132,7 +133,7 @@ def documents(mask: Tensor | None, positions: Tensor | None, key: Tensor, length
                 "some between them; tell packed documents apart by position_ids"
             )
         return found
-    if positions is None:
+    if positions is None or current_sizing() is not None:  # whole rows, which need the most
         return [(row, 0, keys) for row in range(rows)]
     found, offset = [], keys - length
     for row, places in enumerate(positions.expand(rows, -1)):

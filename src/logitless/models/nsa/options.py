@@ -7,6 +7,8 @@ from typing import Any
 
 from ...errors import OptionError
 
+FIRST_AND_NEAREST = 3  # blocks that every query selects
+
 
 @dataclass(frozen=True)
 class NSAOptions:
@@ -34,6 +36,10 @@ class NSAOptions:
     def compressed(self, keys: int) -> int:
         """Whole compressed blocks among so many keys."""
         return max(0, (keys - self.block) // self.stride + 1)
+
+    def blocks_of_a_query(self, keys: int) -> int:
+        """How many blocks a query selects where it sees so many keys."""
+        return min(max(self.selected, FIRST_AND_NEAREST), -(-keys // self.selected_block))
 
     def chunk(self, heads: int, keys: int, budget: int) -> int:
         """Queries whose scores and weights, in fp32, fit `budget` bytes; at least one."""

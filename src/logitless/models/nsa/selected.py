@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ...vocab.face import current_sizing
 
 ROWS = 4096  # queries times heads of a group that meet a block at once
 
@@ -47,6 +50,7 @@ class _Selected(torch.autograd.Function):
             top[head, rows] = most
             total[head, rows] = total[head, rows] * shrink + weights.sum(-1)
             result[head, rows] = result[head, rows] * shrink[..., None] + weights @ value[head, at].to(wide)
+            del rows, unseen, scores, before, most, weights, shrink  # before the next meeting's are made
         result /= total[..., None]
         ctx.save_for_backward(query, key, value, blocks, result, top + total.log())
         ctx.size, ctx.scaling = size, scaling
@@ -69,6 +73,7 @@ class _Selected(torch.autograd.Function):
             d_query[head, rows] += d_scores @ near
             d_key[head, at] += d_scores.flatten(0, 1).mT @ asked.to(wide).flatten(0, 1)
             d_value[head, at] += weights.flatten(0, 1).mT @ given.flatten(0, 1)
+            del rows, unseen, asked, near, given, weights, d_scores
         gradient = d_query.transpose(1, 2).flatten(0, 1).to(query.dtype)
         return gradient, d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
@@ -80,16 +85,34 @@ def _scores(query: Tensor, key: Tensor, unseen: Tensor, scaling: float) -> Tenso
 
 
 def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tuple[int, Tensor, slice, Tensor]]:
-    """(head, queries, tokens, unseen) for each block and the queries that chose it, at most ROWS at a time."""
-    length, chosen = blocks.shape[1:]
-    positions = torch.arange(keys - length, keys, device=blocks.device)
+    """(head, queries, tokens, unseen) for each block and the queries that chose it, at most ROWS at a time.
+
+    On tensors without numbers (`vocab.sizing`): the first head's first meeting alone. Every query chooses the first
+    block, so no meeting has more rows, and none finds anything that another one left.
+    """
+    positions = torch.arange(keys - blocks.shape[1], keys, device=blocks.device)
+    rows_at_once = max(1, ROWS // group)
+    if current_sizing() is not None:
+        queries, _ = _by_block(blocks[0], positions, keys, size)
+        yield 0, *_meeting(queries[: min(rows_at_once, len(positions))], positions, 0, keys, size)
+        return
     for head, ids in enumerate(blocks):
-        inside = ids <= positions[:, None] // size
-        order = torch.where(inside, ids, -1).flatten().sort(stable=True).indices
-        counts = torch.bincount(ids[inside], minlength=-(-keys // size)).tolist()
-        by_block = (order[len(order) - sum(counts) :] // chosen).split(counts)
-        for block, queries in enumerate(by_block):
-            at = slice(block * size, min((block + 1) * size, keys))
-            tokens = torch.arange(at.start, at.stop, device=blocks.device)
-            for rows in queries.split(max(1, ROWS // group)) if len(queries) else ():
-                yield head, rows, at, tokens > positions[rows, None]
+        queries, bounds = _by_block(ids, positions, keys, size)
+        for block, (begin, end) in enumerate(pairwise(bounds.tolist())):
+            for rows in queries[begin:end].split(rows_at_once) if end > begin else ():
+                yield head, *_meeting(rows, positions, block, keys, size)
+        del queries, bounds, rows  # before the next head sorts
+
+
+def _by_block(ids: Tensor, positions: Tensor, keys: int, size: int) -> tuple[Tensor, Tensor]:
+    """The queries in the order of the blocks they chose, (T · n), and where each block's begin, (blocks + 1)."""
+    inside = ids <= positions[:, None] // size
+    chosen, order = torch.where(inside, ids, -1).flatten().sort(stable=True)
+    blocks = torch.arange(-(-keys // size) + 1, dtype=chosen.dtype, device=ids.device)
+    return order.div_(ids.shape[1], rounding_mode="floor"), torch.searchsorted(chosen, blocks)
+
+
+def _meeting(rows: Tensor, positions: Tensor, block: int, keys: int, size: int) -> tuple[Tensor, slice, Tensor]:
+    at = slice(block * size, min((block + 1) * size, keys))
+    tokens = torch.arange(at.start, at.stop, device=rows.device)
+    return rows, at, tokens > positions[rows, None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Slices, slices_of, sparse_slices, tiles_of
-from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
+from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
 from ..head.lm_head import LMHead
@@ -261,13 +261,13 @@ class Chunk:
             if self.inputs.labels is not None:
                 mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
 
-    def gap(self, tile: Tile, shift: Tensor) -> Tensor:
-        """-e = z_ref - z + d0, before masking or after; 0 where both are -inf."""
+    def gap(self, tile: Tile) -> Tensor:
+        """z_ref - z, which is -e but for d0, before masking or after; 0 where both are -inf."""
         assert tile.z_ref is not None
         gap = torch.sub(tile.z_ref, tile.z, out=self.scratch.take("gap", tile.z))
         if self.may_be_infinite:
             gap.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        return gap.add_(shift[:, None])
+        return gap
 
 
 @dataclass
@@ -328,8 +328,7 @@ def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals)
 def put_mixture(chunk: Chunk, totals: Totals, jsd: Tensor, kl_mixture: Tensor) -> None:
     """jsd and KL(p||M) into `totals`, from their sums over all entries but the label."""
     if chunk.label is not None:
-        e = totals.label_logit - totals.label_ref - totals.shift
-        d = torch.where(e.isnan(), 0.0, e) + totals.log_ratio
+        d = difference(totals.label_logit, totals.label_ref, totals.shift, torch) + totals.log_ratio
         q = torch.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
         shares = mixture_shares(torch.exp(totals.logprob), q, d, chunk.jsd_beta, torch)
         jsd, kl_mixture = jsd + shares[0], kl_mixture + shares[1]

@@ -21,7 +21,8 @@ from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
 from .autograd import stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
-from .loss import CrossEntropy, reduction_scale
+from .gradient import summed_dtypes
+from .loss import CrossEntropy, CrossEntropyOptions
 
 
 def stats(call: Call) -> dict[str, Tensor]:
@@ -30,11 +31,11 @@ def stats(call: Call) -> dict[str, Tensor]:
     return dict(zip(outputs(call), out, strict=False))
 
 
-def cross_entropy(call: Call, label_smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None) -> Tensor:
+def cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """`linear_cross_entropy` as one operator in a compiled graph."""
-    tensors, present = _packed((*call.inputs, denominator))
+    tensors, present = _packed((*call.inputs, given.denominator, given.weights))
     out = torch.ops.logitless.cross_entropy(
-        tensors, present, _key(call), Needs.of(call.inputs).flags, float(label_smoothing), float(z_loss), mean
+        tensors, present, _key(call), Needs.of(call.inputs).flags, given.smoothing, given.z_loss, given.mean
     )
     return out[0]
 
@@ -138,10 +139,14 @@ class _Operator(NamedTuple):
         pairs = zip(gradients, self.call.inputs[:DIFFERENTIATED], strict=True)
         return [x.to(i.dtype) for x, i in pairs if x is not None and i is not None]
 
-    def blank_gradients(self) -> list[Tensor]:
-        """The gradients that there are, with nothing in them."""
-        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, strict=True)
-        return [torch.empty_like(x) for x, wanted in pairs if wanted and x is not None]
+    def blank_gradients(self, summed: bool = False) -> list[Tensor]:
+        """The gradients that there are, with nothing in them; summed: in the dtypes that they are summed in."""
+        pairs = zip(self.call.inputs[:DIFFERENTIATED], self.needs.flags, summed_dtypes(self.call), strict=True)
+        return [
+            torch.empty_like(x, dtype=dtype if summed else x.dtype)
+            for x, wanted, dtype in pairs
+            if wanted and x is not None
+        ]
 
 
 def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, present: Sequence[bool]) -> list[Any]:
@@ -236,10 +241,11 @@ def _cross_entropy(
     said = _Operator.of(tensors, present, key, flags)
     call, valid = computing_all(said.call)
     call = call.agree().checked()
-    denominator = said.rest[0] if said.rest else None
-    evaluate = CrossEntropy(label_smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
+    denominator, weights = _unpacked(said.rest, present[len(Inputs._fields) :])
+    given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator, weights)
+    evaluate = CrossEntropy.of(call, given, valid)
     total, _, _ = loss_gradients(call, said.needs, evaluate)
-    return [evaluate.total, *said.own(total.result())]
+    return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 
 @_cross_entropy.register_fake
@@ -254,16 +260,18 @@ def _(
 ) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
     scalar = said.call.inputs.hidden.new_empty((), dtype=said.call.compute)
-    return [scalar, *said.blank_gradients()]
+    return [scalar, *said.blank_gradients(summed=True)]
 
 
 def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.n_tensors, ctx.present, ctx.flags = len(inputs[0]), inputs[1], inputs[3]
+    pairs = zip(_unpacked(inputs[0], ctx.present), ctx.flags, strict=False)
+    ctx.dtypes = [x.dtype for x, wanted in pairs if wanted]
     ctx.save_for_backward(*output[1:])
 
 
 def _cross_entropy_grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    scaled = [(x * grads[0]).to(x.dtype) for x in ctx.saved_tensors]
+    scaled = [(x * grads[0]).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return _spread(scaled, ctx.flags, ctx.n_tensors, ctx.present), *([None] * 6)
 
 

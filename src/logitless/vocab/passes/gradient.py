@@ -108,25 +108,32 @@ def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients)
         grads.bias[:rows] += delta.sum()
 
 
+def summed_dtypes(call: Call) -> tuple[torch.dtype, ...]:
+    """The dtypes that gradients are summed in, in the order of `Inputs`: an upstream loss scale comes before rounding.
+
+    bf16 hidden states have the range for it without more bytes; ranks add their parts before these are rounded.
+    """
+    hidden, compute = call.inputs.hidden.dtype, call.compute
+    narrow = compute if hidden == torch.float16 or call.shard is not None else hidden
+    return narrow, compute, compute, compute, compute
+
+
 class GradientBuffers:
     """The gradients of a whole call: per entry in the compute dtype, per token written chunk by chunk."""
 
     def __init__(self, call: Call, backend: Backend, needs: Needs) -> None:
-        i, compute = call.inputs, call.compute
         self.call, self.backend = call, backend
-        # fp16 would underflow before the loss scale arrives; ranks add their parts before these are rounded
-        narrow = compute if i.hidden.dtype == torch.float16 or call.shard is not None else i.hidden.dtype
-        pairs = zip(i[:DIFFERENTIATED], needs.flags, strict=True)
-        hidden, weight, bias, lora_hidden, lora_b = (x if wanted else None for x, wanted in pairs)
-        self.total = Gradients(
-            hidden=_zeros(hidden, narrow),
-            bias=_zeros(bias, compute),
-            lora_hidden=_zeros(lora_hidden, compute),
-            lora_b=_zeros(lora_b, compute),
+        pairs = zip(call.inputs[:DIFFERENTIATED], needs.flags, summed_dtypes(call), strict=True)
+        # the weight's is large: its first part is written over nothing, not added to zeros
+        hidden, weight, bias, lora_hidden, lora_b = (
+            torch.empty_like(x, dtype=dtype) if wanted and x is not None else None for x, wanted, dtype in pairs
         )
-        if weight is not None:  # large: its first part is written over nothing, not added to zeros
-            self.total.weight = torch.empty_like(weight, dtype=compute)
-            self.total.unwritten.append(self.total.weight)
+        self.total = Gradients(hidden, weight, bias, lora_hidden, lora_b)
+        for x in (hidden, bias, lora_hidden, lora_b):
+            if x is not None:
+                x.zero_()
+        if weight is not None:
+            self.total.unwritten.append(weight)
 
     def chunk(self, n_tokens: int) -> Gradients:
         """The sums for entries, and zeros for a chunk's tokens."""
@@ -145,20 +152,20 @@ class GradientBuffers:
             if x is not None:
                 self.backend.scale_(x, factor)
 
-    def result(self) -> tuple[Tensor | None, ...]:
-        """The gradients as autograd takes them, those of tokens added up over ranks; once."""
+    def summed(self) -> list[Tensor | None]:
+        """The gradients in the dtypes that they were summed in, those of tokens added up over ranks; once."""
         self.total.clear()
         ranks = Ranks.of(self.call.shard)
         if ranks is not None:
             for x in (self.total.hidden, self.total.lora_hidden):
                 if x is not None:
                     ranks.add_(x)
-        pairs = zip(self.total.all, self.call.inputs[:DIFFERENTIATED], strict=True)
+        return self.total.all
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        """`summed` as autograd takes them; once."""
+        pairs = zip(self.summed(), self.call.inputs[:DIFFERENTIATED], strict=True)
         return tuple(None if x is None or i is None else x.to(_gradient_dtype(i, x.dtype)) for x, i in pairs)
-
-
-def _zeros(like: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if like is None else torch.zeros_like(like, dtype=dtype)
 
 
 def _gradient_dtype(x: Tensor, summed: torch.dtype) -> torch.dtype:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...errors import GradientError, ShapeError
+from ...errors import DtypeError, GradientError, ShapeError
 from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
 from ..stats import TokenStats
@@ -26,15 +27,23 @@ def chunked_loss(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: b
     return _finish(call, needs, caller, extra, caller.extra_grads)
 
 
-def chunked_cross_entropy(
-    call: Call, smoothing: float, z_loss: float, mean: bool, denominator: Tensor | None
-) -> Tensor:
+@dataclass(frozen=True)
+class CrossEntropyOptions:
+    """What `linear_cross_entropy` adds to a call."""
+
+    smoothing: float
+    z_loss: float
+    mean: bool  # or the sum
+    denominator: Tensor | None = None  # (), in the place of the number of tokens, or of the sum of their weights
+    weights: Tensor | None = None  # (N,), each token's class weight, 0 where ignored
+
+
+def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """Cross-entropy over all tokens, with its gradient in closed form."""
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
     call = call.checked()
-    evaluator = CrossEntropy(smoothing, z_loss, reduction_scale(call, mean, denominator, valid))
-    return _finish(call, needs, evaluator, (), [])
+    return _finish(call, needs, CrossEntropy.of(call, given, valid), (), [])
 
 
 def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tensor:
@@ -43,7 +52,7 @@ def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tens
     call, valid = computing_all(call)
     call, every = call.valid_alone(), slice(None)
     seen = TokenStats({name: call.rows(x, every) for name, x in numbers.items()})
-    loss = loss_fn(seen, *(call.rows(x, every) for x in extra))
+    loss = loss_fn(seen, *(call.rows(x, every).clone() for x in extra))
     _check_loss(loss, call.n_tokens)
     if call.index is None:
         return loss if valid is None else torch.where(valid, loss, 0)
@@ -77,9 +86,9 @@ def reduction_scale(call: Call, mean: bool, denominator: Tensor | None, valid: T
     return torch.full((), 1 / max(call.n_tokens, 1), **like)
 
 
-def _of_rows(scale: Tensor, rows: slice) -> Tensor:
-    """`reduction_scale` of some tokens."""
-    return scale[rows] if scale.dim() else scale
+def _of_rows(call: Call, scale: Tensor, rows: slice) -> Tensor:
+    """`reduction_scale` of some valid tokens."""
+    return call.rows(scale, rows) if scale.dim() else scale
 
 
 def cross_entropy_of(stats: TokenStats, smoothing: float, z_loss: float) -> Tensor:
@@ -99,13 +108,25 @@ def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
 
-    def __init__(self, smoothing: float, z_loss: float, scale: Tensor) -> None:
-        self.smoothing, self.z_loss, self.scale = smoothing, z_loss, scale
+    def __init__(self, call: Call, smoothing: float, z_loss: float, scale: Tensor) -> None:
+        self.call, self.smoothing, self.z_loss, self.scale = call, smoothing, z_loss, scale
         self.total = scale.new_zeros(())
+
+    @classmethod
+    def of(cls, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> CrossEntropy:
+        """`call` is checked; `valid` as `reduction_scale` takes it."""
+        if given.weights is None:
+            scale = reduction_scale(call, given.mean, given.denominator, valid)
+        else:
+            weights = given.weights.to(call.compute)
+            total = weights.sum()
+            divisor = torch.where(total == 0, 1, total) if given.denominator is None else given.denominator
+            scale = weights * reduction_scale(call, given.mean, divisor, valid)
+        return cls(call, given.smoothing, given.z_loss, scale)
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         seen = TokenStats(stats)
-        scale = _of_rows(self.scale, rows).expand_as(seen.logprob)
+        scale = _of_rows(self.call, self.scale, rows).expand_as(seen.logprob)
         self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * scale).sum()
         grads = {"logprob": (self.smoothing - 1) * scale}
         if self.smoothing or self.z_loss:
@@ -132,16 +153,18 @@ class _Caller:
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.set_grad_enabled(self.differentiate):
+            # copies: what the caller does in place reaches neither the gradient nor the inputs
             leaves = {
-                name: x.detach().requires_grad_(self.needs.any and x.is_floating_point()) for name, x in stats.items()
+                name: x.detach().clone().requires_grad_(self.needs.any and x.is_floating_point())
+                for name, x in stats.items()
             }
             parts = []
             for x, full in zip(self.extra, self.extra_grads, strict=True):
-                part = self.call.rows(x.detach(), rows)
+                part = self.call.rows(x.detach(), rows).clone()
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             loss = self.loss_fn(TokenStats(leaves), *parts)
             _check_loss(loss, rows.stop - rows.start)
-            summed = (loss.to(self.scale.dtype) * _of_rows(self.scale, rows)).sum()
+            summed = (loss.to(self.scale.dtype) * _of_rows(self.call, self.scale, rows)).sum()
         self.total += summed.detach()
         if not summed.requires_grad:
             return {}
@@ -160,6 +183,8 @@ def _check_loss(loss: object, n: int) -> None:
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (n,):
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ShapeError(f"loss_fn: expected one loss per token, shape ({n},), got {got}; do not reduce inside loss_fn")
+    if loss.is_complex():
+        raise DtypeError(f"loss_fn: expected a real loss per token, got {loss.dtype}; take its .real")
 
 
 def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:

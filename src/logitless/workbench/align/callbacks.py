@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...resident import peak_bytes
 from ...units import format_bytes
+from ..runs.callbacks import check_finite
 from ..runs.files import append_line, read_lines
 from ..runs.progress import ProgressBar
 
@@ -44,10 +49,23 @@ class HeldOutRows(TrainerCallback):
         self._record(args, {"step": step, "final": True})
 
     def _record(self, args: TrainingArguments, record: dict[str, Any]) -> None:
-        found = self.evaluate()
+        with unchanged_random_numbers():  # a resumed run does not measure again what it measured before
+            found = self.evaluate()
         if args.process_index == 0:
             held_out = {k.removeprefix("eval_"): v for k, v in found.items() if isinstance(v, int | float)}
             append_line(self.path, {**record, "held_out": held_out})
+        for name in ("loss", "reward"):
+            check_finite(f"of held-out rows the {name} is", found.get(f"eval_{name}", 0.0), record["step"])
+
+
+@contextmanager
+def unchanged_random_numbers() -> Iterator[None]:
+    """Leaves the generators of Python, NumPy and torch, on all devices, as they were."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)
 
 
 class HeldOutAfter(TrainerCallback):

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 from ..runs.plots import DENSE, GREY, STREAMED, finish
 from .config import METHODS
 
@@ -98,7 +98,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
             row.append("" if value is None else form.format(value))
         table.add_row(*row)
     console.print()
-    steps = counted(summary["steps"], "step")
+    steps = plural(summary["steps"], "step")
     title = f"{method} on {summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
     console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)

@@ -7,11 +7,13 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, cast
 
-from ...errors import OptionError
+from ...errors import NotFiniteError, OptionError
 from ...integrations.trl.rewards import SelfCertaintyReward
 from .config import AlignConfig
 
@@ -75,7 +77,23 @@ def _find(name: str) -> Reward:
         raise OptionError(f"--rewards {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     if not callable(found):
         raise OptionError(f"--rewards {name}: expected a function, got {type(found).__name__}")
-    return cast(Reward, found)
+    return _checked(cast(Reward, found), name)
+
+
+def _checked(reward: Reward, name: str) -> Reward:
+    """The function, whose NaN raises NotFiniteError: TRL takes it for None, a completion without this reward."""
+    if iscoroutinefunction(reward):
+        return reward
+
+    @wraps(reward)
+    def checked(*args: Any, **kwargs: Any) -> list[float]:
+        values = reward(*args, **kwargs)
+        for x in values:
+            if x is not None and not math.isfinite(x):
+                raise NotFiniteError(f"--rewards {name} returned {x}: expected a finite number, or None for no reward")
+        return values
+
+    return checked
 
 
 def _text(completion: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import PrinterCallback
 
@@ -18,21 +17,22 @@ from ...errors import DeviceError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
-from ..runs.callbacks import GentleStop, Records
+from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.corpus import Row
 from ..runs.files import read_lines, write_json
 from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
+from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, on_processors, quiet, save_model
+from ..runs.trainer import METRICS_FILE, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
-from .trainers import Alignment, check_available, dense_bytes, trainer_of
+from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
 
 def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
@@ -51,12 +51,11 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
-    place: list[Any] = [claim(config, config.method) if state.is_main_process else None]
-    broadcast_object_list(place)
-    with explained(place[0], "align"), warnings.catch_warnings():
+    place = first(lambda: claim(config, config.method))
+    with explained(place, "align"), warnings.catch_warnings():
         # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
         warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
-        parts, model = _set_up(config, place[0], source, tokenizer, console)
+        parts, model = _set_up(config, place, source, tokenizer, console)
         trainer = trainer_of(parts, model)
         install(trainer, exact_kl=config.exact_kl, memory_budget=config.memory_budget_bytes)
         weights = _steps(parts, trainer)
@@ -108,9 +107,12 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
     trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), HeldOutAfter(held_out)]
-    for callback in (records, *([stop] if alone else []), held_out, bar):
+    for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
+    refuse_incomplete(trainer)
+    if found and config.kind.rollouts:
+        after_epochs(trainer, found[0])
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -92,6 +93,23 @@ def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[s
     tokenizer.split_special_tokens = False  # TRL ends each answer with the end of text, written as text
     given = arguments(parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared)
     return DPOTrainer(model=model, args=given, processing_class=tokenizer, **data)
+
+
+def after_epochs(trainer: Any, checkpoint: Path) -> None:
+    """Has a trainer of rollouts go on with the order of prompts that the epoch of a checkpoint has.
+
+    TRL draws an order whenever an epoch begins, and a resumed trainer would begin with the first epoch's.
+    """
+    sampler_of = trainer._get_train_sampler
+    passed = int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["epoch"] or 0)
+
+    def sampler(*args: Any) -> Any:
+        made = sampler_of(*args)
+        for _ in range(passed):
+            next(iter(made), None)  # draws one order
+        return made
+
+    trainer._get_train_sampler = sampler
 
 
 def _dataset(parts: Alignment, rows: list[Row]) -> Any:

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from ...errors import ConfigError, DeviceError, OptionError
 from ...resident import reset_peak
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 from ...versions import versions
 from ..runs.files import read_lines, write_json, write_lines, write_whole
-from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve, resolve_trained
+from ..runs.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
@@ -101,9 +101,13 @@ def _reward_model(name: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     try:
-        return AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False, use_safetensors=True)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
+    check_complete(f"--reward-model {name}", found["missing_keys"])
+    return model
 
 
 def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines."""
     before, after = summary["before"], summary["after"]
-    steps = counted(summary["steps"], "step")
+    steps = plural(summary["steps"], "step")
     for line in (
         f"{summary['method']} on {summary['model']}, {steps} of {summary['seconds_per_step']:.1f} s",
         f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",

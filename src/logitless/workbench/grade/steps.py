@@ -17,7 +17,7 @@ from ...models.positions import reach
 from ...relax import anneal
 from ...resident import peak_bytes
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import last_checkpoint
+from ..runs.checkpoints import last_checkpoint, mark
 from ..runs.files import append_line, read_lines, write_lines, write_whole
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
@@ -158,7 +158,7 @@ def save(state: Run) -> None:
     values = {"weights": weights, "optimizer": state.optimizer.state_dict(), "method": state.method.state()}
 
     def write(path: Path) -> None:
-        path.mkdir()
+        mark(state.place, path)
         torch.save(values, path / STATE_FILE)
         (path / LAST_FILE).write_text(json.dumps({"global_step": state.step}), encoding="utf-8")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ...units import counted
+from ...units import plural
 from .algorithms import ROLLOUT
 from .plan import Plan, plan
 from .setting import GIB, Setting, ceil_div
@@ -164,7 +164,7 @@ def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> I
     yield "micro-batch", str(found.micro_rows), why
     steps = found.accumulation
     make = "makes" if steps == 1 else "make"
-    whole = f"{counted(steps, 'pass')} of {counted(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
+    whole = f"{plural(steps, 'pass')} of {plural(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
     yield "accumulation", str(steps), whole
     if found.rollout_batch:
         everything = found.rollout_batch >= ceil_div(found.batch_size * found.responses_per_prompt, found.shards)

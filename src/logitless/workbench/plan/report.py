@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 from .commands import flags, hint
 from .components import Component
 from .fit import Fit
@@ -38,8 +38,8 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> 
     setting = logitless.setting
     console.print(f"[bold]{headline(setting, units)}[/bold]", highlight=False)
     console.print(
-        f"{counted(setting.accumulation, 'forward pass')} of {counted(setting.micro_rows, 'row')}, "
-        f"{counted(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
+        f"{plural(setting.accumulation, 'forward pass')} of {plural(setting.micro_rows, 'row')}, "
+        f"{plural(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
         highlight=False,
     )
     console.print(_components(dense, logitless, units), highlight=False)

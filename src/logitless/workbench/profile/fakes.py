@@ -104,7 +104,6 @@ def faked(model: nn.Module, device: str, ignored: int) -> Iterator[None]:
         stack.callback(_restore, own)
         stack.enter_context(_untraced_masks())
         stack.enter_context(sizing(Sizing(ignored, wide_products=device == GPU, most_chunks=CHUNKS)))
-        stack.enter_context(_first_block())
         if device == GPU:
             stack.enter_context(_gpu_kernels())
         yield
@@ -129,35 +128,6 @@ def _untraced_masks() -> Iterator[None]:
     else:
         with patch.object(masks, "is_tracing", lambda tensor=None: False):
             yield
-
-
-@contextmanager
-def _first_block() -> Iterator[None]:
-    """Sparse attention over whole rows, in which every query meets the first block, as it does, and no other."""
-    layers = sys.modules.get("logitless.models.nsa.layers")
-    if layers is None:
-        yield
-        return
-    from ...models.nsa import selected
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(selected, "_meetings", _meetings))
-        stack.enter_context(patch.object(layers, "documents", _rows))
-        yield
-
-
-def _rows(mask: Any, positions: Any, key: Tensor, length: int) -> list[tuple[int, int, int]]:
-    return [(row, 0, key.shape[2]) for row in range(key.shape[0])]
-
-
-def _meetings(blocks: Tensor, keys: int, size: int, group: int) -> Iterator[tuple[int, Tensor, slice, Tensor]]:
-    from ...models.nsa.selected import ROWS
-
-    order = blocks[0].flatten().sort(stable=True).indices
-    most = min(ROWS // group, blocks.shape[1])  # every query selects the first block
-    for head in range(min(blocks.shape[0], CHUNKS)):  # a later meeting allocates what these do
-        unseen = torch.empty(most, min(size, keys), dtype=torch.bool, device=blocks.device)
-        yield head, order[:most], slice(0, min(size, keys)), unseen
 
 
 @contextmanager

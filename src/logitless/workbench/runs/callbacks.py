@@ -15,10 +15,12 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ...errors import OptionError
+from ...errors import NotFiniteError
 from ...resident import peak_bytes
+from .checkpoints import begin_checkpoint, prune
 from .files import append_line, read_lines, write_lines
 from .packing import IGNORED, Collate, PackedRows, collate
+from .ranks import first
 
 
 class Records(TrainerCallback):
@@ -70,10 +72,8 @@ class Records(TrainerCallback):
             self.latest = {**{k: v for k, v in logs.items() if isinstance(v, int | float)}, **self.latest}
         if state.is_world_process_zero:
             append_line(self.path, self.latest)
-        if not math.isfinite(logs["loss"]):
-            raise OptionError(
-                f"the loss is {logs['loss']} at step {state.global_step}: lower --learning-rate; checkpoints are kept"
-            )
+        for name in ("loss", "reward"):
+            check_finite(f"the {name} is", logs.get(name, 0.0), state.global_step)
 
 
 class HeldOut(TrainerCallback):
@@ -96,6 +96,7 @@ class HeldOut(TrainerCallback):
             self.before = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
             if args.process_index == 0:
                 append_line(self.records, {"step": 0, "held_out_loss": self.before})
+            check_finite("the held-out loss is", self.before, 0)
 
     def on_train_end(
         self,
@@ -113,6 +114,13 @@ class HeldOut(TrainerCallback):
         loss = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
         if args.process_index == 0:
             append_line(self.records, {"step": step, "held_out_loss": loss, "final": True})
+        check_finite("the held-out loss is", loss, step)
+
+
+def check_finite(what: str, value: float, step: int) -> None:
+    """NotFiniteError for a number that shows that a run has diverged."""
+    if not math.isfinite(value):
+        raise NotFiniteError(f"{what} {value} at step {step}: lower --learning-rate; checkpoints are kept")
 
 
 @torch.no_grad()
@@ -134,6 +142,21 @@ def held_out_loss(
     model.train(was_training)
     totals, counts = zip(*gather_object([(total, count)]), strict=True)
     return sum(totals) / max(sum(counts), 1)
+
+
+class OwnCheckpoints(TrainerCallback):
+    """Marks each checkpoint as the run's own before Trainer fills it, and keeps the newest; comes last."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if control.should_save:
+            first(lambda: begin_checkpoint(self.place, state.global_step))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            prune(self.place)
 
 
 class GentleStop(TrainerCallback):

@@ -1,19 +1,42 @@
-"""Checkpoints of a run: which are whole, and which a killed process left unfinished."""
+"""Checkpoints of a run: which are its own, which are whole, and which a killed process left unfinished."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from zipfile import is_zipfile
 
+from ...errors import OptionError
+from .files import write_whole
+
+RUN_FILE = "run.json"
+MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
+KEPT = 2  # checkpoints of a run
+
 # Trainer writes this file last, so a directory whose copy of it reads well is whole.
 _LAST_FILE = "trainer_state.json"
+# What a whole checkpoint holds besides, by the file that tells its kind; any of the alternatives will do.
+_WEIGHTS = "model.safetensors|adapter_model.safetensors|model.safetensors.index.json"
+_NEEDED = {
+    "grade.pt": (),
+    "sharded_state": ("scheduler.pt", "rng_state*.pth"),
+    "": (_WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state*.pth"),
+}
+
+
+def id_of(run: Path) -> str:
+    """What tells this run from all others; empty for one that was begun before runs had ids."""
+    try:
+        return str(json.loads((run / RUN_FILE).read_text(encoding="utf-8")).get("id", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [(step, path) for path in run.glob("checkpoint-*") if (step := _step_of(path)) is not None]
+    """The run's own whole checkpoints, oldest first."""
+    found = [(step, path) for path in _own(run) if (step := _step_of(path)) is not None]
     return [path for _, path in sorted(found)]
 
 
@@ -23,16 +46,64 @@ def last_checkpoint(run: Path) -> tuple[Path, int] | None:
     return (whole[-1], _step_of(whole[-1]) or 0) if whole else None
 
 
-def damaged_file(checkpoint: Path) -> Path | None:
-    """A file of a whole checkpoint that has since been cut short, by what its format says of its length."""
-    return next((path for path in sorted(checkpoint.iterdir()) if _is_cut_short(path)), None)
+def begin_checkpoint(run: Path, step: int) -> None:
+    """An empty checkpoint with the run's mark, for others to fill. OptionError where another run's lies there."""
+    path = run / f"checkpoint-{step}"
+    if path.exists() and not _is_own(path, id_of(run)):
+        raise OptionError(strange(path))
+    write_whole(path, lambda new: mark(run, new))
+
+
+def mark(run: Path, checkpoint: Path) -> None:
+    """Makes the directory of a checkpoint, if need be, and says in it whose it is."""
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / MARK).write_text(id_of(run), encoding="utf-8")
+
+
+def prune(run: Path) -> None:
+    """Removes the run's own whole checkpoints but for the newest."""
+    for path in checkpoints(run)[:-KEPT]:
+        shutil.rmtree(path)
+
+
+def strange_checkpoint(run: Path) -> Path | None:
+    """A checkpoint in the run's directory that is not its own."""
+    own = set(_own(run))
+    return next((path for path in sorted(run.glob("checkpoint-*")) if path.is_dir() and path not in own), None)
+
+
+def strange(checkpoint: Path) -> str:
+    """What to do about a checkpoint of another run."""
+    return f"{checkpoint} is not of the run in this directory: move it elsewhere"
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """What has been lost of a whole checkpoint since it was written: a file that is gone, or was cut short."""
+    kind = next(name for name in _NEEDED if (checkpoint / name).exists())
+    for alternatives in _NEEDED[kind]:
+        if not any(any(checkpoint.glob(pattern)) for pattern in alternatives.split("|")):
+            return f"{checkpoint / alternatives.split('|')[0]} is missing"
+    cut_short = next((path for path in sorted(checkpoint.iterdir()) if _is_cut_short(path)), None)
+    return None if cut_short is None else f"{cut_short} is damaged"
 
 
 def discard_unfinished(run: Path) -> None:
-    """Removes checkpoint directories that were never finished; they only take space."""
-    for path in run.glob("checkpoint-*"):
-        if path.is_dir() and _step_of(path) is None:
+    """Removes the run's own checkpoints that were never finished; they only take space."""
+    for path in _own(run):
+        if _step_of(path) is None:
             shutil.rmtree(path)
+
+
+def _own(run: Path) -> Iterator[Path]:
+    known = id_of(run)
+    return (path for path in run.glob("checkpoint-*") if path.is_dir() and _is_own(path, known))
+
+
+def _is_own(checkpoint: Path, run_id: str) -> bool:
+    try:
+        return (checkpoint / MARK).read_text(encoding="utf-8") == run_id
+    except (OSError, UnicodeDecodeError):
+        return run_id == ""
 
 
 def _is_cut_short(path: Path) -> bool:

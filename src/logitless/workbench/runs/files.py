@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import shutil
 import stat
@@ -132,12 +133,25 @@ def _prefix(place: Path) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, strict_json(value, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """`text` as UTF-8, whole or not at all."""
     write_whole(path, lambda temporary: _write_text(temporary, text))
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON that any reader takes: null where a number is NaN or infinite, for which JSON has no words."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: finite(y) for name, y in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(y) for y in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def read_json(path: Path) -> Any:
@@ -166,13 +180,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """All records as a JSON-lines file, whole or not at all."""
-    write_text(path, "".join(json.dumps(r) + "\n" for r in records))
+    write_text(path, "".join(strict_json(r) + "\n" for r in records))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """One more record, in a single write."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(strict_json(record) + "\n")
 
 
 def _record(line: str, where: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...models.presets import PRESETS, preset
 from .options import RunOptions
 from .tokenizer import TextTokenizer, pretrained, tekken
 
+MOST_NAMED = 4  # of missing tensors
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
 
@@ -153,9 +155,10 @@ def load_model(
     scaling: str | None = None,
     seed: int = 0,
 ) -> Any:
-    """The transformers model on the CPU, for sequences of `length` tokens; weights that it lacks are of the seed.
+    """The transformers model on the CPU, for sequences of `length` tokens; new weights are of the seed.
 
-    dtype, attention: as --dtype and --attention say it; scaling: as `reaching` takes it. Raises LogitlessError.
+    dtype, attention: as --dtype and --attention say it; scaling: as `reaching` takes it. Raises LogitlessError, also
+    for a checkpoint that lacks weights of the model.
     """
     from transformers import set_seed
 
@@ -188,17 +191,33 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         "attn_implementation": attention if attention in ("sdpa", "eager") else None,
         "trust_remote_code": False,
     }
+    if getattr(wanted, "is_decoder", True) is False:  # what configurations of encoders alone say
+        kind = (wanted.architectures or [wanted.model_type])[0]
+        raise ConfigError(
+            f"--model {source.name}: expected a causal language model, got {kind}, which sees what follows"
+        )
     try:
         if source.weights is None:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
-        return AutoModelForCausalLM.from_pretrained(
-            source.weights, config=wanted, dtype=dtype, use_safetensors=True, **shared
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
         )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         misfit = "mismatched" in str(error)
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
         raise ConfigError(f"--model {source.name}: {reason}") from None
+    check_complete(f"--model {source.name}", found["missing_keys"])
+    return model
+
+
+def check_complete(model: str, missing: Iterable[str]) -> None:
+    """ConfigError for a model some of whose weights its checkpoint lacks: they would be random."""
+    if names := sorted(missing):
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        raise ConfigError(
+            f"{model}: its weights lack {', '.join(names[:MOST_NAMED])}{more}, which its config.json asks for"
+        )
 
 
 def _sparse(source: ModelSource, attention: str, model: Any) -> Any:

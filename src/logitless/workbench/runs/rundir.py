@@ -6,16 +6,32 @@ import errno
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, LogitlessError, OptionError
-from .checkpoints import checkpoints, damaged_file, discard_unfinished, last_checkpoint
+from .checkpoints import (
+    RUN_FILE,
+    checkpoints,
+    discard_unfinished,
+    fault_of,
+    id_of,
+    last_checkpoint,
+    strange,
+    strange_checkpoint,
+)
 from .files import write_json
+from .lock import LOCK_FILE, acquire, holder, release
 from .options import RESUMABLE, Options, RunOptions, from_dict
 
-RUN_FILE, SUMMARY_FILE, TOKENS_FILE = "run.json", "summary.json", "tokens.npz"
+SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
+# What runs write into their directories: a new run finds none of it there, so that it never replaces another's.
+TABLES = ("tokens.npz", "rows.jsonl", "metrics.jsonl", "summary.json", "step_memory.json")
+PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png")
+WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
@@ -43,22 +59,28 @@ def stored(run: Path, default: Options) -> Options:
 
 
 def claim(config: RunOptions, name: str) -> Path:
-    """The directory to write into, runs/NAME unless given. OptionError for another run's and one it cannot write."""
-    if config.resume is not None:
-        return _continue(config, config.resume)
-    place = config.output_dir or _free(Path("runs") / name)
-    if (place / RUN_FILE).exists():
-        raise OptionError(f"{place} holds a run already: --resume {place} continues it, or choose another --output-dir")
+    """The directory to write into, runs/NAME unless given, locked until `explained` ends.
+
+    OptionError for one that is another run's or another process's, holds what a run would replace, or is not writable.
+    """
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        return _begin(config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
-        raise OptionError(f"--output-dir {place}: {error.strerror}") from None
-    return place
+        where = f"--output-dir {config.output_dir or 'runs'}" if config.resume is None else f"--resume {config.resume}"
+        raise OptionError(f"{where}: {error.strerror}") from None
+
+
+def name_of(model: str) -> str:
+    """What a run of this model is called: the last part of its name, and of a file the folder's that holds it."""
+    path = Path(model)
+    path = path.parent if path.is_file() else path
+    return path.name or path.resolve().name
 
 
 def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
     """Writes run.json: from now on, the run can be resumed."""
-    write_json(place / RUN_FILE, {"schema": 1, "config": config.to_dict(), "ranks": ranks})
+    run = {"schema": 1, "id": id_of(place) or uuid.uuid4().hex, "config": config.to_dict(), "ranks": ranks}
+    write_json(place / RUN_FILE, run)
 
 
 def ranks_at_start(place: Path) -> int:
@@ -66,34 +88,62 @@ def ranks_at_start(place: Path) -> int:
     return int(json.loads((place / RUN_FILE).read_text(encoding="utf-8")).get("ranks", 1))
 
 
+def _begin(wanted: Path | None, name: str) -> Path:
+    """The directory of a new run: the one that is wanted, or the first free one of this name."""
+    if wanted is not None:
+        if why := _not_taken(wanted):
+            raise OptionError(f"{why}, or choose another --output-dir")
+        return wanted
+    places = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return next(place for place in places if not _not_taken(place))
+
+
+def _not_taken(place: Path) -> str:
+    """Takes a directory for a new run, or says why it cannot be taken and what to do."""
+    if not (place / RUN_FILE).exists():
+        place.mkdir(parents=True, exist_ok=True)
+        begun = (place / LOCK_FILE).exists()  # by a process that was killed: what lies there is its own
+        if not acquire(place):
+            return f"{holder(place)} is writing to {place}: wait for its end"
+        found = [] if begun else [path.name for name in WRITTEN for path in place.glob(name)]
+        if not found and not (place / RUN_FILE).exists():
+            return ""
+        release(place)
+        if found:
+            return f"{place} holds {found[0]}, which a run would replace: move it elsewhere"
+    return f"{place} holds a run already: --resume {place} continues it"
+
+
 def _continue(config: RunOptions, run: Path) -> Path:
     before = stored(run, type(config)())
-    for name, value in config.to_dict().items():
-        if name not in RESUMABLE and value != before.to_dict()[name]:
-            option = f"--{name.replace('_', '-')}"
-            raise OptionError(f"--resume {run}: {option} cannot change from {before.to_dict()[name]} to {value}")
-    found = last_checkpoint(run)
-    if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
-        raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
-    if found and (broken := damaged_file(found[0])):
-        kept = checkpoints(run)[:-1]
-        whence = kept[-1].name if kept else "the start"
-        raise ConfigError(f"--resume {run}: {broken} is damaged; remove {found[0]} to go on from {whence}")
-    discard_unfinished(run)
+    if not acquire(run):
+        raise OptionError(f"--resume {run}: {holder(run)} is writing there; wait for its end")
+    with ExitStack() as unless_it_can_go_on:
+        unless_it_can_go_on.callback(release, run)
+        for name, value in config.to_dict().items():
+            if name not in RESUMABLE and value != before.to_dict()[name]:
+                option = f"--{name.replace('_', '-')}"
+                raise OptionError(f"--resume {run}: {option} cannot change from {before.to_dict()[name]} to {value}")
+        if other := strange_checkpoint(run):
+            raise OptionError(f"--resume {run}: {strange(other)}")
+        found = last_checkpoint(run)
+        if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
+            raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
+        if found and (fault := fault_of(found[0])):
+            kept = checkpoints(run)[:-1]
+            whence = kept[-1].name if kept else "the start"
+            raise ConfigError(f"--resume {run}: {fault}; remove {found[0]} to go on from {whence}")
+        discard_unfinished(run)
+        unless_it_can_go_on.pop_all()
     return run
-
-
-def _free(wanted: Path) -> Path:
-    place, number = wanted, 1
-    while (place / RUN_FILE).exists():
-        number += 1
-        place = wanted.with_name(f"{wanted.name}-{number}")
-    return place
 
 
 @contextmanager
 def explained(place: Path, command: str) -> Iterator[None]:
-    """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost."""
+    """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
+
+    At its end, whichever that is, the directory is no longer locked.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -103,6 +153,9 @@ def explained(place: Path, command: str) -> Iterator[None]:
             raise
         discard_unfinished(place)
         raise OutOfSpace(f"no space left at {place}: free some, then {how_to_go_on(place, command)}") from error
+    finally:
+        begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
+        release(place, keep_file=begun)
 
 
 def how_to_go_on(place: Path, command: str) -> str:

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from . import say
 from .files import write_whole
+from .model import check_complete
 from .options import RunOptions
 from .tokenizer import TextTokenizer
 
@@ -44,7 +45,6 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
         "logging_steps": 1,
         "logging_nan_inf_filter": False,  # a loss that is not a number must show
         "save_steps": min(MOST_STEPS_BETWEEN, max(1, config.max_steps // CHECKPOINTS_PER_RUN)),
-        "save_total_limit": 2,
         "seed": config.seed,
         "report_to": "none",
         "disable_tqdm": True,
@@ -56,6 +56,16 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
     if given.n_gpu > 1:
         given._n_gpu = 1  # several GPUs are for a distributed launch, not for nn.DataParallel
     return given
+
+
+def refuse_incomplete(trainer: Any) -> None:
+    """Has a trainer raise ConfigError where a checkpoint lacks weights, of which Trainer only warns."""
+
+    def refuse(found: Any) -> None:
+        tied = getattr(trainer.model, "all_tied_weights_keys", {})
+        check_complete(f"--resume {trainer.args.output_dir}", set(found.missing_keys) - set(tied))
+
+    trainer._issue_warnings_after_load = refuse
 
 
 def save_model(

@@ -77,7 +77,8 @@ class ScoreConfig:
     @property
     def place(self) -> Path:
         """The file to write."""
-        return self.out or Path(f"{Path(self.data or '').stem}.scores.parquet")
+        data = Path(self.data or "")
+        return self.out or Path(f"{data.name if data.is_dir() else data.stem}.scores.parquet")
 
     def deciding(self) -> dict[str, Any]:
         """The options that decide what the rows hold: an unfinished run goes on with the same ones only."""

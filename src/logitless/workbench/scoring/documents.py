@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -49,9 +50,10 @@ class Documents:
         self.arrow = any((self.path / name).exists() for name in ("dataset_dict.json", "state.json"))
         self.files = [self.path] if self.path.is_file() or self.arrow else _visible(self.path, self.written)
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file: where they change, an unfinished run does not go on."""
-        return {str(f): f.stat().st_size for f in self.files if f.is_file()}
+    def contents(self) -> dict[str, tuple[int, str]]:
+        """Bytes of each file, and a hash of them: where they change, an unfinished run does not go on."""
+        files = sorted(f for f in self.path.rglob("*") if f.is_file()) if self.arrow else self.files
+        return {str(f): (f.stat().st_size, hash_of(f)) for f in files if f.is_file()}
 
     def __iter__(self) -> Iterator[Piece]:
         sizes = [f.stat().st_size for f in self.files]
@@ -91,6 +93,14 @@ class Documents:
                 lead, rest = (lead + rest[:cut])[-LEAD * self.context :], rest[cut:]
         if rest or not read:
             yield Piece(number, name, rest, lead, "" if rest else "empty"), 1.0
+
+
+def hash_of(content: Path | bytes) -> str:
+    """What tells a content from all others."""
+    if isinstance(content, bytes):
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _cut(text: str) -> int:

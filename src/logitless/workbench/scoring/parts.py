@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 from ...errors import OptionError
 from ..runs.files import remove_leftovers, write_json, write_whole
 from .block import COLUMNS, Scored
+from .documents import hash_of
 
-KEY = b"logitless"  # of the files' metadata
+KEY, RUN = b"logitless", b"logitless.run"  # of the files' metadata
 MANIFEST = "manifest.json"
 SUMS = ("rows", "scored", "nats", "bytes")
 WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
@@ -61,19 +62,23 @@ class Parts:
 
     def write(self, number: int, block: Scored) -> None:
         """A block's part, whole or not at all."""
-        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces)})
+        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces), RUN: self._run()})
         write_whole(self.part(number), lambda path: pq.write_table(table, path, **WRITING))
 
     def whole(self, number: int) -> bool | None:
-        """Whether a part is there and every page of it is what was written; None where there is none."""
+        """Whether a part is there, of this run, and every page of it what was written; None where there is none."""
         path = self.part(number)
         if not path.exists():
             return None
         try:
             _read(path)
+            return pq.read_schema(path).metadata[RUN].decode() == self._run()
         except (OSError, ValueError, KeyError, pa.ArrowException):
             return False
-        return True
+
+    def _run(self) -> str:
+        """What tells the parts of this run from all others: what its manifest says."""
+        return hash_of((self.folder / MANIFEST).read_bytes())
 
     def merge(self, count: int, metadata: dict[str, Any], of_document: Callable[[dict[str, Any]], None]) -> None:
         """The file, whole or not at all, from `count` parts; `of_document` gets what is known of each in turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ..runs.tokenizer import TextTokenizer
 from ..sft.default_model import default_model
 from .block import Scorer, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig
-from .documents import Documents
+from .documents import Documents, hash_of
 from .parts import Parts
 from .progress import Progress
 from .summary import conclude
@@ -128,11 +129,28 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
 
 def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
-    files = {f"the file {name}": f"of {size} bytes" for name, size in documents.sizes().items()}
+    files: dict[str, str] = {}
+    for name, (size, found) in documents.contents().items():
+        files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
     for path in sorted(Path(source.weights or "").glob("*.safetensors")):
         files[f"the weights {path.name}"] = f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
     decided = {"context_length": scorer.context, "stride": scorer.stride}
-    return {"schema": 2, **config.deciding(), **decided, **files}
+    known = {"the tokenizer": _known_of(scorer.tokenizer), "the model's config": _known_of(source.config)}
+    return {"schema": 3, **config.deciding(), **decided, **known, **files}
+
+
+def _known_of(thing: Any) -> str:
+    """A hash of a tokenizer or of a model's configuration: of what they do, wherever they lie."""
+    if isinstance(thing, TextTokenizer):
+        fast, special = getattr(thing.saved, "backend_tokenizer", None), thing.saved.special_tokens_map
+        rules = thing.saved.get_vocab() if fast is None else fast.to_str()
+        values = [rules, {name: str(token) for name, token in special.items()}, thing.saved.split_special_tokens]
+    else:
+        values = [
+            {name: x for name, x in thing.to_dict().items() if name != "_name_or_path"},
+            getattr(thing, "_commit_hash", None),
+        ]
+    return hash_of(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress) -> int:
@@ -143,7 +161,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
         if number % rank[1] == rank[0]:
             whole = parts.whole(number)
             if whole is False:
-                progress.say(f"{parts.part(number)} is damaged: scoring its documents again")
+                progress.say(f"{parts.part(number)} is damaged or of another run: scoring its documents again")
             if not whole:
                 scored = score_block(scorer, block, partial(progress.scored, share=share))
                 parts.write(number, scored)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import DataError
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 from ...versions import versions
 from ..runs.files import write_whole
 from .block import Scorer
@@ -61,7 +61,7 @@ def conclude(
     if not sums.total["scored"]:
         config.place.unlink()
         first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
-        raise DataError(f"--data {config.data}: no token to score in {counted(sums.documents, 'document')}{first}")
+        raise DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
     return {
         "schema": SCHEMA,
         **options,

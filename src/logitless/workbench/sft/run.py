@@ -22,7 +22,7 @@ from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
-from ..runs.callbacks import GentleStop, HeldOut, Records
+from ..runs.callbacks import GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.files import read_json, read_lines, write_json
 from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
@@ -30,10 +30,10 @@ from ..runs.packing import Collate, PackedRows, collate
 from ..runs.plots import plot_loss, plot_memory
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
-from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, ranks_at_start, record
+from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, save_model
+from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, refuse_incomplete, save_model
 from .config import TrainConfig
 from .data import load, prepare
 from .launcher import by_options_alone
@@ -77,7 +77,7 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     # refused before the run has a place, and by all ranks where one of them cannot read its files
     source, layout, tokenizer = together(lambda: _found(config, state.num_processes))
     agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
-    place = first(lambda: claim(config, Path(config.model).stem))
+    place = first(lambda: claim(config, name_of(config.model)))
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
         parts = _set_up(config, place, source, tokenizer, console, layout)
         step_memory = _step_memory(parts) if state.is_main_process else {}
@@ -153,9 +153,10 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         train_dataset=parts.train,
         data_collator=batch_of,
         processing_class=parts.tokenizer.saved,
-        callbacks=[records, *([stop] if alone else []), held_out, bar],
+        callbacks=[records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)],
     )
     trainer.remove_callback(PrinterCallback)
+    refuse_incomplete(trainer)
     with bar, stop if alone else nullcontext():
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))

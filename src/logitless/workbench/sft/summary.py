@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...units import counted, format_bytes
+from ...units import format_bytes, plural
 
 SCHEMA = 1
 
@@ -43,7 +43,7 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
         name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
     ]
     console.print()
-    title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {counted(summary['steps'], 'step')}"
+    title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {plural(summary['steps'], 'step')}"
     console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
     console.print(f"in {run}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals
+from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, moved_b, step_to, times
 from ....algebra.stats import Coefficients, mixture_logs, mixture_shares
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
@@ -28,6 +28,7 @@ class _Running:
         self.state.above = torch.zeros_like(z, dtype=torch.int64) if "above" in chunk.sums else None
         if chunk.reference is not None:
             self.state.m_ref, self.state.s_ref = z + EMPTY, z.clone()
+            self.state.near, self.state.shift = z + EMPTY, z.clone()
             self.state.a, self.state.b = z.clone(), z.clone()
             self.state.a_ref = z.clone() if "qe" in chunk.sums else None
         self.zsum = z.clone() if chunk.sums_logits else None
@@ -39,30 +40,57 @@ class _Running:
 
     def add(self, tile: Tile, keep: str | None) -> None:
         """Take one slice in. `keep` says what tile.z holds afterwards."""
-        chunk, f = self.chunk, self.state
-        gap = None
-        if tile.z_ref is not None:
-            if f.shift is None:
-                f.shift = torch.nan_to_num((tile.z_ref - tile.z).mean(1).neg_(), 0.0, 0.0, 0.0)
-            gap = chunk.gap(tile, f.shift)
+        chunk = self.chunk
+        gap = None if tile.z_ref is None else chunk.gap(tile)
         if self.zsum is not None:
             self.zsum += tile.z.sum(1)
         if self.topk is not None:
             self.topk.add(tile.z, tile.v.start)
         chunk.mask(tile)
         self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
-        w, grow = self._add_policy(tile, keep)
-        if gap is not None:
-            self._add_reference(tile, gap, w, grow)
+        peak = tile.z.amax(1)
+        if gap is None:
+            self._add_policy(tile, peak, keep)
+            return
+        assert tile.z_ref is not None
+        peak_ref = tile.z_ref.amax(1)
+        self._move_shift(tile, gap, peak, peak_ref)
+        gap.add_(self.state.shift[:, None])
+        w, grow = self._add_policy(tile, peak, keep)
+        self._add_reference(tile.z_ref, peak_ref, gap, w, grow)
 
-    def _add_policy(self, tile: Tile, keep: str | None) -> tuple[Tensor, Tensor]:
+    def _move_shift(self, tile: Tile, gap: Tensor, peak: Tensor, peak_ref: Tensor) -> None:
+        """Measure differences from the slice's nearest entry, where it is nearer than those before.
+
+        Looks only at the tokens of which both heads' maxima say that it may be: few, but in the first slices.
+        """
+        f = self.state
+        assert tile.z_ref is not None
+        shift, near = f.shift.clone(), f.near.clone()
+        rows = (peak + peak_ref > near).nonzero().squeeze(1)
+        if rows.numel():
+            some = slice(None) if rows.shape[0] == near.shape[0] else rows
+            found, at = torch.add(tile.z[some], tile.z_ref[some]).max(1)
+            nearer = found > near[some]
+            near[some] = torch.where(nearer, found, near[some])
+            own = gap[some].gather(1, at[:, None]).squeeze(1).neg_()
+            shift[some] = torch.where(nearer, own, shift[some])
+        f.b = moved_b(f, torch.maximum(f.m, peak), shift, torch)
+        step = step_to(f, shift, torch)
+        f.a.add_((1 + f.rest) * step)
+        if f.a_ref is not None:
+            f.a_ref.addcmul_(f.s_ref, step)
+        if "pD" in self.products:
+            self.products["pD"].addcmul_(self.products["p"], step[:, None])
+        f.near, f.shift = near, shift
+
+    def _add_policy(self, tile: Tile, peak: Tensor, keep: str | None) -> tuple[Tensor, Tensor]:
         """The sums over the policy alone; returns the weights e^(z-m) and the old weights' factor."""
         f, z, scratch = self.state, tile.z, self.chunk.scratch
         if f.above is not None and self.chunk.label is not None:
             label = self.chunk.label[0].clamp(min=MASK)[:, None]
             # As numbers: a sum of booleans converts each of them first, and takes six times as long.
             f.above += torch.gt(z, label, out=scratch.take("w", z)).sum(1).long()
-        peak = z.amax(1)
         m = torch.maximum(f.m, peak)
         grow = torch.exp(f.m - m)
         x = torch.sub(z, m[:, None], out=scratch.take("x", z) if keep == "logits" else z)
@@ -90,27 +118,26 @@ class _Running:
             tile.m = m
         return w, grow
 
-    def _add_reference(self, tile: Tile, gap: Tensor, w: Tensor, grow: Tensor) -> None:
+    def _add_reference(self, z_ref: Tensor, peak: Tensor, gap: Tensor, w: Tensor, grow: Tensor) -> None:
         """The sums of KL: Σw·e, Σw·expm1(-e), and the reference's own log-sum-exp; consumes `gap`."""
-        f, z_ref, infinite = self.state, tile.z_ref, self.chunk.may_be_infinite
-        assert z_ref is not None
+        f, infinite = self.state, self.chunk.may_be_infinite
         y = self.chunk.scratch.take("y", gap)
 
         def times_gap(weights: Tensor) -> Tensor:
             torch.mul(weights, gap, out=y)
             return y.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf) if infinite else y
 
-        f.a.mul_(grow).sub_(times_gap(w).sum(1))
+        f.a = times(grow, f.a, torch).sub_(times_gap(w).sum(1))
         if "pD" in self.products:
             self.multiply("pD", y.neg_(), grow)
-        m_ref = torch.maximum(f.m_ref, z_ref.amax(1))
+        m_ref = torch.maximum(f.m_ref, peak)
         grow_ref = torch.exp(f.m_ref - m_ref)
         w_ref = exp_(torch.sub(z_ref, m_ref[:, None], out=y))
         f.s_ref.mul_(grow_ref).add_(w_ref.sum(1))
         self.multiply("q", w_ref, grow_ref)
         if f.a_ref is not None:
-            f.a_ref.mul_(grow_ref).sub_(times_gap(w_ref).sum(1))
-        f.b.mul_(grow).add_(gap.expm1_().mul_(w).sum(1))
+            f.a_ref = times(grow_ref, f.a_ref, torch).sub_(times_gap(w_ref).sum(1))
+        f.b.add_(gap.expm1_().mul_(w).sum(1))  # the others moved with the maximum
         f.m_ref = m_ref
 
     def multiply(self, basis: str, weights: Tensor, grow: Tensor) -> None:
@@ -120,6 +147,8 @@ class _Running:
         if self.flat is not None:
             weights = weights * self.flat
         total = self.products[basis].mul_(grow[:, None])
+        if basis == "pD" and self.chunk.may_be_infinite:  # 0·inf = 0
+            total.masked_fill_((grow == 0)[:, None], 0.0)
         for w, part in zip(self.w, total.split(self.widths, 1), strict=True):
             add_product(weights.to(w.dtype), w, part)
 
@@ -154,7 +183,7 @@ class EagerBackend(Backend):
         kl_mixture = jsd.clone()
         for tile in chunk.materialised:
             assert tile.z_ref is not None
-            d = totals.log_ratio[:, None] - chunk.gap(tile, totals.shift)
+            d = totals.log_ratio[:, None] - chunk.gap(tile).add_(totals.shift[:, None])
             p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
             q = exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
             share, first = mixture_shares(p, q, d, chunk.jsd_beta, torch)
@@ -203,7 +232,7 @@ def _logits_grad(chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> T
     flat = chunk.policy.flatness(z) if chunk.policy.outer is not None else None
     terms: list[tuple[Tensor, Tensor]] = []  # what multiplies p, and its coefficient
     if "pD" in c or "pM" in c:
-        gap = chunk.gap(tile, totals.shift)  # D = log_ratio - gap
+        gap = chunk.gap(tile).add_(totals.shift[:, None])  # D = log_ratio - gap
         if "pM" in c:
             terms.append((mixture_logs(totals.log_ratio[:, None] - gap, chunk.jsd_beta, torch)[0], c["pM"]))
         if "pD" in c:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maths import EMPTY, MASK, TAKEN, expm1, finite, keys_of, load_rows, logits, minus_e, ordered, times
+from .maths import EMPTY, FAR, MASK, TAKEN, expm1, finite, keys_of, load_rows, logits, minus_e, ordered, times
 
 # The rows of a running accumulation, (FIELDS, parts, n); those from M_REF on only where there is a reference.
-FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
+FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "near", "shift", "a", "b", "a_ref")
 ALONE = FIELDS.index("m_ref")
-M, REST, T, R, ABOVE, ZSUM, M_REF, S_REF, SHIFT, A, B, A_REF = map(tl.constexpr, range(len(FIELDS)))
+M, REST, T, R, ABOVE, ZSUM, M_REF, S_REF, NEAR, SHIFT, A, B, A_REF = map(tl.constexpr, range(len(FIELDS)))
 BASES = {"": 0, "p": 1, "plogp": 2, "pD": 3, "p2": 4, "q": 5}
 
 
@@ -62,14 +62,34 @@ def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R
 
 
 @triton.jit
-def add_reference(gap, z_ref, w, grow, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.constexpr):
-    """Accumulation a block into the sums of KL; also returns the reference's weights and their old ones' factor."""
+def nearest(x, z_ref, counted, near, shift):
+    """`near` and `shift` with a block: max (z + z_ref), and z - z_ref of that entry. x, z_ref: without -inf."""
+    both = tl.where(counted, x + z_ref, MASK)
+    top = tl.max(both, 1)
+    own = tl.max(tl.where(both == top[:, None], x - z_ref, -float("inf")), 1)
+    return tl.maximum(near, top), tl.where(top > near, own, shift)
+
+
+@triton.jit
+def moved_b(b, s, s_ref, grow, step, down, up):
+    """`online_softmax.moved_b`: s = Σw, grow = e^down, up = m_ref - m + d0 with the new m and d0."""
+    near = grow * (b * tl.exp(-step) + s * expm1(-step))
+    return tl.where((tl.abs(step) < FAR) & (down > -FAR), near, s_ref * tl.exp(up) - s * grow)
+
+
+@triton.jit
+def add_reference(gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.constexpr):
+    """Accumulation a block into the sums of KL; also returns the reference's weights and their old ones' factor.
+
+    m, shift: with the block. a, b and a_ref are measured from that shift already, b relative to that maximum.
+    """
     a = times(grow, a) - tl.sum(times(w, gap), 1)
-    b = b * grow + tl.sum(expm1(gap) * w, 1)
     top = tl.maximum(m_ref, tl.max(z_ref, 1))
     grow_ref = tl.exp(m_ref - top)
     w_ref = tl.exp(z_ref - top[:, None])
     s_ref = s_ref * grow_ref + tl.sum(w_ref, 1)
+    grown = w_ref * tl.exp((top - m) + shift)[:, None]  # w·e^(-e), where a factor would overflow
+    b += tl.sum(tl.where(tl.abs(gap) < 1.0, expm1(gap) * w, grown - w), 1)
     if WITH_QE:
         a_ref = times(grow_ref, a_ref) - tl.sum(times(w_ref, gap), 1)
     return w_ref, grow_ref, top, s_ref, a, b, a_ref
@@ -176,7 +196,7 @@ def accumulate_slice(
     dtype = raw.dtype.element_ty
     zero = tl.zeros((ROWS,), dtype)
     m, rest, t, r, above, zsum = zero + EMPTY, zero, zero, zero, zero, zero
-    m_ref, s_ref, shift, a, b, a_ref = zero + EMPTY, zero, zero, zero, zero, zero
+    m_ref, s_ref, near, shift, a, b, a_ref = zero + EMPTY, zero, zero + EMPTY, zero, zero, zero, zero
     best = tl.zeros((ROWS, TOP), tl.int64)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n
@@ -198,6 +218,7 @@ def accumulate_slice(
         if REF:
             m_ref = tl.load(cell + M_REF * field, mask=live, other=EMPTY)
             s_ref = tl.load(cell + S_REF * field, mask=live, other=0.0)
+            near = tl.load(cell + NEAR * field, mask=live, other=EMPTY)
             shift = tl.load(cell + SHIFT * field, mask=live, other=0.0)
             a = tl.load(cell + A * field, mask=live, other=0.0)
             b = tl.load(cell + B * field, mask=live, other=0.0)
@@ -232,15 +253,14 @@ def accumulate_slice(
         counted = seen & (ids[None, :] != label[:, None])
         gap = x
         z_ref = x
+        moved = zero
         if REF:
             at_ref = ref_raw + rows[:, None] * ref_stride + columns[None, :]
             z_ref = tl.load(at_ref, mask=seen, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
-            if FIRST:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-                if column == begin:
-                    near = seen & (x > MASK) & (z_ref > MASK)
-                    mean = tl.sum(tl.where(near, x - z_ref, 0.0), 1)
-                    shift = mean / tl.maximum(tl.sum(near.to(dtype), 1), 1.0)
+            had, before = near > EMPTY, shift
+            near, shift = nearest(finite(x), finite(z_ref), counted, near, shift)
+            moved = tl.where(had, before - shift, 0.0)
             gap = minus_e(x, z_ref, shift, counted)
             z_ref = finite(z_ref)
         x = finite(x)
@@ -250,13 +270,17 @@ def accumulate_slice(
                 tl.store(at_ref, z_ref, mask=seen)
         final = x
         x = tl.where(counted, x, MASK)
+        s = 1.0 + rest
         w, d, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         w_ref = w
         grow_ref = grow
         if REF:
             z_ref = tl.where(counted, z_ref, MASK)
+            a += s * moved
+            b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
+            a_ref += s_ref * moved
             w_ref, grow_ref, m_ref, s_ref, a, b, a_ref = add_reference(
-                gap, z_ref, w, grow, m_ref, s_ref, a, b, a_ref, WITH_QE
+                gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE
             )
         if BASIS0 > 0:
             flat = tl.zeros((ROWS, BLOCK), dtype) + 1.0
@@ -272,10 +296,12 @@ def accumulate_slice(
             tl.store(growth + rows, grow, mask=live)
             tl.store(growth + n + rows, step, mask=live)
             tl.store(growth + 2 * n + rows, grow_ref, mask=live)
+            tl.store(growth + 3 * n + rows, moved, mask=live)
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
         tl.store(cell + M_REF * field, m_ref, mask=live)
         tl.store(cell + S_REF * field, s_ref, mask=live)
+        tl.store(cell + NEAR * field, near, mask=live)
         tl.store(cell + SHIFT * field, shift, mask=live)
         tl.store(cell + A * field, a, mask=live)
         tl.store(cell + B * field, b, mask=live)
@@ -335,34 +361,43 @@ def merge_parts(
         tl.store(to + ZSUM * jump, tl.sum(tl.load(cell + ZSUM * field, mask=seen, other=0.0), 0), mask=live)
     if REF:
         shifts = tl.load(cell + SHIFT * field, mask=seen, other=0.0)
-        shift = tl.sum(tl.where(place == first[None, :], shifts, 0.0), 0)
-        moved = tl.where(seen, shifts - shift[None, :], 0.0)
+        nears = tl.load(cell + NEAR * field, mask=seen, other=2 * EMPTY)
+        near = tl.max(nears, 0)
+        best = tl.min(tl.where(nears == near[None, :], place, PARTS), 0)
+        shift = tl.sum(tl.where(place == best[None, :], shifts, 0.0), 0)
+        moved = tl.where(nears > EMPTY, shifts - shift[None, :], 0.0)
         mr = tl.load(cell + M_REF * field, mask=seen, other=2 * EMPTY)
         sr = tl.load(cell + S_REF * field, mask=seen, other=0.0)
         m_ref = tl.max(mr, 0)
         g = tl.exp(mr - m_ref[None, :])
         s = 1.0 + rests
         aa = tl.load(cell + A * field, mask=seen, other=0.0) + s * moved
-        bb = tl.load(cell + B * field, mask=seen, other=0.0) * tl.exp(-moved) + s * expm1(-moved)
+        bb = tl.load(cell + B * field, mask=seen, other=0.0)
+        bb = moved_b(bb, s, sr, f, moved, step, (mr - m[None, :]) + shift[None, :])
+        tl.store(to + NEAR * jump, near, mask=live)
         tl.store(to + SHIFT * jump, shift, mask=live)
         tl.store(to + M_REF * jump, m_ref, mask=live)
         tl.store(to + S_REF * jump, tl.sum(g * sr, 0), mask=live)
         tl.store(to + A * jump, tl.sum(times(f, aa), 0), mask=live)
-        tl.store(to + B * jump, tl.sum(f * bb, 0), mask=live)
+        tl.store(to + B * jump, tl.sum(bb, 0), mask=live)
         if WITH_QE:
             qq = tl.load(cell + A_REF * field, mask=seen, other=0.0) + sr * moved
             tl.store(to + A_REF * jump, tl.sum(times(g, qq), 0), mask=live)
 
 
 @triton.jit
-def rescale(x, plogp, factors, n, width, PLOGP: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr):
+def rescale(x, gains, factors, steps, n, width, GAINS: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr):
     """A token's row of a product, (n, width), times its maximum's growth: most slices have no new maximum.
 
-    factors: (2, n), the growth and its logarithm, by which p·log p gains p first.
+    factors: (n,). GAINS: with it another product that first gains `steps` times this one: p·log p as the maximum
+    moves, p·D as the shift does.
     """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
-    if factor != 1.0:
+    step = 0.0
+    if GAINS:
+        step = tl.load(steps + row)
+    if (factor != 1.0) | (step != 0.0):
         if SQUARED:
             factor = factor * factor
         for column in range(0, width, BLOCK):
@@ -370,10 +405,9 @@ def rescale(x, plogp, factors, n, width, PLOGP: tl.constexpr, SQUARED: tl.conste
             inside = columns < width
             p = tl.load(x + row * width + columns, mask=inside, other=0.0)
             tl.store(x + row * width + columns, times(factor, p), mask=inside)
-            if PLOGP:
-                y = tl.load(plogp + row * width + columns, mask=inside, other=0.0)
-                step = tl.load(factors + n + row)
-                tl.store(plogp + row * width + columns, times(factor, y + p * step), mask=inside)
+            if GAINS:
+                y = tl.load(gains + row * width + columns, mask=inside, other=0.0)
+                tl.store(gains + row * width + columns, times(factor, y + p * step), mask=inside)
 
 
 @triton.jit

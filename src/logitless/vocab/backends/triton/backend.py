@@ -55,7 +55,7 @@ class Running:
         stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
         self.topk = TopK(chunk.top_k, n, self.parts, local_rows if stays else 0, **like)
         self.final = (keep == "logits" or self.topk.reads_logits) and not self.heads.plain
-        self.growth = torch.empty(3, n, **like)
+        self.growth = torch.empty(4, n, **like)  # of the maximum, its logarithm, the reference's, the shift's step
         self.widths = chunk.policy.widths
         self.products = {basis: torch.zeros(n, sum(self.widths), **like) for basis in bases}
 
@@ -109,19 +109,20 @@ class Running:
 
     def rescale(self) -> None:
         """The products relative to the new maximum."""
+        gaining = next((basis for basis in ("plogp", "pD") if basis in self.products), None)
         for basis, total in self.products.items():
-            if basis == "plogp":  # with p, from which it gains
+            if basis == gaining:  # with p, from which it gains
                 continue
-            plogp = self.products.get("plogp") if basis == "p" else None
-            growth = self.growth[2:] if basis == "q" else self.growth
+            gains = self.products[gaining] if basis == "p" and gaining else None
             n, width = total.shape
             accumulating.rescale[(n,)](
                 total,
-                total if plogp is None else plogp,
-                growth,
+                total if gains is None else gains,
+                self.growth[2 if basis == "q" else 0],
+                self.growth[3 if gaining == "pD" else 1],
                 n,
                 width,
-                PLOGP=plogp is not None,
+                GAINS=gains is not None,
                 SQUARED=basis == "p2",
                 BLOCK=1024,
             )

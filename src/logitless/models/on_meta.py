@@ -11,7 +11,7 @@ from .positions import plain, reach
 from .shapes import ModelShape
 
 
-def counted(config: dict[str, Any], name: str) -> ModelShape:
+def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     """The shape of any causal LM that transformers knows; exact parameters, sizes as of a Llama's layer.
 
     Raises ConfigError where transformers does not know the model, needs code of its own, or a size is missing.

@@ -1,0 +1,71 @@
+"""A lock on a directory: one process at a time writes there, and one that ends in any way gives it back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # Windows: nothing is locked there
+    flock = None
+
+LOCK_FILE = "run.lock"
+_held: dict[Path, IO[str]] = {}  # open files: the system keeps a lock for as long as its file is open
+
+
+def acquire(place: Path) -> bool:
+    """Whether the directory's lock was free; it is this process's then, until `release`."""
+    path = place / LOCK_FILE
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        if not _lock(file):
+            file.close()
+            return False
+        if _is_at(file, path):
+            break
+        file.close()  # its holder removed it while this process waited for it to open
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _held[place.resolve()] = file
+    return True
+
+
+def release(place: Path, keep_file: bool = False) -> None:
+    """Gives the lock back, where this process holds it; `keep_file`: as a killed process leaves its file."""
+    file = _held.pop(place.resolve(), None)
+    if file is None:
+        return
+    if not keep_file:
+        (place / LOCK_FILE).unlink(missing_ok=True)
+    file.close()
+
+
+def holder(place: Path) -> str:
+    """Who holds a directory's lock, in words."""
+    try:
+        return (place / LOCK_FILE).read_text(encoding="utf-8").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def _lock(file: IO[str]) -> bool:
+    if flock is None:
+        return True
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,177 @@
+"""Directories of runs: one process at a time, nothing of another's replaced, and checkpoints of one's own only."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from logitless.errors import OptionError
+from logitless.workbench.runs.checkpoints import begin_checkpoint, checkpoints, last_checkpoint, mark, prune
+from logitless.workbench.runs.lock import LOCK_FILE, acquire, holder, release
+from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, record
+from logitless.workbench.sft.config import TrainConfig
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from logitless.workbench.runs.lock import acquire
+assert acquire(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def begun(place: str) -> Path:
+    """The directory of a run that has ended."""
+    config = TrainConfig(output_dir=Path(place))
+    found = claim(config, "any")
+    record(config, found)
+    release(found)
+    return found
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint as Trainer leaves it, empty files in the place of weights."""
+    begin_checkpoint(run, step)
+    path = run / f"checkpoint-{step}"
+    return finished(path, step)
+
+
+def finished(path: Path, step: int) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    return path
+
+
+def test_runs_that_start_at_once_get_a_directory_each():
+    together = Barrier(12)
+
+    def start(_: int) -> Path:
+        together.wait()
+        return claim(TrainConfig(), "tiny")
+
+    with ThreadPoolExecutor(12) as pool:
+        places = list(pool.map(start, range(12)))
+    assert len(set(places)) == 12
+    for place in places:
+        release(place)
+
+
+def test_two_cannot_resume_one_run():
+    place = begun("run")
+    again = TrainConfig(resume=place)
+    with explained(claim(again, "any"), "train"):
+        with pytest.raises(OptionError, match=rf"--resume run: process {os.getpid()} on .* is writing there; wait"):
+            claim(again, "any")
+        with pytest.raises(OptionError, match="run holds a run already"):
+            claim(TrainConfig(output_dir=place), "any")
+    with explained(claim(again, "any"), "train"):
+        pass
+    assert not (place / LOCK_FILE).exists()
+
+
+def test_two_cannot_begin_in_one_directory():
+    place = claim(TrainConfig(output_dir=Path("run")), "any")
+    with pytest.raises(OptionError, match="is writing to run: wait for its end, or choose another --output-dir"):
+        claim(TrainConfig(output_dir=place), "any")
+
+
+def test_a_process_that_is_killed_gives_its_lock_back(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    assert not acquire(tmp_path)
+    assert f"process {process.pid} " in holder(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert acquire(tmp_path)
+    release(tmp_path)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_new_run_replaces_nothing(name):
+    """`train --model model --output-dir .` among them: the input stays what it is."""
+    Path(name.replace("*", "9")).mkdir()
+    with pytest.raises(OptionError, match=r"holds .*, which a run would replace: move it elsewhere, or choose another"):
+        claim(TrainConfig(output_dir=Path()), "any")
+    assert not Path(LOCK_FILE).exists()
+    place = Path("runs/tiny")
+    place.mkdir(parents=True)
+    Path(name.replace("*", "9")).rename(place / name.replace("*", "9"))
+    assert claim(TrainConfig(), "tiny") == Path("runs/tiny-2")
+
+
+def test_a_run_that_was_killed_before_it_could_be_resumed_starts_again():
+    """Here by a failure on the way, and then without: its own files are no others'."""
+    place = claim(TrainConfig(output_dir=Path("run")), "any")
+    (place / "rows.jsonl").write_text("")
+    with pytest.raises(ValueError, match="such"), explained(place, "train"):
+        raise ValueError("such")
+    assert claim(TrainConfig(output_dir=place), "any") == place
+
+
+def test_a_directory_that_cannot_be_written():
+    Path("file").write_text("")
+    with pytest.raises(OptionError, match="--output-dir file/run: Not a directory"):
+        claim(TrainConfig(output_dir=Path("file/run")), "any")
+
+
+def test_checkpoints_of_another_run_are_neither_resumed_nor_removed():
+    place, other = begun("run"), begun("other")
+    own = [checkpoint(place, step) for step in (1, 2, 3)]
+    theirs = checkpoint(other, 900).rename(place / "checkpoint-900")
+    unmarked = finished(place / "checkpoint-901", 901)
+    assert last_checkpoint(place) == (own[-1], 3)
+    prune(place)
+    assert checkpoints(place) == own[1:]
+    with pytest.raises(OptionError, match=r"checkpoint-900 is not of the run in this directory: move it elsewhere"):
+        begin_checkpoint(place, 900)
+    for path in (theirs, unmarked):
+        with pytest.raises(OptionError, match=rf"--resume run: {path} is not of the run in this directory"):
+            claim(TrainConfig(resume=place), "any")
+        assert (path / "trainer_state.json").exists()
+        path.rename(path.with_name(f"elsewhere-{path.name}"))
+    mark(place, unfinished := place / "checkpoint-4")
+    Path(place / "checkpoint-3").rename("third")  # it holds no weights
+    Path(place / "checkpoint-2").rename("second")
+    with explained(claim(TrainConfig(resume=place), "any"), "train"):
+        assert not unfinished.exists()
+
+
+def test_a_run_of_before_has_checkpoints_without_marks():
+    place = begun("run")
+    (place / RUN_FILE).write_text((place / RUN_FILE).read_text().replace('"id"', '"another"'))
+    found = finished(place / "checkpoint-2", 2)
+    assert last_checkpoint(place) == (found, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("qwen3-0.6b", "qwen3-0.6b"),
+        ("owner/my-model-v1.5-chat", "my-model-v1.5-chat"),
+        ("models/m-v1.5", "m-v1.5"),
+        ("models/m-v1.5/config.json", "m-v1.5"),
+        ("models/m-v1.5/", "m-v1.5"),
+    ],
+)
+def test_the_name_of_a_run(model, name):
+    folder = Path("models/m-v1.5")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert name_of(model) == name
+
+
+def test_a_model_without_a_name_is_called_as_its_folder(tmp_path):
+    Path("config.json").write_text("{}")
+    assert name_of("config.json") == name_of(".") == tmp_path.name
