@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..printable import shown
 from .record import SampleRecord
-from .text import name_of, pieces, raw_name, shown
+from .text import name_of, pieces, raw_name
 
 # Lower edges of the classes of probability that colours stand for; below the last is a class of its own.
 CLASSES = (0.9, 0.5, 0.2, 0.05)

@@ -314,6 +314,33 @@ def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypat
     assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_what_one_seed_cannot_say_is_said(seeds):
+    """A sample's deviation has a column of its own, and is no interval; the table fits 80 columns."""
+    reward = {"mean": 0.803, "values": [0.803] * seeds} | ({"low": 0.7, "high": 0.9} if seeds > 1 else {})
+    found = {
+        "test_reward": reward,
+        "test_reward_std": 0.36,
+        "val_reward_before": 0.5,
+        "test_kl": {"mean": 1.0},
+        "generalisation_gap": {"mean": 0.01},
+        "seconds_per_step": 12.3,
+        "peak_memory_bytes": 12 << 30,
+        "grad_variance": 1.0,
+        "grad_mean_square": 1e-3,
+    }
+    summary = {"method": "all", "model": "m", "steps": 3, "seeds": seeds, "methods": {"gumbel_legacy": found}}
+    summary |= {"left_out": {}, "test_samples": 128, "intervals": "95 %, Student's t over seeds", "output_dir": "d"}
+    console = Console(file=io.StringIO(), width=80)
+    show(summary, console)
+    text = console.file.getvalue()
+    assert "±" not in text
+    assert ("0.700-0.900" in text) == (seeds > 1)
+    assert ("intervals: none of one seed" in text) == (seeds == 1)
+    assert "0.36" in text
+    assert "…" not in text
+
+
 def test_intervals_over_seeds_are_students():
     found = interval([1.0, 2.0, 4.0])
     assert found["high"] - found["mean"] == pytest.approx(4.303 * stdev([1, 2, 4]) / 3**0.5)

@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from logitless.errors import ConfigError, DataError
+from logitless.errors import ConfigError, DataError, LogitlessError
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import stored
@@ -104,3 +105,30 @@ def test_a_damaged_record(place, line):
 def test_a_run_of_another_command_or_version(place):
     with pytest.raises(ConfigError, match=r"expected a run of this command and version; .*run.json: unknown option"):
         stored(place, AlignConfig())
+
+
+class Code:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+@pytest.mark.parametrize("held", [{}, [1], "text", {"state": 3, "param_groups": []}, Code()], ids=type)
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_checkpoint_that_holds_something_else(place, name, held, capsys):
+    """Refused in one line, unless it means nothing to the run; and no code in it runs."""
+    path = place / "checkpoint-4" / name
+    if name.endswith(".json"):
+        path.write_text(path.read_text().replace("{", '{"unknown": 1,', 1))
+    else:
+        torch.save(held, path)
+    run = replace(stored(place, TrainConfig()), resume=place, max_steps=5)
+    said = ""
+    try:
+        sft.run(run, QUIET)
+    except LogitlessError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert str(place / "checkpoint-4") in said or held == {} or name == "scheduler.pt"
+    assert "ran" not in capsys.readouterr().out

@@ -26,7 +26,7 @@ from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, on_processors, quiet, refuse_incomplete, save_model
+from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
@@ -114,6 +114,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     if found and config.kind.rollouts:
         after_epochs(trainer, found[0])
     with bar, stop if alone else nullcontext():
+        if found:
+            guard_loading(trainer, found[0])
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
             trainer._load_rng_state(str(found[0]))  # held-out completions are sampled

@@ -193,14 +193,15 @@ def show(summary: Record, console: Console) -> None:
     """The table of a comparison."""
     say(console, f"{summary['model']}: {summary['steps']} steps, {summary['seeds']} seed(s)")
     shown = Table(box=None, padding=(0, 1, 0, 0))  # narrow enough for 80 columns
-    columns = ("method", "test reward", "95 %", "KL", "gap", "var/mean²", "s/step", "peak")
+    columns = ("method", "reward", "sd", "95 %", "KL", "gap", "var/mean²", "s/step", "peak")
     for i, name in enumerate(columns):
         shown.add_column(name, justify="right" if i else "left", no_wrap=True)
     for name, x in summary["methods"].items():
         reward, variance = x["test_reward"], "" if x["grad_variance"] is None else f"{relative(x):.3g}"
         shown.add_row(
             name,
-            f"{reward['mean']:.3f}±{x['test_reward_std']:.2f}",
+            f"{reward['mean']:.3f}",
+            f"{x['test_reward_std']:.2f}",
             f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "",
             f"{x['test_kl']['mean']:.2f}",
             f"{x['generalisation_gap']['mean']:+.3f}",
@@ -212,8 +213,9 @@ def show(summary: Record, console: Console) -> None:
     before = fmean(x["val_reward_before"] for x in summary["methods"].values())
     for name, reason in summary["left_out"].items():
         say(console, f"{name} is left out: {reason}")
-    say(console, f"validation reward before: {before:.3f}; ± is over {summary['test_samples']} test samples")
-    say(console, f"intervals: {summary['intervals']}")
+    say(console, f"validation reward before: {before:.3f}; reward, sd: of {summary['test_samples']} test samples")
+    none = "none of one seed: give --seeds 2 or more"
+    say(console, f"intervals: {summary['intervals'] if summary['seeds'] > 1 else none}")
     say(console, f"in {summary['output_dir']}: comparison.png, metrics.jsonl, summary.json")
 
 

@@ -159,8 +159,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
     for line in (
         f"{summary['method']} on {summary['model']}, {steps} of {summary['seconds_per_step']:.1f} s",
         f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",
-        f"test reward: {after['test/reward_mean']:.3f} ± {after['test/reward_std']:.3f} of {after['test/samples']} "
-        f"samples (in training {summary['train_reward']:.3f}); KL {after['test/kl']:.2f} nats per continuation",
+        f"test reward: {after['test/reward_mean']:.3f}, standard deviation {after['test/reward_std']:.3f} over "
+        f"{after['test/samples']} samples (in training {summary['train_reward']:.3f}); "
+        f"KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",
         f"memory: {format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
         f"in {summary['output_dir']}",

@@ -17,7 +17,7 @@ from ...models.positions import reach
 from ...relax import anneal
 from ...resident import peak_bytes
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import last_checkpoint, mark
+from ..runs.checkpoints import last_checkpoint, mark, readable
 from ..runs.files import append_line, read_lines, write_lines, write_whole
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
@@ -171,10 +171,10 @@ def restore(state: Run) -> None:
     if found is None:
         return
     place, state.step = found
-    values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
-    with torch.no_grad():
+    with readable(place), torch.no_grad():
+        values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
         for name, parameter in state.task.model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(values["weights"][name])
-    state.optimizer.load_state_dict(values["optimizer"])
-    state.method.load(values["method"])
+        state.optimizer.load_state_dict(values["optimizer"])
+        state.method.load(values["method"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from zipfile import is_zipfile
 
-from ...errors import OptionError
+from ...errors import ConfigError, LogitlessError, OptionError
 from .files import write_whole
 
 RUN_FILE = "run.json"
@@ -70,6 +71,20 @@ def strange_checkpoint(run: Path) -> Path | None:
     """A checkpoint in the run's directory that is not its own."""
     own = set(_own(run))
     return next((path for path in sorted(run.glob("checkpoint-*")) if path.is_dir() and path not in own), None)
+
+
+@contextmanager
+def readable(checkpoint: Path) -> Iterator[None]:
+    """ConfigError for whatever reading a checkpoint raises that holds something else than was saved."""
+    try:
+        yield
+    except LogitlessError:
+        raise
+    except Exception as error:  # torch, pickle, safetensors and transformers each have their own
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"{checkpoint} does not hold what was saved there ({why}); remove it to go on from an earlier one, or anew"
+        ) from None
 
 
 def strange(checkpoint: Path) -> str:

@@ -110,7 +110,8 @@ def _check_writable(option: str, path: Path, new_folders: bool) -> None:
             raise OptionError(f"{path} is a folder; name a file in it")
         there = next(folder for folder in place.parents if folder.exists()) if new_folders else place.parent
         if not there.is_dir():
-            raise OptionError(f"{path}: the folder {there} does not exist; make it first")
+            folder = place.parent if path.is_symlink() else path.parent  # as it was given
+            raise OptionError(f"{path}: the folder {folder} does not exist; make it first")
         folder = _beside(there / place.name)
         try:
             (folder / place.name).touch()  # a name may be too long

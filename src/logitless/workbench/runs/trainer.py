@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from datasets import disable_progress_bars
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from . import say
+from .checkpoints import readable
 from .files import write_whole
 from .model import check_complete
 from .options import RunOptions
@@ -83,3 +84,11 @@ def save_model(
     write_whole(place / "adapter", save)
     model, weights = model.merge_and_unload(), None
     write_whole(place / "model", save)
+
+
+def guard_loading(trainer: Any, checkpoint: Path) -> None:
+    """ConfigError where the trainer cannot read what a checkpoint holds, in the place of whatever its parts raise."""
+    with readable(checkpoint):
+        TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
+        setattr(trainer, name, readable(checkpoint)(getattr(trainer, name)))

@@ -33,7 +33,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
-from ..runs.trainer import METRICS_FILE, arguments, on_processors, quiet, refuse_incomplete, save_model
+from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from .config import TrainConfig
 from .data import load, prepare
 from .launcher import by_options_alone
@@ -158,6 +158,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     trainer.remove_callback(PrinterCallback)
     refuse_incomplete(trainer)
     with bar, stop if alone else nullcontext():
+        if found:
+            guard_loading(trainer, found[0])
         if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
             records.rewrite(given)
