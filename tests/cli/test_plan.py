@@ -86,7 +86,9 @@ def test_sweep_over_algorithms(capsys):
     assert [(row["length"], row["algorithm"]) for row in found] == [
         (2048, "ppo"), (2048, "intuitor"), (8192, "ppo"), (8192, "intuitor"),
     ]  # fmt: skip
-    assert all(one["dense"]["peak_bytes"] > two["dense"]["peak_bytes"] for one, two in zip(found[::2], found[1::2]))
+    peaks = [row["dense"]["peak_bytes"] for row in found]
+    assert peaks[0] > peaks[1]
+    assert peaks[2] > peaks[3]
 
 
 @pytest.mark.parametrize("algorithm", CHOICES["algorithm"])
@@ -196,6 +198,11 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--batch-size -3", "--batch-size must be 1 to 2^63-1, got -3"),
         ("--batch-size 99999999999999999999", "--batch-size must be 1 to 2^63-1"),
         ("--response-length 9000000000000000000", "more than 2^63-1: give smaller sizes"),
+        ("--model_size 4b", "Unrecognized options: --model_size, 4b; did you mean --model?"),
+        ("--model-size 4b", "did you mean --model?"),
+        ("--attention_type nsa --model_size 4b", "did you mean --attention or --model?"),
+        ("--sequence_length 2048", "did you mean --response-length?"),
+        ("--bogus 3", "Unrecognized options: --bogus, 3 (see"),
         ("--sweep rppo", "--sweep expects tokens or one of sft, dpo, ppo"),
         ("--sweep 0", "sequence lengths must be 1 or more"),
         ("--reserve 1e999GiB", "--reserve must be less than 2^63 bytes"),
@@ -242,7 +249,7 @@ def test_gpus(text, expected):
     assert parse_gpus(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "x", "8x", "GiB", "-8x80GiB", "8x80GiB x", "8x80 PiB", "8x8x80GiB"])
+@pytest.mark.parametrize("text", ["", "x", "8x", "GiB", "-8x80GiB", "8x80GiB x", "8x80 PiB", "8x80", "8x8x80GiB"])
 def test_gpus_that_make_no_sense(text):
     with pytest.raises(OptionError, match="--gpus must be a"):
         parse_gpus(text)

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         if changes:
             report.show_changes([("as given", dense, logitless), *changes], console, config.units)
         report.show_fits(found, console, config.units)
-        if (more := report.more(logitless, config.fit, config.components)) is not None:
+        if (more := report.more(config.fit, config.components)) is not None:
             console.print(f"[dim]{more}[/dim]", highlight=False)
 
     value = report.as_json(dense, logitless)

@@ -53,11 +53,11 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB", *, 
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def more(logitless: Plan, fitted: bool, components: bool) -> str | None:
+def more(fitted: bool, components: bool) -> str | None:
     """The options that show what was not asked for."""
     offers = [] if components else ["--components lists what each phase holds"]
     if not fitted:
-        offers.append("--fit searches a setting that fits" if not logitless.fits else "--fit searches a larger step")
+        offers.append("--fit searches a setting that fits, and says why")
     return "; ".join(offers) or None
 
 
@@ -182,9 +182,7 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             continue
         same = [other for other, before in found.items() if before is not None and before.plan == fit.plan]
         if same[0] != name:
-            console.print(
-                f"[bold]{name}[/bold]: as {same[0]}; all that is asked for fits, ask for more", highlight=False
-            )
+            console.print(f"[bold]{name}[/bold]: as {same[0]}, all that is asked for fits; ask for more")
             continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
         console.print(verdict(fit.plan, units), highlight=False)
