@@ -201,7 +201,6 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--model_size 4b", "Unrecognized options: --model_size, 4b; did you mean --model?"),
         ("--model-size 4b", "did you mean --model?"),
         ("--attention_type nsa --model_size 4b", "did you mean --attention or --model?"),
-        ("--sequence_length 2048", "did you mean --response-length?"),
         ("--bogus 3", "Unrecognized options: --bogus, 3 (see"),
         ("--sweep rppo", "--sweep expects tokens or one of sft, dpo, ppo"),
         ("--sweep 0", "sequence lengths must be 1 or more"),
