@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 
 from .errors import OptionError
 
@@ -39,6 +40,23 @@ def plural(count: int, what: str) -> str:
     """ "1 row", "4,096 rows", "2 passes"."""
     ending = "" if count == 1 else "es" if what.endswith("s") else "s"
     return f"{count:,} {what}{ending}"
+
+
+def one_unit(counts: Iterable[int], units: str = "GiB") -> Callable[[int], str]:
+    """`format_bytes` in the unit of the largest of `counts`, for all cells of a table."""
+    most = max(map(abs, counts), default=0)
+    name, size = next(((name, size) for name, size, _ in UNITS[units] if most >= size), ("B", 1))
+
+    def shown(count: int) -> str:
+        hundredths = (200 * abs(count) + size) // (2 * size)
+        sign = "-" if count < 0 else ""
+        if size == 1:
+            return f"{count} B"
+        if count and not hundredths:
+            return f"{sign}<0.01 {name}"
+        return f"{sign}{hundredths // 100:,}.{hundredths % 100:02d} {name}"
+
+    return shown
 
 
 def format_bytes(count: float, units: str = "GiB") -> str:

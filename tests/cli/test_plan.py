@@ -1,6 +1,7 @@
 """`logitless plan`: output, files, exit statuses, and one line for every mistake."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -37,7 +38,8 @@ def wide_terminal(monkeypatch):
 
 
 def test_tables(capsys):
-    assert main([*RUN, "--sweep", "2048", "8192", "--what-if", "gradient-checkpointing=true", "--fit"]) == 0
+    changes = ["--sweep", "2048", "8192", "--what-if", "gradient-checkpointing=true", "--fit", "--components"]
+    assert main([*RUN, *changes]) == 0
     out = capsys.readouterr().out
     for text in (
         "1,543,714,304 parameters",
@@ -60,6 +62,45 @@ def test_tables(capsys):
         assert text in out, text
 
 
+def test_the_default_shows_the_difference(capsys):
+    """What is planned without options fits without logits and not with them; the verdict comes before the tables."""
+    assert main(["plan"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("dense does not fit") < out.index("logitless fits") < out.index("phase")
+    assert "component " not in out
+    assert "--components lists" in out
+    assert "--fit searches" in out
+
+
+def test_a_table_has_one_unit(capsys):
+    assert main(["plan", "--components"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith(" ")]
+    tables = [row for row in rows if "largest" not in row]
+    assert any("<0.01 GiB" in row for row in tables)
+    assert not any(f" {unit} " in row for row in tables for unit in ("MiB", "KiB", "TiB"))
+
+
+def test_sweep_over_algorithms(capsys):
+    assert main([*RUN, "--sweep", "ppo", "intuitor", "2048", "8192", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["sweep"]
+    assert [(row["length"], row["algorithm"]) for row in found] == [
+        (2048, "ppo"), (2048, "intuitor"), (8192, "ppo"), (8192, "intuitor"),
+    ]  # fmt: skip
+    peaks = [row["dense"]["peak_bytes"] for row in found]
+    assert peaks[0] > peaks[1]
+    assert peaks[2] > peaks[3]
+
+
+@pytest.mark.parametrize("algorithm", CHOICES["algorithm"])
+def test_a_fit_prints_its_plan_as_a_command(algorithm, capsys):
+    """The command runs as it is, and plans the same bytes."""
+    run = ["plan", "--algorithm", algorithm, "--gpus", "2x80GiB", "--responses-per-prompt", "2", "--lora-rank", "8"]
+    assert main([*run, "--fit", "--json", "-"]) == 0
+    for fit in json.loads(capsys.readouterr().out)["fit"].values():
+        assert main([*shlex.split(fit["command"])[1:], "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["logitless"] == fit["plan"]
+
+
 def test_json(capsys):
     extra = ["--sweep", "2048", "--what-if", "micro-batch=2", "--fit", "--json", "-"]
     assert main([*RUN, *extra]) == 0
@@ -74,7 +115,7 @@ def test_json(capsys):
         assert set(one["components"][0]) == {"name", "shape", "nbytes", "phases", "largest"}
     assert found["sweep"][0]["length"] == 2048
     assert found["what_if"][0]["change"] == "micro-batch=2"
-    assert set(found["fit"]["aggressive"]) == {"setting", "allowed_bytes", "plan", "reasons", "flags"}
+    assert set(found["fit"]["aggressive"]) == {"setting", "allowed_bytes", "plan", "reasons", "command", "flags"}
 
 
 def test_options_that_are_given_again_add(capsys):
@@ -157,6 +198,11 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--batch-size -3", "--batch-size must be 1 to 2^63-1, got -3"),
         ("--batch-size 99999999999999999999", "--batch-size must be 1 to 2^63-1"),
         ("--response-length 9000000000000000000", "more than 2^63-1: give smaller sizes"),
+        ("--model_size 4b", "Unrecognized options: --model_size, 4b; did you mean --model?"),
+        ("--model-size 4b", "did you mean --model?"),
+        ("--attention_type nsa --model_size 4b", "did you mean --attention or --model?"),
+        ("--bogus 3", "Unrecognized options: --bogus, 3 (see"),
+        ("--sweep rppo", "--sweep expects tokens or one of sft, dpo, ppo"),
         ("--sweep 0", "sequence lengths must be 1 or more"),
         ("--reserve 1e999GiB", "--reserve must be less than 2^63 bytes"),
         ("--reserve 99GiB", "leave nothing of a GPU"),
@@ -202,7 +248,7 @@ def test_gpus(text, expected):
     assert parse_gpus(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "x", "8x", "GiB", "-8x80GiB", "8x80GiB x", "8x80 PiB", "8x8x80GiB"])
+@pytest.mark.parametrize("text", ["", "x", "8x", "GiB", "-8x80GiB", "8x80GiB x", "8x80 PiB", "8x80", "8x8x80GiB"])
 def test_gpus_that_make_no_sense(text):
     with pytest.raises(OptionError, match="--gpus must be a"):
         parse_gpus(text)

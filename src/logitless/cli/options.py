@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, make_dataclass
+from difflib import get_close_matches
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import NoneType
@@ -41,7 +43,7 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise
-    raise OptionError(f"{one_line(report.getvalue())} (see {prog} --help)")
+    raise OptionError(f"{one_line(report.getvalue(), [f.name for f in fields(default)])} (see {prog} --help)")
 
 
 def _help(default: Any, prog: str, description: str) -> NoReturn:
@@ -134,8 +136,11 @@ def method_of(arguments: Sequence[str]) -> str | None:
     return given.method or next(iter(found), None)
 
 
-def one_line(report: str) -> str:
-    """The sentences of a titled report up to its first rule, and the names of similar options from what follows."""
+def one_line(report: str, names: Sequence[str] = ()) -> str:
+    """The sentences of a titled report up to its first rule, and the names of similar options from what follows.
+
+    names: the command's options, among which other spellings (`--model_size`) are looked up.
+    """
     _, *rows = [row for row in (line.strip(EDGES) for line in report.splitlines()) if row]
     parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
     text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
@@ -143,4 +148,12 @@ def one_line(report: str) -> str:
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]
+    near += [option for word in re.findall(r"--[\w-]+", text) for option in _similar(word, names) if option not in near]
     return f"{text}; did you mean {' or '.join(near)}?" if near else text
+
+
+def _similar(word: str, names: Sequence[str]) -> list[str]:
+    """The option that a word may have meant: one that it begins with, else the nearest."""
+    text, known = word[2:].replace("_", "-"), [name.replace("_", "-") for name in names]
+    begins = [name for name in known if text.startswith(f"{name}-")]
+    return [f"--{name}" for name in begins[:1] or get_close_matches(text, known, n=1, cutoff=0.7)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import chain
@@ -15,6 +15,7 @@ import tyro
 from ..errors import OptionError
 from ..models.catalog import shape_of
 from ..units import LARGEST, parse_bytes
+from ..workbench.plan.algorithms import ALGORITHMS
 from ..workbench.plan.fit import fit
 from ..workbench.plan.plan import both, sweep
 from ..workbench.plan.setting import Setting
@@ -54,7 +55,7 @@ class PlanConfig:
     model: KnownModel = "qwen2.5-1.5b"
     algorithm: Literal["sft", "dpo", "ppo", "grpo", "intuitor", "reinforce", "grade"] = "sft"
     """What is computed in a step, and which further models it keeps."""
-    batch_size: int = 64
+    batch_size: int = 8
     """Prompts per optimizer step, on all GPUs together."""
     responses_per_prompt: int = 1
     """Responses per prompt; the group of grpo and intuitor."""
@@ -105,12 +106,14 @@ class PlanConfig:
     memory_budget: MemoryBudget = MEMORY_BUDGET
     dense_logits: Literal["all", "response"] = "all"
     """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
-    sweep: tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]] = ()
-    """Sequence lengths to plan as well."""
+    sweep: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """Sequence lengths, algorithms or both to plan as well: --sweep ppo intuitor 2048 8192."""
     what_if: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """KEY=VALUE: plan again with this option changed; several are planned one by one."""
     fit: bool = False
     """Search a conservative and an aggressive setting that fit, and say why."""
+    components: bool = False
+    """List everything that a GPU holds, with its shape and the phases in which it lives."""
     check: bool = False
     """Exit status 1 when the plan without logits does not fit."""
     units: Units = "GiB"
@@ -149,7 +152,7 @@ class PlanConfig:
 
 def parse_gpus(text: str) -> tuple[int, int]:
     """ "8x80GiB" -> (8, bytes of one); OptionError for anything else."""
-    match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]{1,18}\s*[KMGT]i?B)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x×*]\s*)?([0-9.]{1,18}\s*(?:[KMGT]i?)?B)\s*", text, re.IGNORECASE)
     if match is None:
         raise OptionError(f"--gpus must be a number and a size with its unit, such as 8x80GiB or 1x24GB, got {text!r}")
     return int(match[1] or 1), parse_bytes(match[2], "--gpus")
@@ -162,22 +165,24 @@ def main(arguments: Sequence[str]) -> int:
     check_outputs({"json": config.json, "png": config.png, "html": config.html}, read)
     setting = config.setting()
     dense, logitless = both(setting)
-    lengths = sweep(setting, tuple(chain.from_iterable(config.sweep)))
+    lengths = sweep(setting, *swept(chain.from_iterable(config.sweep)))
     given = chain.from_iterable(config.what_if)
     changes = [(change, *both(changed(config, change).setting())) for change in given]
     found = fit(setting) if config.fit else {}
     from ..workbench.plan import report
 
     def show(console: Console) -> None:
-        report.show(dense, logitless, console, config.units)
+        report.show(dense, logitless, console, config.units, components=config.components)
         if lengths:
             report.show_sweep(lengths, console, config.units)
         if changes:
             report.show_changes([("as given", dense, logitless), *changes], console, config.units)
         report.show_fits(found, console, config.units)
+        if (more := report.more(config.fit, config.components)) is not None:
+            console.print(f"[dim]{more}[/dim]", highlight=False)
 
     value = report.as_json(dense, logitless)
-    value["sweep"] = [_row("length", *row) for row in lengths]
+    value["sweep"] = [{"algorithm": row[1].setting.algorithm, **_row("length", *row)} for row in lengths]
     value["what_if"] = [_row("change", *row) for row in changes]
     value["fit"] = report.fits_json(found) or None
     deliver(value, config.json, show)
@@ -190,6 +195,19 @@ def main(arguments: Sequence[str]) -> int:
 
         write_whole(config.html, lambda path: write_page(path, logitless, units=config.units))
     return int(config.check and not logitless.fits)
+
+
+def swept(values: Iterable[str]) -> tuple[list[int], list[str]]:
+    """--sweep's lengths and its algorithms; OptionError for what is neither."""
+    lengths, algorithms = [], []
+    for value in values:
+        if re.fullmatch(r"-?\d{1,30}", value):
+            lengths.append(int(value))
+        elif value in ALGORITHMS:
+            algorithms.append(value)
+        else:
+            raise OptionError(f"--sweep expects tokens or one of {', '.join(ALGORITHMS)}, got {value!r}")
+    return lengths, algorithms
 
 
 def _row(key: str, value: Any, dense: Any, logitless: Any) -> dict[str, Any]:

@@ -202,6 +202,19 @@ def test_recommended_settings(response, prompts, each, dense_fits):
     assert f"{ours.peak / GIB:.2f} GiB, fits" in page
 
 
+@pytest.mark.parametrize("length", [2048, 4096, 6144, 8192])
+def test_intuitor_against_ppo(length):
+    """The page's table: Intuitor needs less than PPO at every length, dense or not."""
+    intuitor = replace(flat, prompt_length=0, response_length=length)
+    cells = [f"{length:,}"]
+    for way in ("dense", "logitless"):
+        ours, ppo = plan(intuitor, way).peak, plan(replace(intuitor, algorithm="ppo"), way).peak
+        cells += [f"{ppo / GB:.1f} GB", f"{ours / GB:.1f} GB", f"{ours / ppo:.2f}"]
+        assert ours < ppo
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"| {' | '.join(cells)} |" in page
+
+
 def test_self_certainty_has_no_gradient_of_its_own():
     """Intuitor's plan differs from GRPO's in nothing: its reward is read off the scoring pass."""
     assert plan(SELF, "dense").peaks == plan(replace(SELF, algorithm="grpo"), "dense").peaks

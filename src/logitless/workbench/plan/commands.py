@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ...models.presets import PRESETS, TEKKEN_VOCAB
 from ...models.shapes import ModelShape
-from .setting import Setting, ceil_div
+from .setting import GIB, Setting, ceil_div
 
 TRL = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "intuitor": "grpo", "reinforce": "rloo"}
 ALIGN = {"dpo": "dpo", "grpo": "grpo", "intuitor": "intuitor", "reinforce": "rloo"}
@@ -25,6 +25,7 @@ ACCELERATE = {
     "zero3": ("--use_deepspeed", "--zero_stage 3", "--zero3_init_flag true"),
     "fsdp2": ("--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
 }
+ALWAYS = ("algorithm", "batch_size", "prompt_length", "response_length")  # whose defaults depend on one another
 BETA = 0.04  # of the KL to a reference model (Shao et al., arXiv 2402.03300); 0: no reference model
 
 
@@ -201,6 +202,24 @@ def flags(setting: Setting) -> dict[str, str]:
         "accelerate": launcher(setting),
     }
     return {tool: line for tool, line in lines.items() if line is not None}
+
+
+def planned(setting: Setting) -> str:
+    """`logitless plan` of the setting, as it stands."""
+    whole = setting.gpu_bytes % GIB == 0
+    size = f"{setting.gpu_bytes // GIB}GiB" if whole else f"{setting.gpu_bytes}B"
+    words = [f"logitless plan --model {shlex.quote(setting.model.name)}", f"--gpus {setting.gpus}x{size}"]
+    same = Setting(setting.model)
+    for field in fields(Setting):
+        value = getattr(setting, field.name)
+        option = field.name.replace("_", "-")
+        if field.name in ALWAYS or (value != getattr(same, field.name) and field.name not in ("gpus", "gpu_bytes")):
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{option}")
+            else:
+                shown = value.name if isinstance(value, ModelShape) else value
+                words.append(f"--{option} {shlex.quote(str(shown))}")
+    return " ".join(words)
 
 
 def hint(setting: Setting) -> str | None:

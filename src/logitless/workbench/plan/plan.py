@@ -69,6 +69,10 @@ def at_length(setting: Setting, length: int) -> Setting:
     return replace(setting, prompt_length=prompt, response_length=length - prompt)
 
 
-def sweep(setting: Setting, lengths: Sequence[int]) -> list[tuple[int, Plan, Plan]]:
-    """(length, dense, logitless) for each sequence length."""
-    return [(length, *both(at_length(setting, length))) for length in lengths]
+def sweep(setting: Setting, lengths: Sequence[int], algorithms: Sequence[str] = ()) -> list[tuple[int, Plan, Plan]]:
+    """(length, dense, logitless) for each sequence length and algorithm; those of the setting where none is given."""
+    found = []
+    for length in lengths or ((setting.length,) if algorithms else ()):
+        for algorithm in algorithms or (setting.algorithm,):
+            found.append((length, *both(at_length(replace(setting, algorithm=algorithm), length))))
+    return found

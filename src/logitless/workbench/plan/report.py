@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...units import format_bytes, plural
-from .commands import flags, hint
+from ...units import format_bytes, one_unit, plural
+from .commands import flags, hint, planned
 from .components import Component
 from .fit import Fit
 from .plan import Plan
@@ -33,8 +33,8 @@ def headline(setting: Setting, units: str) -> str:
     )
 
 
-def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> None:
-    """Components, phases and the verdict, dense against logitless."""
+def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB", *, components: bool = False) -> None:
+    """The verdict and the phases, dense against logitless; every component where asked for."""
     setting = logitless.setting
     console.print(f"[bold]{headline(setting, units)}[/bold]", highlight=False)
     console.print(
@@ -42,14 +42,23 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB") -> 
         f"{plural(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
         highlight=False,
     )
-    console.print(_components(dense, logitless, units), highlight=False)
-    console.print(_phases(dense, logitless, units), highlight=False)
     for plan in (dense, logitless):
         top = plan.largest
         console.print(verdict(plan, units), highlight=False)
         console.print(f"  largest single allocation: {top.name}, {format_bytes(top.largest, units)}", highlight=False)
+    console.print(_phases(dense, logitless, units), highlight=False)
+    if components:
+        console.print(_components(dense, logitless, units), highlight=False)
     for note in notes(setting):
         console.print(f"[dim]{note}[/dim]", highlight=False)
+
+
+def more(fitted: bool, components: bool) -> str | None:
+    """The options that show what was not asked for."""
+    offers = [] if components else ["--components lists what each phase holds"]
+    if not fitted:
+        offers.append("--fit searches a setting that fits, and says why")
+    return "; ".join(offers) or None
 
 
 def notes(setting: Setting) -> list[str]:
@@ -106,23 +115,25 @@ def lives(component: Component, phases: Sequence[str]) -> str:
 def _components(dense: Plan, logitless: Plan, units: str) -> Table:
     table = _table("<component", "<shape", ">dense", ">logitless", "<lives")
     phases = logitless.setting.kind.phases
+    size = one_unit((c.nbytes for plan in (dense, logitless) for c in plan.components), units)
     mine = {c.name: c for c in logitless.components}
     theirs = {c.name: c for c in dense.components}
     for name in dict.fromkeys([*theirs, *mine]):
         left, right = theirs.get(name), mine.get(name)
         some = right or left
         assert some is not None
-        cells = ["–" if c is None else format_bytes(c.nbytes, units) for c in (left, right)]
+        cells = ["–" if c is None else size(c.nbytes) for c in (left, right)]
         table.add_row(name, some.shape, *cells, lives(some, phases))
     return table
 
 
 def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
     table = _table("<phase", ">dense", ">logitless", ">saved")
+    size = one_unit((dense.peak, logitless.peak), units)
     for phase, nbytes in logitless.peaks.items():
         before = dense.peaks[phase]
-        saved = format_bytes(before - nbytes, units) if before != nbytes else "–"
-        cells = [format_bytes(plan.peaks[phase], units) for plan in (dense, logitless)]
+        saved = size(before - nbytes) if before != nbytes else "–"
+        cells = [size(plan.peaks[phase]) for plan in (dense, logitless)]
         cells = [
             f"[bold]{c}[/bold]" if phase == p.peak_phase else c for c, p in zip(cells, (dense, logitless), strict=True)
         ]
@@ -131,12 +142,14 @@ def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
 
 
 def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: str = "GiB") -> None:
-    """Peaks over sequence lengths."""
-    table = _table(">tokens", ">dense", ">logitless", ">ratio", "<fits")
+    """Peaks over sequence lengths and algorithms."""
+    table = _table(">tokens", "<algorithm", ">dense", ">logitless", ">ratio", "<fits")
+    size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for length, dense, logitless in rows:
         fits = " and ".join(plan.way for plan in (dense, logitless) if plan.fits) or "neither"
         ratio = f"{dense.peak / logitless.peak:.1f} ×"
-        table.add_row(f"{length:,}", format_bytes(dense.peak, units), format_bytes(logitless.peak, units), ratio, fits)
+        algorithm = logitless.setting.algorithm
+        table.add_row(f"{length:,}", algorithm, size(dense.peak), size(logitless.peak), ratio, fits)
     console.print("[bold]peak on each GPU by sequence length[/bold]")
     console.print(table, highlight=False)
 
@@ -145,13 +158,14 @@ def show_changes(rows: Sequence[tuple[str, Plan, Plan]], console: Console, units
     """Peaks with one option changed; the first row is the setting itself."""
     table = _table("<what if", ">dense", ">logitless", ">change", "<logitless peaks in", "<fits")
     base = rows[0][2].peak
+    size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
     for name, dense, logitless in rows:
         change = logitless.peak - base
         sign = "+" if change > 0 else ""
         cells = [
-            format_bytes(dense.peak, units),
-            format_bytes(logitless.peak, units),
-            f"{sign}{format_bytes(change, units)}" if change else "–",
+            size(dense.peak),
+            size(logitless.peak),
+            f"{sign}{size(change)}" if change else "–",
         ]
         table.add_row(name, *cells, logitless.peak_phase, "yes" if logitless.fits else "no")
     console.print("[bold]what if[/bold]")
@@ -166,16 +180,20 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
                 f"[bold]{name}[/bold]: [red]nothing fits[/red]: give more GPUs, more memory or a smaller model"
             )
             continue
+        same = [other for other, before in found.items() if before is not None and before.plan == fit.plan]
+        if same[0] != name:
+            console.print(f"[bold]{name}[/bold]: as {same[0]}, all that is asked for fits; ask for more")
+            continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
         console.print(verdict(fit.plan, units), highlight=False)
         table = _table("<option", "<value", "<why")
         for row in fit.reasons:
             table.add_row(*row)
         console.print(table, highlight=False)
-        for tool, line in flags(fit.plan.setting).items():
+        for tool, line in {"plan": planned(fit.plan.setting), **flags(fit.plan.setting)}.items():
             console.print(f"[dim]{tool}[/dim]  {line}", highlight=False, soft_wrap=True)
-        if (more := hint(fit.plan.setting)) is not None:
-            console.print(f"[dim]{more}[/dim]", highlight=False, soft_wrap=True)
+        if (other := hint(fit.plan.setting)) is not None:
+            console.print(f"[dim]{other}[/dim]", highlight=False, soft_wrap=True)
         console.print()
 
 
@@ -220,5 +238,6 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
         "allowed_bytes": fit.allowed,
         "plan": plan_json(fit.plan),
         "reasons": [dict(zip(keys, row, strict=True)) for row in fit.reasons],
+        "command": planned(fit.plan.setting),
         "flags": flags(fit.plan.setting),
     }
