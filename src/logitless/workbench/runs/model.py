@@ -172,7 +172,8 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         if source.weights is None:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        kind: Any = AutoModelForCausalLM  # whose stubs know no output_loading_info
+        model, found = kind.from_pretrained(
             source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
         )
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
