@@ -37,13 +37,15 @@ def parse(
     default = kind() if default is None else default
     if not {"-h", "--help"}.isdisjoint(arguments):
         _help(default, prog, description)
+    options: Any = default
+    names = [f.name for f in fields(options)]
     try:
         with redirect_stderr(report):
             return tyro.cli(kind, prog=prog, description=description, args=list(arguments), default=default)
     except SystemExit as stop:
         if not stop.code:
             raise
-    raise OptionError(f"{one_line(report.getvalue(), [f.name for f in fields(default)])} (see {prog} --help)")
+    raise OptionError(f"{one_line(report.getvalue(), names)} (see {prog} --help)")
 
 
 def _help(default: Any, prog: str, description: str) -> NoReturn:

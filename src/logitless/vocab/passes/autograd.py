@@ -52,7 +52,7 @@ def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
     """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
     if torch.is_grad_enabled():
         raise GradientError(NO_SECOND_DERIVATIVE)
-    functorch = torch._C._functorch
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - a module that has no stub
     batched = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
     if any(is_batched(g) for g in grads if g is not None for is_batched in batched):
         raise GradientError(ONE_AT_A_TIME)
