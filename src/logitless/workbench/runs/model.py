@@ -40,49 +40,77 @@ class ModelSource:
         return FROM_SCRATCH_RATE if self.weights is None else PRETRAINED_RATE
 
 
+def check_model(name: str, wish: str | None = None) -> None:
+    """ConfigError for a --model that can be seen to lead nowhere without transformers; a hub id may lead anywhere.
+
+    wish: what needs weights; None where a configuration is enough.
+    """
+    path = Path(name)
+    known = name in PRESETS or path.exists() or _is_hub_id(name)
+    if path.is_dir():
+        _check_directory(path)
+    elif path.exists() and not path.is_file():
+        raise ConfigError(f"--model {name}: expected a file or a folder, got a device or a pipe")
+    elif wish is not None and (not known or name in PRESETS or path.is_file()):
+        expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
+        got = "a configuration without weights" if known else "nothing of this name"
+        raise ConfigError(f"--model {name}: expected {expected}, got {got}; logitless train writes such a directory")
+    elif path.is_file():
+        _read_json(path)
+    elif not known:
+        preset(name)  # raises with the nearest names
+
+
 def resolve(name: str) -> ModelSource:
     """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
+    check_model(name)
     path = Path(name)
     if name in PRESETS:
         return ModelSource(name, config_of(preset(name), name), None, None)
     if path.is_dir():
-        return _directory(name)
+        return ModelSource(name, _load_config(name), name, name)
     if path.is_file():
         beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
         return ModelSource(name, config_of(_read_json(path), name), None, None if beside is None else str(beside))
-    if not _is_hub_id(name):
-        preset(name)  # raises with the nearest names
     return ModelSource(name, _load_config(name), name, name)
 
 
 def resolve_trained(name: str, wish: str) -> ModelSource:
     """`resolve` of a model that has weights; ConfigError where there are none for what is wished for."""
-    known = name in PRESETS or Path(name).exists() or _is_hub_id(name)
-    source = resolve(name) if known else None
-    if source is None or source.weights is None:
-        expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
-        got = "nothing of this name" if source is None else "a configuration without weights"
-        raise ConfigError(f"--model {name}: expected {expected}, got {got}; logitless train writes such a directory")
-    return source
+    check_model(name, wish)
+    return resolve(name)
 
 
 def _is_hub_id(name: str) -> bool:
     return "/" in name and not Path(name).is_absolute() and not name.startswith(".")
 
 
-def _directory(name: str) -> ModelSource:
-    path = Path(name)
+def _check_directory(path: Path) -> None:
     if not (path / "config.json").exists():
         raise ConfigError(f"--model {path}: no config.json in this directory")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"--model {path}: no .safetensors weights; give {path / 'config.json'} to start from scratch")
-    return ModelSource(name, _load_config(str(path)), str(path), str(path))
+    for index in path.glob("*.safetensors.index.json"):
+        _check_index(index)
+
+
+def _check_index(index: Path) -> None:
+    """ConfigError unless an index names safetensors of its own directory: others would be unpickled, or from afar."""
+    files = _read_json(index)
+    files = files.get("weight_map") if isinstance(files, dict) else None
+    if not isinstance(files, dict):
+        raise ConfigError(f"--model {index.parent}: {index.name} has no weight_map of tensors to files")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"--model {index.parent}: {index.name} names {name!r}; expected .safetensors files of this directory"
+            )
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
 
 
@@ -172,10 +200,10 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         if source.weights is None:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
-        kind: Any = AutoModelForCausalLM  # whose stubs know no output_loading_info
-        model, found = kind.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
         )
+        model, found = loaded
     except Exception as error:  # shapes, dtypes and missing files all surface as different classes
         misfit = "mismatched" in str(error)
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
