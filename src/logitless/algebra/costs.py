@@ -282,7 +282,7 @@ def traffic_of(
     """
     sums = sums_of(want)
     top_k = max(top_k, int("argmax" in sums))
-    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 5 * ("ref" in sums) + numbers + top_k
+    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + numbers + top_k
     floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
     ints = top_k + ("above" in sums)
     each = 1 + (label and "above" in sums) + ("jsd" in sums)

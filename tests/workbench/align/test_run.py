@@ -250,7 +250,7 @@ def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
         Path("runs/tiny").mkdir(parents=True)
         Path("runs/tiny/model").symlink_to(start.model)
 
-    monkeypatch.setattr("logitless.workbench.sft.default_model.train_text", train_text)
+    monkeypatch.setattr("logitless.workbench.sft.run.run", train_text)
     summary = run(replace(start, model=AlignConfig().model, max_steps=1), QUIET)
     assert [config.output_dir for config in seen] == [Path("runs/tiny")]
     assert summary["output_dir"] == "runs/intuitor"

@@ -64,6 +64,10 @@ class SparseBackward:
         self._computed += computed
         self._pairs += pairs
 
+    def scale(self, factor: Tensor) -> None:
+        """Count the errors at another upstream gradient, `factor` times as large."""
+        self._parts = [(mass, error * factor.abs()) for mass, error in self._parts]
+
     @property
     def skipped_mass(self) -> Tensor:
         """The largest mass that a token left out, ()."""

@@ -114,6 +114,8 @@ class FormedLoss:
 
         total = loss_gradients(call, self.needs, again)[0]  # the same steps, so the same bits
         total.scale_(upstream)
+        if call.options.sparse is not None:
+            call.options.sparse.scale(upstream)
         return total.result()
 
 

@@ -67,7 +67,7 @@ at = {
     "BASIS1": 0, "GROUP": 0,
 }
 small, exact = {"warps": 4, "stages": 3}, {"enable_fp_fusion": False}
-everything = ("m", "rest", "t", "r", "above", "m_ref", "s_ref", "shift", "a", "b", "a_ref")
+everything = ("m", "rest", "t", "r", "above", "m_ref", "s_ref", "near", "shift", "a", "b", "a_ref")
 back = {"ROWS": logits_grad["rows"], "BLOCK": logits_grad["block"], "LABEL": True, "RAW": True}
 every = {"BIAS": True, "CAP": True, "REF": True, "REF_BIAS": True, "REF_CAP": True}
 print(json.dumps({
@@ -88,7 +88,7 @@ print(json.dumps({
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
     "second look": compiled("look_again", look, {"LABEL": True, "ROWS": look["rows"], "BLOCK": look["block"]}),
     "scale": compiled("scale", look, {"BLOCK": 4096}),
-    "rescale": compiled("rescale", look, {"PLOGP": True, "BLOCK": 1024}),
+    "rescale": compiled("rescale", look, {"GAINS": True, "BLOCK": 1024}),
     "best of groups": compiled("best_of_groups", look, {"GROUPS": 4096, "GROUP": 64, "LANES": 64}),
     "keys": compiled("decode", small, {"BLOCK": 1024}),
     "dot": compiled("dot", small, {"BLOCK": 1024}),

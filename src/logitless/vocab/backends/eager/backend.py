@@ -69,12 +69,11 @@ class _Running:
         shift, near = f.shift.clone(), f.near.clone()
         rows = (peak + peak_ref > near).nonzero().squeeze(1)
         if rows.numel():
-            some = slice(None) if rows.shape[0] == near.shape[0] else rows
-            found, at = torch.add(tile.z[some], tile.z_ref[some]).max(1)
-            nearer = found > near[some]
-            near[some] = torch.where(nearer, found, near[some])
-            own = gap[some].gather(1, at[:, None]).squeeze(1).neg_()
-            shift[some] = torch.where(nearer, own, shift[some])
+            rows, both = self._sums_of_logits(tile.z, tile.z_ref, rows)
+            found, at = both.max(1)
+            nearer = found > near[rows]
+            near[rows] = torch.where(nearer, found, near[rows])
+            shift[rows] = torch.where(nearer, gap[rows, at].neg_(), shift[rows])
         f.b = moved_b(f, torch.maximum(f.m, peak), shift, torch)
         step = step_to(f, shift, torch)
         f.a.add_((1 + f.rest) * step)
@@ -83,6 +82,16 @@ class _Running:
         if "pD" in self.products:
             self.products["pD"].addcmul_(self.products["p"], step[:, None])
         f.near, f.shift = near, shift
+
+    def _sums_of_logits(self, z: Tensor, z_ref: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """z + z_ref of some tokens, or where these are many of all, in one buffer, and which tokens these are."""
+        buffer, n = self.chunk.scratch.take("y", z), rows.shape[0]
+        if 2 * n > z.shape[0]:
+            return torch.arange(z.shape[0], device=z.device), torch.add(z, z_ref, out=buffer)
+        both, other = buffer[:n], buffer[n : 2 * n]
+        torch.index_select(z, 0, rows, out=both)
+        torch.index_select(z_ref, 0, rows, out=other)
+        return rows, both.add_(other)
 
     def _add_policy(self, tile: Tile, peak: Tensor, keep: str | None) -> tuple[Tensor, Tensor]:
         """The sums over the policy alone; returns the weights e^(z-m) and the old weights' factor."""
