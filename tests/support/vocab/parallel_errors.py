@@ -184,7 +184,7 @@ def one_rank_alone(group: Any) -> None:
         wrong(lambda: relax.gumbel_topk(hidden, one, 1.0, k=V + last), "k: expected a whole number", OptionError)  # noqa: B023
     wrong(lambda: ll.token_stats(hidden[:, : H - last], head, labels), "hidden: expected (..., 4)", ShapeError)
     wrong(lambda: call(head, reduction=["mean", "wrong"][last]), "reduction", OptionError)
-    wrong(lambda: call(head, **({"weight": 1} if last else {})), "unknown option 'weight'", OptionError)
+    wrong(lambda: call(head, **({"weights": 1} if last else {})), "unknown option 'weights'", OptionError)
     wrong(lambda: call(head, denominator=1.0 - last), "denominator: expected a positive number", OptionError)
     given = [torch.ones(N), torch.ones(N + 1)][last]
     own = lambda stats, w: -w * stats.logprob  # noqa: E731
