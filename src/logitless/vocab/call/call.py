@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -184,7 +183,8 @@ class Call:
 
     def chunk(self, rows: slice) -> Inputs:
         """The inputs of some valid tokens."""
-        return replace_tokens(self.inputs, lambda x: None if x is None else self.rows(x, rows))
+        there = {name: x for name in PER_TOKEN if (x := getattr(self.inputs, name)) is not None}
+        return self.inputs._replace(**{name: self.rows(x, rows) for name, x in there.items()})
 
     def put(self, x: Tensor, rows: slice, values: Tensor) -> None:
         """Write the valid tokens' `values` into `x` (N, ...)."""
@@ -192,11 +192,6 @@ class Call:
             x[rows] = values.to(x.dtype)
         else:
             x[self.index[rows]] = values.to(x.dtype)
-
-
-def replace_tokens(inputs: Inputs, take: Callable[[Any], Any]) -> Inputs:
-    """The inputs with `take` applied to what has a row for each token."""
-    return inputs._replace(**{name: take(getattr(inputs, name)) for name in PER_TOKEN})
 
 
 def computing_all(call: Call) -> tuple[Call, Tensor | None]:
