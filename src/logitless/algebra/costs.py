@@ -24,7 +24,7 @@ ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product 
 class Price:
     """How a call is paid for. `gemms` counts products of 2·N·H·V flop, forward and backward together."""
 
-    method: str  # "values" | "one-hot" | "basis" | "in-forward" | "recompute"
+    method: str  # "values" | "one-hot" | "basis" | "in-forward" | "recompute" | "kept": over sampling masks
     gemms: int
     bases: tuple[str, ...] = ()  # the (N, H) buffers of "basis"
     materialised: bool = False  # a chunk's slices of logits all stay: token_loss, and jsd's second look
@@ -44,13 +44,17 @@ def price_of(
     loss: bool = False,
     one_hots: bool = False,
     softcap: bool = False,
+    sampling_mask: bool = False,
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
     `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
-    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ.
+    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `sampling_mask`: only
+    each token's own set of entries counts.
     """
+    if sampling_mask:
+        return Price("kept", 0)
     sums = sums_of(want)
     products = 2 if "ref" in sums else 1
     whole = "jsd" in sums

@@ -26,9 +26,9 @@ DENSE = ("p", "plogp", "pD", "pM", "p2", "q")  # bases with one number per vocab
 class Statistic:
     """One number per token: how it is read off the totals, and the coefficients of its gradient."""
 
-    value: Callable[[Totals, int], Array]
-    # (totals, g, vocab_size, jsd_beta, xp) -> coefficients; None where it has no gradient
-    coefficients: Callable[[Totals, Array, int, float, Any], Coefficients] | None
+    value: Callable[[Totals, Any], Array]  # of the totals, and how many entries they are over
+    # (totals, g, how many entries, jsd_beta, xp) -> coefficients; None where it has no gradient
+    coefficients: Callable[[Totals, Array, Any, float, Any], Coefficients] | None
     sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd"}
     bases: frozenset[str] = frozenset()  # dense bases that have coefficients; logprob's is p
     needs_label: bool = False
@@ -38,8 +38,13 @@ class Statistic:
         return "ref" in self.sums
 
 
+def _log(size: Any) -> Any:
+    """Of the vocabulary's size, or of each token's set."""
+    return math.log(size) if isinstance(size, int) else size.log()
+
+
 def _row(
-    value: Callable[[Totals, int], Array],
+    value: Callable[[Totals, Any], Array],
     coefficients: Callable[..., Coefficients] | None,
     sums: str = "",
     bases: str = "",
@@ -59,7 +64,7 @@ STATISTICS: dict[str, Statistic] = {
         bases="p plogp",
     ),
     "self_certainty": _row(
-        lambda T, V: (T.m - T.mean_logit) + (T.log_s - math.log(V)),
+        lambda T, V: (T.m - T.mean_logit) + (T.log_s - _log(V)),
         lambda T, g, V, b, xp: {"p": g, "one": -g / V},
         sums="zsum",
         bases="p",
@@ -99,8 +104,13 @@ def bases_of(want: Iterable[str]) -> frozenset[str]:
     return frozenset().union(*(STATISTICS[name].bases for name in want))
 
 
-def coefficients_of(grads: dict[str, Array], totals: Totals, vocab_size: int, jsd_beta: float, xp: Any) -> Coefficients:
-    """The coefficients of the gradient formula for upstream gradients `grads` of the statistics."""
+def coefficients_of(
+    grads: dict[str, Array], totals: Totals, vocab_size: int | Array, jsd_beta: float, xp: Any
+) -> Coefficients:
+    """The coefficients of the gradient formula for upstream gradients `grads` of the statistics.
+
+    vocab_size: how many entries the totals are over, for each token where they have sets of their own.
+    """
     out: Coefficients = {}
     for name, g in grads.items():
         of = STATISTICS[name].coefficients

@@ -16,6 +16,7 @@ from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call.call import Call
 from .call.lora import stand_in, with_lora
 from .call.options import Options
+from .call.sampling_mask import SamplingMask
 from .call.validate import flatten, flatten_inputs
 from .devices import compute_dtype
 from .explain import Explanation, explain
@@ -30,6 +31,7 @@ from .passes.loss import (
     cross_entropy_of,
     cross_entropy_wants,
     loss_of_each,
+    loss_over_sets,
 )
 from .ranks.agreement import on_all
 from .stats import TokenStats
@@ -49,6 +51,7 @@ def token_stats(
     ignore_index: int = -100,
     top_k: int = 0,
     candidates: Tensor | None = None,  # (..., K)
+    sampling_mask: SamplingMask | None = None,
     reference: tuple[Tensor, LMHead] | None = None,
     jsd_beta: float = 0.5,
     memory_budget: int | None = None,
@@ -65,7 +68,9 @@ def token_stats(
 
     hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i];
     temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
-    wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
+    wanted; sampling_mask: each token's own set of entries, over which all statistics then are (logits outside count as
+    -inf; mean_logit and self_certainty are over the set): price 0, no product with the vocabulary;
+    reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
     jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
     Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight,
     bias and the adapters' factors; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no
@@ -73,7 +78,8 @@ def token_stats(
     Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError, BackendError, GradientError.
     Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
     """
-    return _token_stats(
+    run = _token_stats if sampling_mask is None else _token_stats_over_sets
+    return run(
         hidden,
         head,
         labels,
@@ -82,6 +88,7 @@ def token_stats(
         ignore_index=ignore_index,
         top_k=top_k,
         candidates=candidates,
+        sampling_mask=sampling_mask,
         reference=reference,
         jsd_beta=jsd_beta,
         memory_budget=memory_budget,
@@ -124,6 +131,8 @@ def token_loss(
     extra = flatten_inputs(inputs, hidden)
     if reduction == "none":
         return loss_of_each(loss_fn, call, extra).reshape(hidden.shape[:-1])
+    if call.sampling_mask is not None:
+        return loss_over_sets(loss_fn, call, extra, reduction == "mean")
     return chunked_loss(loss_fn, call, extra, reduction == "mean")
 
 
@@ -192,6 +201,9 @@ def _token_stats(
         found = compiled.stats(call)
     lead = hidden.shape[:-1]
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in found.items()})
+
+
+_token_stats_over_sets = _uncompiled(_token_stats)  # the sizes of sets are no shapes of a graph
 
 
 def _prepared(

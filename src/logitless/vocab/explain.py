@@ -20,10 +20,12 @@ from ..algebra.costs import (
 from .call.call import Call, Inputs, Needs
 from .call.lora import stand_in
 from .call.options import Options
+from .call.sampling_mask import SamplingMask
 from .call.validate import check_sparse, flatten
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import slices_for
+from .passes.kept import entries_at_a_time
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class Explanation:
     backend: str
     slices: Slices
     rank: int  # of the head's adapters together
-    flop: int  # of all products with the vocabulary, of a sharded head with its rows here
+    flop: int  # of all products with the vocabulary, of a sharded head with its rows here; or with a mask's entries
     buffer_bytes: int  # slices, reused
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
+    entries: int | None = None  # of the sampling mask, where statistics are over it
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -49,9 +52,12 @@ class Explanation:
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
         thin = f" and products of rank {self.rank}" if self.rank else ""
+        parts = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries"
+        if self.entries is not None:
+            parts = f"{self.entries} entries of {self.slices.tokens} tokens"
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
-            f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
+            f"backend {self.backend}; {parts}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
@@ -77,6 +83,8 @@ def explain(
     sparse = call.options.sparse if price.skips else None
     if sparse is not None:
         check_sparse(call)
+    if call.sampling_mask is not None:
+        return _over_sets(call, price, needs, call.sampling_mask)
     slices = slices_for(call, n, price)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
@@ -94,6 +102,26 @@ def explain(
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
+    )
+
+
+def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Explanation:
+    """Of a call over a sampling mask: dot products with each token's own entries."""
+    i, entries, itemsize = call.inputs, mask.token_ids.shape[0], call.compute.itemsize
+    widths = [x.shape[1] for x in (i.weight, i.lora_b) if x is not None]
+    ref_widths = [x.shape[1] for x in (i.ref_weight, i.ref_lora_b) if x is not None]
+    gathered = entries_at_a_time(call) * (3 * sum(widths) + sum(ref_widths)) * itemsize
+    return Explanation(
+        price=price,
+        backend=call.options.backend,
+        slices=Slices(len(mask), 1, gathered),
+        rank=sum(widths[1:]),
+        flop=2 * entries * (sum(widths) * (1 + needs.hidden + needs.weight) + sum(ref_widths)),
+        buffer_bytes=gathered,
+        saved_bytes=entries * itemsize * (1 + bool(ref_widths)),
+        gradient_bytes=_gradient_bytes(i, needs, itemsize),
+        dense_bytes=dense_loss_bytes(i.hidden.shape[0], call.head.rows, i.hidden.itemsize),
+        entries=entries,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .call.sampling_mask import SamplingMask
     from .head.lm_head import LMHead
 
 
@@ -39,11 +40,23 @@ def _log_softmax(z: Tensor) -> Tensor:
 class _Rows(NamedTuple):
     """The rows that are not ignored, as logits and their softmaxes."""
 
-    z: Tensor  # (n, V)
+    z: Tensor  # (n, V), -inf outside of a sampling mask
     labels: Tensor | None  # (n,)
     logp: Tensor  # (n, V)
     logq: Tensor | None  # the reference's, a constant
     beta: float
+    kept: Tensor | None = None  # (n, V), the sampling mask
+
+    @property
+    def size(self) -> Tensor:
+        """How many entries the statistics of each row are over, (n,)."""
+        whole = self.z.new_full(self.z.shape[:1], self.z.shape[1])
+        return whole if self.kept is None else self.kept.sum(-1).double()
+
+    @property
+    def mean(self) -> Tensor:
+        z = self.z if self.kept is None else self.z.masked_fill(~self.kept, 0.0)
+        return z.sum(-1) / self.size
 
     def at_label(self, x: Tensor) -> Tensor:
         if self.labels is None:
@@ -78,8 +91,8 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "logsumexp": lambda r: r.z.logsumexp(-1),
     "label_logit": lambda r: r.at_label(r.z),
     "entropy": lambda r: -_mean_under(r.logp.exp(), r.logp),
-    "self_certainty": lambda r: r.z.logsumexp(-1) - r.z.mean(-1) - math.log(r.z.shape[-1]),
-    "mean_logit": lambda r: r.z.mean(-1),
+    "self_certainty": lambda r: r.z.logsumexp(-1) - r.mean - r.size.log(),
+    "mean_logit": lambda r: r.mean,
     "max_logit": lambda r: r.z.max(-1).values,
     "rank": lambda r: 1 + (r.z > r.at_label(r.z)[:, None]).sum(-1),
     "sum_sq_prob": lambda r: r.logp.exp().square().sum(-1),
@@ -87,6 +100,16 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
     "jsd": _jsd,
 }
+
+
+def _kept(mask: "SamplingMask", rows: int) -> Tensor:  # (N, V)
+    kept = torch.zeros(len(mask), rows, dtype=torch.bool, device=mask.token_ids.device)
+    kept[mask.tokens, mask.token_ids] = True
+    return kept
+
+
+def _over(kept: Tensor | None, z: Tensor) -> Tensor:
+    return z if kept is None else z.masked_fill(~kept, -math.inf)
 
 
 def _select(x: float | Tensor, keep: Tensor) -> float | Tensor:
@@ -110,6 +133,7 @@ def dense_token_stats(
     ignore_index: int = -100,
     top_k: int = 0,
     candidates: Tensor | None = None,  # (..., K)
+    sampling_mask: "SamplingMask | None" = None,
     reference: "tuple[Tensor, LMHead] | None" = None,
     jsd_beta: float = 0.5,
 ) -> dict[str, Tensor]:
@@ -117,11 +141,12 @@ def dense_token_stats(
     everything = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     keep = everything if labels is None else labels != ignore_index
     temperature = _select(temperature, keep)
-    z = dense_logits(hidden[keep], head, temperature)
+    kept = None if sampling_mask is None else _kept(sampling_mask, head.rows)[keep.flatten()]
+    z = _over(kept, dense_logits(hidden[keep], head, temperature))
     logq = None
     if reference is not None:
-        logq = _log_softmax(dense_logits(reference[0][keep], reference[1], temperature)).detach()
-    rows = _Rows(z, None if labels is None else labels[keep], _log_softmax(z), logq, jsd_beta)
+        logq = _log_softmax(_over(kept, dense_logits(reference[0][keep], reference[1], temperature))).detach()
+    rows = _Rows(z, None if labels is None else labels[keep], _log_softmax(z), logq, jsd_beta, kept)
     stats = {name: _spread(_FORMULAS[name](rows), keep) for name in want}
     if top_k:
         best = z.topk(top_k)

@@ -8,7 +8,7 @@ import torch
 
 from logitless.algebra.costs import traffic_of
 from logitless.vocab.head.lm_head import place
-from logitless.vocab.passes.gradient import _scatter
+from logitless.vocab.passes.gradient import scatter_one_hots
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
 
@@ -42,7 +42,7 @@ def test_entries_of_other_ranks_burden_no_single_row():
     policy = SimpleNamespace(head=head, place=lambda ids: place(ids, 100, held), factors=[factor])
     labels = torch.tensor([[3], [104], [500], [107], *[[i] for i in range(28)], *[[1000]] * 32])
     grads = SimpleNamespace(pairs=[(None, None)], bias=torch.zeros(held))
-    _scatter(SimpleNamespace(policy=policy), labels, torch.ones(64, 1), grads)
+    scatter_one_hots(SimpleNamespace(policy=policy), labels, torch.ones(64, 1), grads)
     ((ids, c),) = seen
     assert ids[[1, 3]].flatten().tolist() == [4, 7]
     assert c.flatten().nonzero().flatten().tolist() == [1, 3]

@@ -15,6 +15,7 @@ from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
 from ..sizing import current_sizing
 from .options import CallOptions
+from .sampling_mask import SamplingMask
 
 
 class Inputs(NamedTuple):
@@ -70,7 +71,8 @@ class Call:
     """One call of the pass, as `validate.flatten` makes it.
 
     head, reference: checked; their adapters stand in `inputs` as factors. index: the tokens that are valid, not
-    ignored, where some are not (None: all are); the others are never computed.
+    ignored, where some are not (None: all are); the others are never computed. sampling_mask: where statistics are over
+    each token's set of entries alone.
     """
 
     options: CallOptions
@@ -78,6 +80,7 @@ class Call:
     inputs: Inputs
     reference: LMHead | None = None
     index: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
 
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""
@@ -150,6 +153,8 @@ class Call:
         i, options = self.inputs, self.options
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
         heads = [(x.scale, x.softcap, x.vocab_size) for x in (self.head, self.reference) if x is not None]
+        mask = self.sampling_mask
+        sets = () if mask is None else (mask.token_ids, mask.offsets)
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
         facts = RankFacts(
             shard=self.shard,
@@ -159,7 +164,7 @@ class Call:
             hidden=i.hidden,
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
-            given=[x for x in (i.temperature, i.candidates, *alike) if x is not None],
+            given=[x for x in (i.temperature, i.candidates, *sets, *alike) if x is not None],
         )
         agree(facts)
         return self

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..head.lm_head import LMHead
 from ..head.sparse import SparseBackward
+from .sampling_mask import SamplingMask
 
 
 class Options(TypedDict, total=False):
@@ -20,6 +21,7 @@ class Options(TypedDict, total=False):
     ignore_index: int
     top_k: int
     candidates: Tensor | None
+    sampling_mask: SamplingMask | None
     reference: tuple[Tensor, LMHead] | None
     jsd_beta: float
     memory_budget: int | None
@@ -32,6 +34,7 @@ DEFAULTS: Options = {
     "ignore_index": -100,
     "top_k": 0,
     "candidates": None,
+    "sampling_mask": None,
     "reference": None,
     "jsd_beta": 0.5,
     "memory_budget": None,

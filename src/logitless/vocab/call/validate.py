@@ -23,6 +23,7 @@ from .call import Call, Inputs
 from .choice import choose
 from .lora import lora_b_of
 from .options import DEFAULTS, CallOptions, Options
+from .sampling_mask import SamplingMask
 
 
 def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> Call:
@@ -38,6 +39,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     if labels is not None:
         labels = _check_ids("labels", labels, lead, hidden).reshape(n)
     candidates = _check_candidates(o["candidates"], lead, hidden)
+    mask = _check_sampling_mask(o, n, hidden)
     temperature, temperatures = _check_temperature(o["temperature"], lead, hidden)
     ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
     cast = autocast_dtype(hidden)
@@ -63,7 +65,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         candidates=candidates,
     )
     if ref_head is None or ref_hidden is None:
-        return Call(checked, head, inputs)
+        return Call(checked, head, inputs, sampling_mask=mask)
     rows, lora_b = _alongside(head, ref_head), lora_b_of(ref_head)
     inputs = inputs._replace(
         ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
@@ -71,7 +73,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         ref_bias=None if ref_head.bias is None else ref_head.bias[rows].detach(),
         ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
-    return Call(checked, head, inputs, _beside(head, ref_head, inputs))
+    return Call(checked, head, inputs, _beside(head, ref_head, inputs), sampling_mask=mask)
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
@@ -178,6 +180,26 @@ def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: 
         raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
     width = candidates.shape[-1]
     return _check_ids("candidates", candidates, (*lead, width), hidden).reshape(math.prod(lead), width)
+
+
+def _check_sampling_mask(o: dict[str, Any], n_tokens: int, hidden: Tensor) -> SamplingMask | None:
+    mask = o["sampling_mask"]
+    if mask is None:
+        return None
+    if not isinstance(mask, SamplingMask):
+        raise DtypeError(
+            f"sampling_mask: expected a SamplingMask, got {type(mask).__name__}; use SamplingMask(token_ids, offsets) "
+            "or SamplingMask.of(lists)"
+        )
+    if o["top_k"] or o["candidates"] is not None:
+        raise OptionError(
+            "sampling_mask: expected no top_k or candidates beside it, which are of the whole row; take them in a call "
+            "of their own"
+        )
+    if capturing(hidden):
+        raise OptionError("sampling_mask: expected no CUDA graph, got one being captured: sets are ragged")
+    mask.check_layout(n_tokens, hidden.device)
+    return mask
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from ...algebra.costs import Price, price_of
 from ...errors import GradientError
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
-from .engine import Saved, gradients, loss_gradients, values
+from . import engine, kept
+from .engine import Saved, loss_gradients
 from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
@@ -45,6 +46,7 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         one_hots=one_hots,
         loss=loss,
         softcap=bool(call.head.softcap),
+        sampling_mask=call.sampling_mask is not None,
     )
 
 
@@ -58,10 +60,15 @@ def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
         raise GradientError(ONE_AT_A_TIME)
 
 
+def _drivers(call: Call) -> Any:
+    """Where the call's `values` and `gradients` are: over whole rows, or over sampling masks."""
+    return engine if call.sampling_mask is None else kept
+
+
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
-        out, saved = values(call, price, save=True)
+        out, saved = _drivers(call).values(call, price, save=True)
         names.extend(out)
         ctx.call, ctx.price, ctx.needs, ctx.names = call.without_tensors(), price, needs, names
         ctx.saved_names, flat = saved.flat()
@@ -77,7 +84,7 @@ class _Stats(torch.autograd.Function):
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
         given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        result = gradients(call, ctx.price, saved, given, ctx.needs)
+        result = _drivers(call).gradients(call, ctx.price, saved, given, ctx.needs)
         return None, None, None, None, *result, *NOT_DIFFERENTIATED
 
 
@@ -86,9 +93,9 @@ def stats(call: Call) -> dict[str, Tensor]:
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
     price = stats_price(call, needs)
-    if price.method == "values":
+    if price.method == "values" or not needs.any:
         with torch.no_grad():
-            return blank_ignored(values(call.checked(), price, save=False)[0], valid)
+            return blank_ignored(_drivers(call).values(call.checked(), price, save=False)[0], valid)
     names: list[str] = []
     out = _Stats.apply(call.checked(), price, needs, names, *call.inputs)
     return blank_ignored(dict(zip(names, out, strict=True)), valid)

@@ -155,7 +155,7 @@ class Saved:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _exact(driver: F) -> F:
+def exact(driver: F) -> F:
     """`driver` in full precision."""
 
     @wraps(driver)
@@ -166,7 +166,7 @@ def _exact(driver: F) -> F:
     return run  # pyright: ignore[reportReturnType]
 
 
-@_exact
+@exact
 def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
     run = Pass(call, price)
@@ -200,7 +200,7 @@ def outputs(call: Call) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return out
 
 
-@_exact
+@exact
 def gradients(
     call: Call, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, ...]:
@@ -236,7 +236,7 @@ def _skipped(chunk: Chunk) -> dict[str, Tensor]:
 Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
 
 
-@_exact
+@exact
 def loss_gradients(call: Call, needs: Needs, evaluate: Evaluate) -> tuple[GradientBuffers, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 

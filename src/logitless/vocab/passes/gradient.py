@@ -45,10 +45,7 @@ def add_gradient(
     stat_grads = dict(stat_grads)
     sparse = {name: stat_grads.pop(name, None) for name in ("top_k_logits", "candidate_logits")}
     c = coefficients_of(stat_grads, totals, policy.head.rows, call.options.jsd_beta, torch)
-    dense = dict(c)
-    if "logprob" in dense:
-        g = dense.pop("logprob")
-        dense["p"] = dense["p"] - g if "p" in dense else -g
+    dense = without_label(c)
     if products is not None:
         _combine(chunk, dense, products, grads)
     else:
@@ -56,21 +53,30 @@ def add_gradient(
     grads.clear()  # what had no part in the dense bases
     if chunk.inputs.labels is not None:
         at_label = backend.label_coefficient(chunk, totals, c)
-        _scatter(chunk, chunk.inputs.labels[:, None], at_label[:, None], grads)
+        scatter_one_hots(chunk, chunk.inputs.labels[:, None], at_label[:, None], grads)
     if "argmax" in c:
         at_best = policy.chain(c["argmax"], totals.m)
-        _scatter(chunk, extra["top_ids"][:, :1], at_best[:, None], grads)
+        scatter_one_hots(chunk, extra["top_ids"][:, :1], at_best[:, None], grads)
     if sparse["top_k_logits"] is not None:
         ids, logits = extra["top_ids"][:, :top_k], extra["top_logits"][:, :top_k]
-        _scatter(chunk, ids, policy.chain(sparse["top_k_logits"], logits), grads)
+        scatter_one_hots(chunk, ids, policy.chain(sparse["top_k_logits"], logits), grads)
     if sparse["candidate_logits"] is not None and chunk.inputs.candidates is not None:
         at_candidates = policy.chain(sparse["candidate_logits"], extra.get("candidate_logits"))
-        _scatter(chunk, chunk.inputs.candidates, at_candidates, grads)
+        scatter_one_hots(chunk, chunk.inputs.candidates, at_candidates, grads)
     if "one" in c and policy.outer is None:
         _constant(sums(), chunk, policy.chain(c["one"]), grads)
 
 
-def _scatter(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Gradients) -> None:
+def without_label(c: Coefficients) -> Coefficients:
+    """The coefficients of all entries but the label, where log-prob's is that of p alone."""
+    out = dict(c)
+    if "logprob" in out:
+        g = out.pop("logprob")
+        out["p"] = out["p"] - g if "p" in out else -g
+    return out
+
+
+def scatter_one_hots(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Gradients) -> None:
     """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
     rows = chunk.policy.head.local_rows
     if rows == 0:

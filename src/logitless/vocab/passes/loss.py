@@ -59,6 +59,12 @@ def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tens
     return loss.new_zeros(call.inputs.hidden.shape[0]).index_put((call.index,), loss)
 
 
+def loss_over_sets(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
+    """`chunked_loss` over sampling masks: numbers of all tokens at once cost no product, nor do their gradients."""
+    total = loss_of_each(loss_fn, call, extra).sum()
+    return total * reduction_scale(call.valid_alone(), True, None) if mean else total
+
+
 def _finish(
     call: Call,
     needs: Needs,

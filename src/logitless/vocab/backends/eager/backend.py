@@ -221,7 +221,7 @@ def _add_slice(
     if tile is None:
         tile = chunk.logits(v, w)
         chunk.mask(tile)
-    dz = _logits_grad(chunk, tile, totals, coefficients)
+    dz = logits_grad_of_tile(chunk, tile, totals, coefficients)
     if grads.bias is not None:
         grads.bias[v] += dz.sum(0)
     for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
@@ -232,7 +232,7 @@ def _add_slice(
             add_product(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
 
 
-def _logits_grad(chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
+def logits_grad_of_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
     """dL/dz of a slice times the chain's row factor, in the slice's buffers; 0 at the label but for δ."""
     z, zero = tile.z, torch.zeros_like(totals.m)
     base = c.get("p", zero)

@@ -1,0 +1,163 @@
+"""`SamplingMask`: the entries of the vocabulary that each token was drawn from, ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The ids that top-k, top-p or min-p kept for each token: token i has `token_ids[offsets[i] : offsets[i + 1]]`.
+
+    Dense equivalent, of N tokens and V entries:
+
+        kept = torch.zeros(N, V, dtype=torch.bool)
+        kept[torch.arange(N).repeat_interleave(offsets.diff()), token_ids] = True
+        z = z.masked_fill(~kept, -math.inf)
+
+    token_ids: (n,) integer, without duplicates in a token's set, in any order; offsets: (N + 1,) integer, from 0 to n,
+    tokens flattened. This is vLLM's `SamplingMask`. Ignored tokens may have an empty set, others have their label in
+    theirs. Raises DtypeError, ShapeError, DeviceError; what the sets hold is checked by the call that takes them.
+    Memory: 8 bytes an entry. Replayed masks: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    """
+
+    token_ids: Tensor  # (n,)
+    offsets: Tensor  # (N + 1,)
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "offsets"):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                hint = "; SamplingMask.of takes lists" if isinstance(x, Sequence) else ""
+                raise DtypeError(f"SamplingMask: {name} must be a tensor of integers, got {got}{hint}")
+            if x.dim() != 1:
+                raise ShapeError(f"SamplingMask: {name} must have one dimension, got shape {tuple(x.shape)}")
+            object.__setattr__(self, name, x.long())
+        if self.offsets.shape[0] == 0:
+            raise ShapeError("SamplingMask: offsets must have a number more than there are tokens, got none")
+        if self.offsets.device != self.token_ids.device:
+            raise DeviceError(
+                f"SamplingMask: token_ids are on {self.token_ids.device}, offsets on {self.offsets.device}; move one"
+            )
+
+    @classmethod
+    def of(cls, sets: Iterable[Iterable[int]], device: torch.device | str = "cpu") -> SamplingMask:
+        """From the ids of each token."""
+        lists = [list(each) for each in sets]
+        flat = torch.tensor([i for each in lists for i in each], dtype=torch.int64, device=device)
+        return cls(flat, _offsets(torch.tensor([len(each) for each in lists], dtype=torch.int64, device=device)))
+
+    @classmethod
+    def from_vllm(cls, masks: Iterable[Any], device: torch.device | str = "cpu") -> SamplingMask:
+        """From vLLM's sampling masks, one a completion, end to end: anything with lists `token_ids` and `offsets`."""
+        parts = [
+            cls(*(torch.as_tensor(x, dtype=torch.int64, device=device) for x in (mask.token_ids, mask.offsets)))
+            for mask in masks
+        ]
+        return cls.concatenated(parts) if parts else cls.of([], device)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """The sets of several masks, end to end."""
+        counts = torch.cat([part.counts for part in parts])
+        return cls(torch.cat([part.token_ids for part in parts]), _offsets(counts))
+
+    def to_vllm(self) -> dict[str, list[int]]:
+        """The fields of vLLM's SamplingMask."""
+        return {"token_ids": self.token_ids.tolist(), "offsets": self.offsets.tolist()}
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.offsets.shape[0] - 1
+
+    @property
+    def counts(self) -> Tensor:  # (N,)
+        """How many entries each token has."""
+        return self.offsets.diff()
+
+    @property
+    def tokens(self) -> Tensor:  # (n,)
+        """The token of each entry."""
+        return torch.arange(len(self), device=self.offsets.device).repeat_interleave(self.counts)
+
+    def to(self, device: torch.device | str) -> SamplingMask:
+        """The same sets on another device."""
+        return SamplingMask(self.token_ids.to(device), self.offsets.to(device))
+
+    def __getitem__(self, index: Tensor | slice) -> SamplingMask:
+        """The sets of some tokens: a slice without steps, or a tensor of indices."""
+        if isinstance(index, slice):
+            index = torch.arange(len(self), device=self.offsets.device)[index]
+        counts = self.counts[index]
+        offsets = _offsets(counts)
+        first = (self.offsets[:-1][index] - offsets[:-1]).repeat_interleave(counts)
+        return SamplingMask(self.token_ids[first + torch.arange(first.shape[0], device=first.device)], offsets)
+
+    def check_layout(self, n_tokens: int, device: torch.device) -> None:
+        """Raise where there are not `n_tokens` sets, on `device`, one after the other."""
+        if len(self) != n_tokens:
+            raise ShapeError(f"sampling_mask: expected a set for each of {n_tokens} tokens, got {len(self)}")
+        if self.offsets.device != device:
+            raise DeviceError(f"sampling_mask is on {self.offsets.device}, hidden on {device}; move one of them")
+        first, last = self.offsets[[0, -1]].tolist()
+        if first != 0 or last != self.token_ids.shape[0] or bool((self.counts < 0).any()):
+            raise OptionError(
+                f"sampling_mask: expected offsets that rise from 0 to {self.token_ids.shape[0]}, the number of "
+                f"token_ids, got {first} to {last}{'' if bool((self.counts >= 0).all()) else ', not all rising'}"
+            )
+
+    def check_sets(self, rows: int, names: Tensor | None = None) -> None:
+        """Raise where a set is empty, or holds an id twice or one that is not in the vocabulary of `rows` entries.
+
+        names: (N,), what errors call the tokens; their places unless given.
+        """
+
+        def name(token: int) -> int:
+            return token if names is None else int(names[token])
+
+        empty = (self.counts == 0).nonzero()
+        if empty.numel():
+            raise OptionError(
+                f"sampling_mask: expected at least one id for a token that is not ignored, token {name(int(empty[0]))} "
+                "has none; give it its set, or ignore it"
+            )
+        ids, tokens = self.token_ids, self.tokens
+        wrong = ((ids < 0) | (ids >= rows)).nonzero()
+        if wrong.numel():
+            at = int(wrong[0])
+            raise LabelError(
+                f"sampling_mask: expected ids in 0..{rows - 1}, token {name(int(tokens[at]))} has {int(ids[at])}; "
+                "fix the ids or vocab_size"
+            )
+        ordered = (tokens * rows + ids).sort().values
+        twice = (ordered[1:] == ordered[:-1]).nonzero()
+        if twice.numel():
+            token, entry = divmod(int(ordered[twice[0]]), rows)
+            raise OptionError(f"sampling_mask: expected each id once, token {name(token)} has {entry} twice")
+
+    def places_of(self, labels: Tensor, names: Tensor | None = None) -> Tensor:  # (N,)
+        """Where each token's label stands among the entries. Raises OptionError where it does not."""
+        tokens = self.tokens
+        places = (self.token_ids == labels[tokens]).nonzero().squeeze(1)
+        if places.shape[0] != len(self):
+            found = torch.zeros(len(self), dtype=torch.bool, device=labels.device)
+            found[tokens[places]] = True
+            token = int((~found).nonzero()[0])
+            shown = token if names is None else int(names[token])
+            raise OptionError(
+                f"sampling_mask: expected each label in its token's set, label {int(labels[token])} of token {shown} "
+                "is not; the mask belongs to other tokens, or the label was not drawn from it"
+            )
+        return places
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -1,0 +1,289 @@
+"""The drivers of a call over sampling masks: each token's own few entries, N·K·H work, no product with the vocabulary.
+
+A chunk's entries stand end to end, (M,), with the place of each token's first in `offsets`. Sums over a token's entries
+are sums over its segment; the statistics and the gradient's formula are those of the whole row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...algebra.costs import Price, Slices
+from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
+from ...algebra.stats import STATISTICS, coefficients_of, mixture_shares
+from ..backends.base import Backend, Chunk, Gradients, Scratch, Tile, is_dense, put_mixture
+from ..backends.eager.backend import logits_grad_of_tile
+from ..backends.gather import Take
+from ..backends.logits import Projection
+from ..backends.rows import add_at
+from ..call.call import Call, Needs
+from ..ranks.collectives import Ranks
+from .engine import Saved, backend_of, exact
+from .gradient import GradientBuffers, scatter_one_hots, without_label
+
+GATHERED = 1 << 20  # elements of gathered rows at a time
+
+
+@dataclass
+class Entries:
+    """The entries of a chunk's tokens: ids and each one's token, (M,); where segments begin and end, (C + 1,).
+
+    start: the first entry's place among the call's; labels_at: (C,), where each token's label stands here.
+    """
+
+    ids: Tensor
+    tokens: Tensor
+    offsets: Tensor
+    start: int
+    labels_at: Tensor | None
+    step: int  # entries whose rows are gathered at a time
+
+    @property
+    def counts(self) -> Tensor:
+        return self.offsets.diff()
+
+    def blocks(self) -> Iterator[slice]:
+        size = self.ids.shape[0]
+        return (slice(at, min(at + self.step, size)) for at in range(0, size, self.step))
+
+    def sum(self, x: Tensor) -> Tensor:  # (M,) -> (C,)
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
+
+    def max(self, x: Tensor, initial: float) -> Tensor:  # (M,) -> (C,)
+        return torch.segment_reduce(x, "max", offsets=self.offsets, initial=initial)
+
+    def without_labels(self, x: Tensor) -> Tensor:
+        """x as logits, MASK where they are -inf or the label's own."""
+        x = x.clamp(min=MASK)
+        return x if self.labels_at is None else x.index_fill(0, self.labels_at, MASK)
+
+
+def entries_at_a_time(call: Call) -> int:
+    """How many entries' rows are gathered at a time: three tensors of hidden's width each, within the budget."""
+    elements = min(GATHERED, call.options.memory_budget // (4 * call.compute.itemsize))
+    return max(1, elements // max(call.inputs.hidden.shape[1], 1))
+
+
+class KeptPass:
+    """A call over a sampling mask: its valid tokens in chunks, with their entries."""
+
+    def __init__(self, call: Call) -> None:
+        assert call.sampling_mask is not None
+        self.call, self.backend = call, backend_of(call)
+        self.mask = call.sampling_mask if call.index is None else call.sampling_mask[call.index]
+        self.labels_at: Tensor | None = None
+        self.step = entries_at_a_time(call)
+        self.scratch = Scratch(call.compute, call.inputs.hidden.device)
+
+    def check(self) -> None:
+        """Raise for sets that cannot be, and find each label in its own."""
+        call = self.call
+        self.mask.check_sets(call.head.rows, call.index)
+        if call.inputs.labels is not None:
+            self.labels_at = self.mask.places_of(call.rows(call.inputs.labels, slice(None)), call.index)
+
+    def chunks(self) -> Iterator[tuple[slice, Chunk, Entries]]:
+        """(tokens, chunk, entries), as many tokens as have `step` entries together, one at least."""
+        offsets, tokens = self.mask.offsets.tolist(), self.mask.tokens
+        n, first = len(self.mask), 0
+        while first < n:
+            end = first + 1
+            while end < n and offsets[end + 1] - offsets[first] <= self.step:
+                end += 1
+            rows, here = slice(first, end), slice(offsets[first], offsets[end])
+            slices = Slices(end - first, 1, 0)
+            entries = Entries(
+                self.mask.token_ids[here],
+                tokens[here] - first,
+                self.mask.offsets[first : end + 1] - offsets[first],
+                here.start,
+                None if self.labels_at is None else self.labels_at[rows] - here.start,
+                self.step,
+            )
+            yield rows, Chunk.of(self.call, rows, slices, self.scratch, self.backend), entries
+            first = end
+
+    def logits(self, projection: Projection, entries: Entries) -> Tensor:  # (M,)
+        """The logits of the entries, which ranks that share the head have a part of each."""
+        out = torch.empty(entries.ids.shape, dtype=projection.compute, device=entries.ids.device)
+        for block in entries.blocks():
+            take = Take(self.scratch, entries.tokens[block])
+            out[block] = take.projection(projection).at(entries.ids[block])
+        ranks = Ranks.of(self.call.shard)
+        return out if ranks is None else ranks.total([out])[0]
+
+
+@exact
+def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
+    """The wanted statistics of all tokens over their sets (0 where ignored), and what backward needs."""
+    run = KeptPass(call)
+    run.check()
+    hidden = call.inputs.hidden
+    out = {
+        name: hidden.new_zeros(hidden.shape[0], dtype=torch.int64 if name == "rank" else call.compute)
+        for name in call.options.want
+    }
+    kept: dict[str, list[Tensor]] = {}
+    totals_kept: dict[str, list[Tensor]] = {}
+    for rows, chunk, entries in run.chunks():
+        z = run.logits(chunk.policy, entries)
+        z_ref = None if chunk.reference is None else run.logits(chunk.reference, entries)
+        totals = totals_of(chunk, entries, z, z_ref)
+        for name in call.options.want:
+            call.put(out[name], rows, STATISTICS[name].value(totals, entries.counts.to(z.dtype)))
+        if save:
+            for name, x in totals.items():
+                totals_kept.setdefault(name, []).append(x)
+            for name, x in (("z", z), ("z_ref", z_ref)):
+                if x is not None:
+                    kept.setdefault(name, []).append(x)
+    extra = {name: torch.cat(parts) for name, parts in kept.items()}
+    if run.labels_at is not None:
+        extra["labels_at"] = run.labels_at
+    return out, Saved({name: torch.cat(parts) for name, parts in totals_kept.items()}, extra, {})
+
+
+def totals_of(chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Totals:
+    """What each token's entries amount to, the label's kept apart as in the pass over whole rows."""
+    if entries.labels_at is not None:
+        at = entries.labels_at
+        chunk.label = z[at], None if z_ref is None else z_ref[at]
+    totals = finish(_accumulation(chunk, entries, z, z_ref), chunk.label, torch)
+    if "zsum" in chunk.sums:
+        totals.mean_logit = entries.sum(z) / entries.counts
+    if "jsd" in chunk.sums and z_ref is not None:
+        own = entries.tokens
+        d = difference(z, z_ref, totals.shift[own], torch) + totals.log_ratio[own]
+        p = torch.exp((z - totals.m[own]) - totals.log_s[own])
+        q = torch.exp((z_ref - totals.m_ref[own]) - totals.log_s_ref[own])
+        shares = mixture_shares(p, q, d, chunk.jsd_beta, torch)
+        if entries.labels_at is not None:
+            shares = tuple(x.index_fill(0, entries.labels_at, 0.0) for x in shares)
+        put_mixture(chunk, totals, entries.sum(shares[0]), entries.sum(shares[1]))
+    return totals
+
+
+def _accumulation(chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Accumulation:
+    """The online softmax of each token's entries but its label."""
+    own, sums = entries.tokens, chunk.sums
+    open_z = entries.without_labels(z)
+    m = entries.max(open_z, EMPTY)
+    x = open_z - m[own]
+    w = torch.exp(x)
+    best = x == 0  # their own ones are counted, not added: they would swallow the others' digits
+    rest = entries.sum(w.masked_fill(best, 0.0)) + (entries.sum(best.to(w.dtype)) - 1).clamp(min=0)
+    state = Accumulation(m, rest)
+    if "t" in sums:
+        state.t = entries.sum(w * x)
+    if "r" in sums:
+        state.r = entries.sum(w * w)
+    if "above" in sums and chunk.label is not None:
+        state.above = entries.sum((open_z > chunk.label[0].clamp(min=MASK)[own]).to(w.dtype)).long()
+    if z_ref is not None:
+        _add_reference(state, entries, (z, z_ref), (open_z, entries.without_labels(z_ref)), w, "qe" in sums)
+    return state
+
+
+def _add_reference(
+    state: Accumulation,
+    entries: Entries,
+    raw: tuple[Tensor, Tensor],
+    masked: tuple[Tensor, Tensor],
+    w: Tensor,
+    reverse: bool,
+) -> None:
+    """The sums of KL, with differences measured from the entry that both heads like best."""
+    own = entries.tokens
+    both = masked[0] + masked[1]
+    state.near = entries.max(both, EMPTY)
+    at_best = torch.where((both == state.near[own]) & (both > EMPTY), raw[0] - raw[1], -math.inf)
+    found = entries.max(at_best, -math.inf)
+    state.shift = torch.where(state.near > EMPTY, found, 0.0)
+    state.m_ref = entries.max(masked[1], EMPTY)
+    w_ref = torch.exp(masked[1] - state.m_ref[own])
+    state.s_ref = entries.sum(w_ref)
+    e = difference(*raw, state.shift[own], torch)
+    state.a = entries.sum(times(w, e, torch))
+    state.b = entries.sum(times(w, torch.expm1(-e), torch))
+    state.a_ref = entries.sum(times(w_ref, e, torch)) if reverse else None
+
+
+@exact
+def gradients(
+    call: Call, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
+) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias, dlora_hidden, dlora_b) for upstream gradients of the statistics, (N,) each."""
+    run = KeptPass(call)
+    run.labels_at = saved.extra.get("labels_at")
+    total = GradientBuffers(call, run.backend, needs)
+    total.total.clear()
+    for rows, chunk, entries in run.chunks():
+        here = slice(entries.start, entries.start + entries.ids.shape[0])
+        z_ref = saved.extra["z_ref"][here] if "z_ref" in saved.extra else None
+        tile = Tile(slice(0, 1), saved.extra["z"][here], z_ref)
+        totals = Totals(**{name: x[rows] for name, x in saved.totals.items()})
+        upstream = {name: call.rows(g, rows) for name, g in stat_grads.items()}
+        dz = _entries_grad(run.backend, chunk, entries, tile, totals, upstream)
+        grads = total.chunk(chunk.n_tokens)
+        _scatter(run.scratch, chunk, entries, dz, grads)
+        total.put(rows, grads)
+    return total.result()
+
+
+def _entries_grad(
+    backend: Backend, chunk: Chunk, entries: Entries, tile: Tile, totals: Totals, stat_grads: dict[str, Tensor]
+) -> Tensor:
+    """dL/d(hW) of every entry, (M,)."""
+    policy, own, z = chunk.policy, entries.tokens, tile.z
+    if entries.labels_at is not None:
+        at = entries.labels_at
+        chunk.label = z[at], None if tile.z_ref is None else tile.z_ref[at]
+    c = coefficients_of(stat_grads, totals, entries.counts.to(z.dtype), chunk.jsd_beta, torch)
+    dense = without_label(c)
+    dz = torch.zeros_like(z)
+    if is_dense(chunk, dense):
+        chained = {basis: policy.chain(x) for basis, x in dense.items()}
+        for block in entries.blocks():
+            dz[block] = _dense_part(chunk, entries, block, tile, totals, chained)
+    if "one" in c and policy.outer is None:
+        dz += policy.chain(c["one"])[own]
+    if entries.labels_at is not None:
+        dz.index_add_(0, entries.labels_at, backend.label_coefficient(chunk, totals, c))
+    if "argmax" in c:
+        best, ids = z == totals.m[own], entries.ids.to(torch.float64)
+        lowest = -entries.max(torch.where(best, -ids, -math.inf), -math.inf)  # of equal ones the lowest id
+        first = (best & (ids == lowest[own])).nonzero().squeeze(1)
+        dz[first] += policy.chain(c["argmax"], totals.m)[own[first]]
+    return dz
+
+
+def _dense_part(
+    chunk: Chunk, entries: Entries, block: slice, tile: Tile, totals: Totals, chained: dict[str, Tensor]
+) -> Tensor:
+    """The gradient formula on a block of entries, each a token of its own with one entry; 0 at labels."""
+    own = entries.tokens[block]
+    take = Take(chunk.scratch, own)
+    some = replace(take.chunk(chunk), reference=chunk.reference)
+
+    def column(x: Tensor | None) -> Tensor | None:
+        return None if x is None else entries.without_labels(x)[block, None]
+
+    each = Tile(tile.v, entries.without_labels(tile.z)[block, None], column(tile.z_ref))
+    numbers = Totals(**{name: x[own] for name, x in totals.items()})
+    return logits_grad_of_tile(some, each, numbers, {basis: x[own] for basis, x in chained.items()})[:, 0]
+
+
+def _scatter(scratch: Scratch, chunk: Chunk, entries: Entries, dz: Tensor, grads: Gradients) -> None:
+    """Add every entry's gradient to its token's and to its own rows."""
+    for block in entries.blocks():
+        own = entries.tokens[block]
+        part = grads.of_chunk(own.shape[0], dz.dtype)
+        scatter_one_hots(Take(scratch, own).chunk(chunk), entries.ids[block, None], dz[block, None], part)
+        for whole, some in ((grads.hidden, part.hidden), (grads.lora_hidden, part.lora_hidden)):
+            if whole is not None and some is not None:
+                add_at(whole, own, some)
