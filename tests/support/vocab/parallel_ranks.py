@@ -44,6 +44,22 @@ def each_price(group: Any) -> None:
         check(one, ("logprob", "entropy"), memory_budget=1)
 
 
+def sampling_masks(group: Any) -> None:
+    """Statistics over each token's own set, whose entries lie on several ranks; other sets elsewhere are told."""
+    sets = [range(V - 2), [5, 21], [0], [3, 4, 22, 11, 19], [20, 2], [1, 0, 9], [22, 21, 20]]
+    for sizes in (EVEN, UNEVEN):
+        one = split(group, sizes, reference=True, ranks=(2, 1), scale=0.7)
+        one.ops.labels = torch.tensor([V - 3, 21, 0, 22, -100, 0, 20])
+        mask = ll.SamplingMask.of(sets)
+        check(one, EVERYTHING, sampling_mask=mask, temperature=1.3, jsd_beta=0.3)
+        check(one, EVERYTHING, sampling_mask=mask, whole_reference=True, memory_budget=1)
+    capped = split(group, UNEVEN, softcap=4.0, bias=False)
+    capped.ops.labels = None
+    check(capped, ("entropy", "max_logit", "mean_logit"), sampling_mask=mask)
+    other = ll.SamplingMask.of([*sets[:-1], [22, 21, 20 - dist.get_rank(group)]])
+    parallel_errors.refused(group, lambda: ll.token_stats(one.ops.hidden, one.head, sampling_mask=other, want=()))
+
+
 def hard_rows(group: Any) -> None:
     """Logits of -inf, whole shards of them; a peaked row; ties across ranks; no token; none that counts."""
     one = split(group, UNEVEN, lead=(2, 3))
@@ -169,6 +185,7 @@ def traffic(group: Any) -> None:
 CASES: dict[str, Case] = {
     "every statistic": every_statistic,
     "each price": each_price,
+    "sampling masks": sampling_masks,
     "hard rows": hard_rows,
     "losses": losses,
     "rounding": rounding,
