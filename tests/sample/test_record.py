@@ -147,3 +147,45 @@ def test_bad_input(options, error, fragment):
 def test_not_a_head():
     with pytest.raises(DtypeError, match="LMHead"):
         ll.sample_tokens(torch.randn(3, H), torch.randn(V, H))
+
+
+RULES = ({"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {"temperature": 0})
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_ratio_over_the_sampled_sets_is_one(rules):
+    """The record's own log-probs, read again over its sampling mask: on-policy samples have a ratio of 1."""
+    rules = {"temperature": 0.7, **rules}
+    hidden, head = torch.randn(40, H, dtype=torch.float64), ll.LMHead(torch.randn(V, H, dtype=torch.float64))
+    record = ll.sample_tokens(hidden, head, keep=V, **rules)
+    mask = record.sampling_mask()
+    assert mask.counts.tolist() == record.n_kept.tolist()
+    over = ll.token_stats(
+        hidden, head, record.token.long(), sampling_mask=mask, temperature=rules["temperature"] or 1.0
+    )
+    torch.testing.assert_close(
+        (over.logprob - record.behaviour_logprob).exp(), torch.ones(40).double(), rtol=0, atol=1e-9
+    )
+    whole = ll.token_stats(hidden, head, record.token.long(), temperature=rules["temperature"] or 1.0)
+    assert ((whole.logprob - record.behaviour_logprob).exp() < 1 - 1e-3).any()  # what a full row takes for off-policy
+
+
+def test_sets_that_were_cut_say_so():
+    hidden, head = torch.randn(2, 20, H), ll.LMHead(torch.randn(V, H) / 9)
+    record = ll.sample_tokens(hidden, head, top_p=0.5, keep=10)
+    assert record.cut.any()
+    with pytest.raises(OptionError, match=f"at most keep=10 entries, got {int(record.cut.sum())} tokens with more"):
+        record.sampling_mask()
+    mask = record.sampling_mask(cut="empty")
+    assert (mask.counts == torch.where(record.cut, 0, record.n_kept).flatten()).all()
+    labels = record.token.long().masked_fill(record.cut, -100)
+    assert ll.token_stats(hidden, head, labels, sampling_mask=mask).logprob.shape == (2, 20)
+    with pytest.raises(OptionError, match="'refuse' or 'empty'"):
+        record.sampling_mask(cut="drop")
+
+
+def test_tokens_that_were_never_written_have_no_set():
+    record = SampleRecord.empty((2, 3), keep=4, vocab_size=V)
+    hidden, head = torch.randn(2, H), ll.LMHead(torch.randn(V, H))
+    record.write((slice(None), 0), ll.sample_tokens(hidden, head, top_k=3, keep=4))
+    assert record.sampling_mask().counts.tolist() == [3, 0, 0, 3, 0, 0]

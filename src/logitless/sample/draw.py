@@ -309,4 +309,5 @@ def recorded(
         log_kept_mass=drawn.log_kept_mass,
         n_kept=drawn.n_kept.int(),
         vocab_size=raw.size,
+        processed=change is not None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..algebra.record import Derived
 from ..errors import ConfigError, OptionError, ShapeError
+from ..vocab.face import SamplingMask
 
 if TYPE_CHECKING:
     import pyarrow
@@ -27,7 +28,9 @@ class SampleRecord(Derived):
     logsumexp, mean_logit, entropy: (...) of the raw logits, over all entries.
     temperature, logsumexp_at_temperature, log_kept_mass, n_kept: (...) of the distribution that was drawn from:
     logsumexp(z / temperature), the log of the share that top-k, top-p and min-p kept, and how many entries that are;
-    greedy tokens have temperature 0, and 0 for both logarithms.
+    greedy tokens have temperature 0, and 0 for both logarithms. The entries that were kept are the n_kept best:
+    `sampling_mask` gives them.
+    processed: whether logits processors changed the rows that tokens were drawn from.
     """
 
     xp = torch
@@ -45,6 +48,7 @@ class SampleRecord(Derived):
     log_kept_mass: Tensor
     n_kept: Tensor
     vocab_size: int
+    processed: bool = False
 
     @classmethod
     def empty(
@@ -74,7 +78,7 @@ class SampleRecord(Derived):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SampleRecord:
         """The record with `change` applied to every tensor."""
-        return SampleRecord(**{name: change(getattr(self, name)) for name in names()}, vocab_size=self.vocab_size)
+        return replace(self, **{name: change(getattr(self, name)) for name in names()})
 
     def __getitem__(self, index: Any) -> SampleRecord:
         """Some of the tokens, as views: an index of (...)."""
@@ -85,6 +89,37 @@ class SampleRecord(Derived):
         trailing = self.token.dim()
         return self.map(lambda x: x.reshape((*lead, *x.shape[trailing:])))
 
+    @property
+    def cut(self) -> Tensor:
+        """Which tokens were drawn from more entries than the record holds, (...) bool."""
+        return self.n_kept > self.keep
+
+    def sampling_mask(self, *, cut: str = "refuse") -> SamplingMask:
+        """The entries that each token could be drawn from, for `token_stats(sampling_mask=...)`, tokens flattened.
+
+        Tokens that were never written have an empty set: ignore them, as label -100. cut: "refuse" raises OptionError
+        where a set has more than `keep` entries, "empty" leaves these tokens an empty set, too (`cut` says which).
+        Raises OptionError where logits processors changed the rows: a set is then not enough to replay them.
+        """
+        if cut not in ("refuse", "empty"):
+            raise OptionError(f"cut: expected 'refuse' or 'empty', got {cut!r}")
+        if self.processed:
+            raise OptionError(
+                "sampling_mask: expected rows that no logits processor changed, got some that one did; generate with "
+                "temperature, top_k, top_p and min_p alone"
+            )
+        counts = torch.where(self.token >= 0, self.n_kept, 0).flatten()
+        beyond = counts > self.keep
+        if cut == "refuse" and bool(beyond.any()):
+            raise OptionError(
+                f"sampling_mask: expected sets of at most keep={self.keep} entries, got {int(beyond.sum())} tokens "
+                f"with more, up to {int(counts.max())}; record with a larger keep, or pass cut='empty' and ignore these"
+            )
+        counts = torch.where(beyond, 0, counts).long()
+        ids = self.topk_ids.flatten(0, -2)
+        inside = torch.arange(self.keep, device=ids.device) < counts[:, None]
+        return SamplingMask(ids[inside], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
     def alternatives(self, *index: int) -> list[tuple[int, float]]:
         """(id, raw log-prob) of the best entries other than the token at one index, best first."""
         token = int(self.token[index])
@@ -93,7 +128,8 @@ class SampleRecord(Derived):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as (nested) lists of numbers."""
-        return {name: getattr(self, name).tolist() for name in names()} | {"vocab_size": self.vocab_size}
+        lists = {name: getattr(self, name).tolist() for name in names()}
+        return lists | {"vocab_size": self.vocab_size, "processed": self.processed}
 
     def to_arrow(self) -> pyarrow.Table:
         """A table with a row per written token, in order.
@@ -112,7 +148,8 @@ class SampleRecord(Derived):
             "sequence": (index // max(1, length)).int(),
             "position": (index % max(1, length)).int(),
         }
-        columns |= {name: x for name, x in vars(flat[index]).items() if name != "vocab_size"}
+        some = flat[index]
+        columns |= {name: getattr(some, name) for name in names()}
         arrays = {}
         for name, x in columns.items():
             values = pa.array(x.detach().cpu().reshape(-1).numpy())
@@ -157,7 +194,7 @@ class SampleRecord(Derived):
 
 def names() -> list[str]:
     """The tensors of a record."""
-    return [f.name for f in fields(SampleRecord) if f.name != "vocab_size"]
+    return [f.name for f in fields(SampleRecord) if f.name not in ("vocab_size", "processed")]
 
 
 def _tokens(record: SampleRecord) -> list[tuple[int, float, int, list[int], list[float]]]:

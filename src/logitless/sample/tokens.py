@@ -102,7 +102,7 @@ def draw_tokens(
         temperatures = _temperatures(temperature, lead, hidden).reshape(n)
         given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))
         record = SampleRecord.empty((0,), keep=keep, vocab_size=head.rows, dtype=call.compute, device=hidden.device)
-        return call, temperatures, given, record
+        return call, temperatures, given, replace(record, processed=change is not None)
 
     call, temperatures, (seeds, positions), record = on_all(head, arguments)
     call, budget = _halved(call, rules.retained(keep, head.rows))

@@ -13,6 +13,7 @@ from .call.call import Call
 from .call.choice import CANDIDATES
 from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
 from .call.options import Options
+from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
 from .devices import capturing, compute_dtype, full_precision
 from .head.lm_head import LMHead, place
@@ -37,6 +38,7 @@ __all__ = [
     "Noise",
     "Options",
     "Pass",
+    "SamplingMask",
     "Sizing",
     "SparseBackward",
     "Tile",

@@ -139,6 +139,21 @@ def test_sampling_with_processors(options, rules):
     assert torch.equal(ours.record.n_kept.long(), (scores > -math.inf).sum(-1))
 
 
+def test_sampling_masks_of_generated_tokens():
+    """Sets are there for every written token, but for rows that a processor changed, which no set replays."""
+    options = {"do_sample": True, "max_new_tokens": 6, "top_p": 0.3, "seeds": torch.tensor([3, 1, 2])}
+    record = generate(tiny("llama"), PROMPTS, keep=64, **options).record
+    mask = record.sampling_mask(cut="empty")
+    tokens = record.token.flatten()
+    drawn = (tokens >= 0) & ~record.cut.flatten()
+    assert drawn.any()
+    for token in drawn.nonzero().flatten().tolist():
+        assert int(tokens[token]) in mask[token : token + 1].token_ids
+    changed = generate(tiny("llama"), PROMPTS, keep=64, repetition_penalty=1.2, **options).record
+    with pytest.raises(OptionError, match="no logits processor changed"):
+        changed.sampling_mask()
+
+
 def test_rows_for_processors_are_never_stored():
     model = tiny("llama", vocab_size=20_000, eos_token_id=None)
     one = {"input_ids": PROMPTS["input_ids"][1:2]}

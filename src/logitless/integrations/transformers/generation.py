@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -204,7 +204,8 @@ def recorded(model: Any) -> Iterator[Recorded]:
 def _room(like: SampleRecord, batch: int, steps: int) -> SampleRecord:
     """A record for `steps` tokens of each sequence."""
     dtype, device = like.logsumexp.dtype, like.token.device
-    return SampleRecord.empty((batch, steps), keep=like.keep, vocab_size=like.vocab_size, dtype=dtype, device=device)
+    empty = SampleRecord.empty((batch, steps), keep=like.keep, vocab_size=like.vocab_size, dtype=dtype, device=device)
+    return replace(empty, processed=like.processed)
 
 
 def _seeds(seeds: Tensor | None, batch: int, device: torch.device) -> Tensor:
