@@ -219,7 +219,8 @@ class Chunk:
             reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b))
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
-        sums = sums_of(options.want)
+        # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
+        sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
         top_k = max(options.top_k, int("argmax" in sums))
         return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, label)
 

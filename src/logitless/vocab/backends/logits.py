@@ -175,11 +175,12 @@ class Projection:
             z = torch.tanh(z) * self.outer
         return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
 
-    def mean(self, sums: list[Tensor]) -> Tensor:
-        """The mean logit per token from the factors' summed entries; only without a softcap."""
+    def mean(self, sums: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The mean logit per token from the factors' summed entries; only without a softcap. weights: as the sums'."""
         total = sum_of(f.total(entry_sum) for f, entry_sum in zip(self.factors, sums, strict=True))
         if self.bias is not None:
-            total = total + self.bias.sum() * _flat(self.inner)
+            bias = self.bias if weights is None else weights * self.bias
+            total = total + bias.sum() * _flat(self.inner)
         return total / self.head.rows
 
     def chain(self, dz: Tensor, z: Tensor | None = None) -> Tensor:
@@ -218,15 +219,18 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def weight_sum(weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None) -> Tensor:
-    """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
+def weight_sum(
+    weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Σ_v W_v, or Σ_v weights_v·W_v, (H,), of the rows as the products see them; in slices where they are converted."""
     weight = weight.detach()
     if weight.dtype == compute and autocast is None:
-        return weight.sum(0)
+        return weight.sum(0) if weights is None else torch.mv(weight.t(), weights)
     cast = autocast or weight.dtype
     total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
-    for part in weight.split(4096):
-        total += part.to(cast).to(compute).sum(0)
+    for start in range(0, weight.shape[0], 4096):
+        part = weight[start : start + 4096].to(cast).to(compute)
+        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + 4096])
     return total
 
 

@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     ref_bias: Tensor | None = None  # (V,)
     ref_lora_hidden: Tensor | None = None  # (N, R')
     ref_lora_b: Tensor | None = None  # (V, R')
+    class_weights: Tensor | None = None  # (V,), of all ranks: the mean logit is then Σ_v weight_v·z_v / V
 
 
 DIFFERENTIATED = Inputs._fields.index("labels")

@@ -72,9 +72,10 @@ class Pass:
         """The sum over the vocabulary of each of the head's factors."""
         if self._sums is None:
             call, rows = self.call, self.call.head.local_rows
-            self._sums = [weight_sum(call.head.weight[:rows], call.compute, call.options.autocast)]
+            weights = call.inputs.class_weights
+            self._sums = [weight_sum(call.head.weight[:rows], call.compute, call.options.autocast, weights)]
             if call.inputs.lora_b is not None:
-                self._sums.append(weight_sum(call.inputs.lora_b[:rows], call.compute))
+                self._sums.append(weight_sum(call.inputs.lora_b[:rows], call.compute, None, weights))
         return self._sums
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
@@ -84,8 +85,8 @@ class Pass:
         if self.sparse is not None and chunk.slice_masses:
             chunk.skip = Skip.of(chunk.slice_masses, found.totals, self.sparse)
             chunk.slice_masses = None
-        if "zsum" in chunk.sums and found.totals.mean_logit is None:
-            found.totals.mean_logit = chunk.policy.mean(self.sums())
+        if "zsum" in sums_of(self.call.options.want) and found.totals.mean_logit is None:
+            found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
         if "jsd" in chunk.sums:
             self.backend.add_mixture(chunk, found.totals)
         return found
