@@ -84,6 +84,7 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     sums = sums_of(want)
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
+    tiles += 2 * ("tail" in sums)
     return tiles + 7 * ("jsd" in sums)  # logarithms of both shares of the mixture
 
 
@@ -282,7 +283,7 @@ def traffic_of(
     """
     sums = sums_of(want)
     top_k = max(top_k, int("argmax" in sums))
-    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + numbers + top_k
+    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + 2 * ("tail" in sums) + numbers + top_k
     floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
     ints = top_k + ("above" in sums)
     each = 1 + (label and "above" in sums) + ("jsd" in sums)

@@ -29,6 +29,7 @@ def prepared(ops: Operands, **options) -> Call:
     [
         (("logprob", "entropy"), {"top_k": 2}),
         (("rank", "max_logit"), {}),
+        (("logprob", "tail_logprob"), {"candidates": torch.randint(9, (7, 2))}),
         (EVERYTHING, {"candidates": torch.randint(9, (7, 2)), "temperature": torch.rand(7) + 0.5}),
     ],
     ids=len,

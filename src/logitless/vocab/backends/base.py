@@ -23,7 +23,7 @@ from ..call.call import Call, Inputs
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
-from .logits import FewRows, Operands, Projection, mask_labels, operand_dtype
+from .logits import FewRows, Operands, Projection, cap_at, mask_labels, operand_dtype
 
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
@@ -261,6 +261,12 @@ class Chunk:
                 z.clamp_(min=MASK)
             if self.inputs.labels is not None:
                 mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
+
+    def cap_candidates(self, x: Tensor, v: slice, most: float) -> Tensor:
+        """A slice's numbers, of which those of the candidates are `most` at most."""
+        assert self.inputs.candidates is not None
+        cap_at(x, self.inputs.candidates - (self.policy.head.vocab_start + v.start), most)
+        return x
 
     def gap(self, tile: Tile) -> Tensor:
         """z_ref - z, which is -e but for d0, before masking or after; 0 where both are -inf."""

@@ -234,6 +234,14 @@ def weight_sum(
     return total
 
 
+def cap_at(z: Tensor, columns: Tensor, most: float) -> None:
+    """z[row, columns[row]] = min(z, most), columns (C, K) that lie in this slice; no synchronisation."""
+    width = z.shape[1]
+    inside = (columns >= 0) & (columns < width)
+    cap = torch.where(inside, most, math.inf).to(z.dtype)
+    z.scatter_reduce_(1, columns.clamp(0, width - 1), cap, "amin")
+
+
 def mask_labels(z: Tensor, columns: Tensor) -> None:
     """z[row, columns[row]] = MASK for the rows whose column lies in this slice; no synchronisation."""
     width = z.shape[1]

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ...algebra.costs import DEFAULT_BUDGET
 from ...algebra.options import check_ignore_index, check_numbers, check_want
-from ...algebra.stats import STATISTICS
+from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
 from ..head.lm_head import LMHead
@@ -32,7 +32,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     lead = _check_hidden("hidden", hidden, head)
     _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
-    want = check_want(o["want"], labels is not None, o["reference"] is not None)
+    want = check_want(o["want"], labels is not None, o["reference"] is not None, o["candidates"] is not None)
     check_ignore_index(o["ignore_index"])
     check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
     if labels is not None:
@@ -49,7 +49,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
-        backend=choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
+        backend=_backend(o["backend"], want, sparse is not None, hidden.device.type),
         autocast=cast,
         sparse=sparse,
     )
@@ -72,6 +72,14 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
     return Call(checked, head, inputs, _beside(head, ref_head, inputs))
+
+
+def _backend(name: str | None, want: tuple[str, ...], sparse: bool, device: str) -> str:
+    """The backend that serves a call; only "eager" has a sparse backward and the candidates' tail."""
+    tail = "tail" in sums_of(want)
+    if tail and name not in (None, "eager"):
+        raise OptionError(f"want: tail_logprob is for backend 'eager', got {name!r}; leave backend out")
+    return choose(name or ("eager" if sparse or tail else None), device)
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:

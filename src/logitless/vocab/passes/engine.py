@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, Slices
-from ...algebra.online_softmax import Totals
+from ...algebra.online_softmax import Totals, share_of_tail
 from ...algebra.stats import STATISTICS, bases_of, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip
 from ..backends.load import load
@@ -89,6 +89,10 @@ class Pass:
             found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
         if "jsd" in chunk.sums:
             self.backend.add_mixture(chunk, found.totals)
+        labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
+        if "tail" in chunk.sums and labels is not None and candidates is not None:
+            outside = (candidates != labels[:, None]).all(1)
+            totals.tail_label = torch.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, torch), 0.0)
         return found
 
     def add_gradient(
