@@ -44,15 +44,17 @@ def price_of(
     loss: bool = False,
     one_hots: bool = False,
     softcap: bool = False,
+    reference_products: int = 1,
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
     `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
-    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ.
+    `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `reference_products`: 0
+    where a reference's logits exist already.
     """
     sums = sums_of(want)
-    products = 2 if "ref" in sums else 1
+    products = 1 + reference_products * ("ref" in sums)
     whole = "jsd" in sums
     if not (hidden_grad or weight_grad or bias_grad):
         return Price("values", products, materialised=whole)

@@ -157,8 +157,7 @@ class Sampler(gm.text.Sampler):
         )
         if stream:
             return self._stream_decode_state(state, return_state=return_state)
-        if not np.isfinite(state.predicted_logsumexp).all():
-            raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
+        _check_finite(state)
         return self._decode_state(
             state, predicted_tokens=state.predicted_tokens, has_batch_dim=batched, return_state=return_state
         )
@@ -175,6 +174,11 @@ class Sampler(gm.text.Sampler):
             special_tokens=special,
             keep=self.keep,
         )
+
+
+def _check_finite(state: SamplingState) -> None:
+    if not np.isfinite(state.predicted_logsumexp).all():
+        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
 
 
 def head_of(model: Any, params: Any) -> LMHead:

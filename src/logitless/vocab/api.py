@@ -17,6 +17,7 @@ from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call.call import Call
 from .call.lora import stand_in, with_lora
 from .call.options import Options
+from .call.rows_of_reference import RowSource
 from .call.validate import flatten, flatten_inputs
 from .devices import compute_dtype
 from .explain import Explanation, explain
@@ -51,7 +52,7 @@ def token_stats(
     ignore_index: int = -100,
     top_k: int = 0,
     candidates: Tensor | None = None,  # (..., K)
-    reference: tuple[Tensor, LMHead] | None = None,
+    reference: tuple[Tensor, LMHead] | Tensor | RowSource | None = None,
     jsd_beta: float = 0.5,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -67,7 +68,9 @@ def token_stats(
 
     hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i];
     temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
-    wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
+    wanted; reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant, or what it
+    gave: its logits or log-probs (..., V), read by slices wherever they lie (a memory-mapped tensor stays where it is),
+    or reference(tokens, entries) -> (n, entries) of such rows, tokens (n,) numbers in the order of labels;
     jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
     Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight,
     bias and the adapters' factors; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no
@@ -173,19 +176,33 @@ def linear_cross_entropy(
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     alike = label_smoothing, z_loss, reduction, divisor, weight
     if reduction == "none":
-        numbers = _token_stats(hidden, head, labels, alike, weight, **options)
-        if weight is None:
-            return cross_entropy_of(numbers, label_smoothing, z_loss)
-        classes = weight.detach().to(numbers.logprob.dtype)
-        weights = label_weights(labels, classes, options.get("ignore_index", -100))
-        return cross_entropy_of(numbers, label_smoothing, z_loss, weights, classes)
+        return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
     call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
     if not torch.compiler.is_compiling():
         return chunked_cross_entropy(call, given)
-    if call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+    if call.breaks_graphs:
         return _uncompiled(chunked_cross_entropy)(call, given)
     return compiled.cross_entropy(call, given)
+
+
+def _cross_entropy_of_each(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    weight: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    alike: tuple[Any, ...],
+    options: Options,
+) -> Tensor:
+    """The loss of every token, 0 where ignored."""
+    numbers = _token_stats(hidden, head, labels, alike, weight, **options)
+    if weight is None:
+        return cross_entropy_of(numbers, label_smoothing, z_loss)
+    classes = weight.detach().to(numbers.logprob.dtype)
+    weights = label_weights(labels, classes, options.get("ignore_index", -100))
+    return cross_entropy_of(numbers, label_smoothing, z_loss, weights, classes)
 
 
 def _token_stats(
@@ -200,7 +217,7 @@ def _token_stats(
     call = _prepared(hidden, head, labels, alike=alike, weight=weight, **options)
     if not torch.compiler.is_compiling():
         found = stats(call)
-    elif call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+    elif call.breaks_graphs:
         found = _uncompiled(stats)(call)
     else:
         found = compiled.stats(call)
@@ -229,7 +246,7 @@ def _prepared(
         named = str([x for x in alike if not isinstance(x, Tensor)])
         stand_in(call).agree(named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
-    return with_lora(call, None if reference is None else reference[1])
+    return with_lora(call, reference[1] if isinstance(reference, tuple) else None)
 
 
 def _check_names(options: Options) -> None:

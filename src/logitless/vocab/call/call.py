@@ -15,6 +15,7 @@ from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
 from ..sizing import current_sizing
 from .options import CallOptions
+from .rows_of_reference import RowsOfReference
 
 
 class Inputs(NamedTuple):
@@ -71,7 +72,8 @@ class Call:
     """One call of the pass, as `validate.flatten` makes it.
 
     head, reference: checked; their adapters stand in `inputs` as factors. index: the tokens that are valid, not
-    ignored, where some are not (None: all are); the others are never computed.
+    ignored, where some are not (None: all are); the others are never computed. reference_rows: in the place of a
+    reference head, what it gave.
     """
 
     options: CallOptions
@@ -79,6 +81,7 @@ class Call:
     inputs: Inputs
     reference: LMHead | None = None
     index: Tensor | None = None
+    reference_rows: RowsOfReference | None = None
 
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""
@@ -156,7 +159,7 @@ class Call:
             shard=self.shard,
             weight_rows=i.weight.shape[0],
             rows=self.head.rows,
-            options=f"{options}|{heads}|{kinds}|{more}",
+            options=f"{options}|{heads}|{kinds}|{self.reference_rows is not None}|{more}",
             hidden=i.hidden,
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
@@ -170,6 +173,11 @@ class Call:
         return self.head.shard
 
     @property
+    def breaks_graphs(self) -> bool:
+        """Whether no operator of a compiled graph can carry it: it reports to a caller's object, or reads from one."""
+        return self.options.sparse is not None or self.reference_rows is not None
+
+    @property
     def n_tokens(self) -> int:
         """How many tokens are valid."""
         return self.inputs.hidden.shape[0] if self.index is None else self.index.shape[0]
@@ -180,7 +188,11 @@ class Call:
 
     def rows(self, x: Tensor, rows: slice) -> Tensor:
         """The rows of `x` (N, ...) that belong to the valid tokens `rows`."""
-        return x[rows] if self.index is None else x[self.index[rows]]
+        return x[self.tokens(rows)]
+
+    def tokens(self, rows: slice) -> slice | Tensor:
+        """Which of the N tokens the valid tokens `rows` are."""
+        return rows if self.index is None else self.index[rows]
 
     def chunk(self, rows: slice) -> Inputs:
         """The inputs of some valid tokens."""
@@ -189,10 +201,7 @@ class Call:
 
     def put(self, x: Tensor, rows: slice, values: Tensor) -> None:
         """Write the valid tokens' `values` into `x` (N, ...)."""
-        if self.index is None:
-            x[rows] = values.to(x.dtype)
-        else:
-            x[self.index[rows]] = values.to(x.dtype)
+        x[self.tokens(rows)] = values.to(x.dtype)
 
 
 def computing_all(call: Call) -> tuple[Call, Tensor | None]:

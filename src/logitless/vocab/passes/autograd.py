@@ -45,6 +45,7 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         one_hots=one_hots,
         loss=loss,
         softcap=bool(call.head.softcap),
+        reference_products=int(call.reference_rows is None),
     )
 
 
