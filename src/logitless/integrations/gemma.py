@@ -157,9 +157,8 @@ class Sampler(gm.text.Sampler):
         )
         if stream:
             return self._stream_decode_state(state, return_state=return_state)
-        _check_finite(state)
         return self._decode_state(
-            state, predicted_tokens=state.predicted_tokens, has_batch_dim=batched, return_state=return_state
+            _finite(state), predicted_tokens=state.predicted_tokens, has_batch_dim=batched, return_state=return_state
         )
 
     def _loop(self, sampling: Any) -> SamplerLoop:
@@ -176,9 +175,11 @@ class Sampler(gm.text.Sampler):
         )
 
 
-def _check_finite(state: SamplingState) -> None:
+def _finite(state: SamplingState) -> SamplingState:
+    """The state of a model that has not diverged."""
     if not np.isfinite(state.predicted_logsumexp).all():
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
+    return state
 
 
 def head_of(model: Any, params: Any) -> LMHead:

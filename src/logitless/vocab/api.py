@@ -159,9 +159,9 @@ def linear_cross_entropy(
     where that is 0), and label smoothing weighs every class by its own; the two together are refused where the head has
     a softcap or is sharded. reduction: "mean", "sum" or "none"; denominator: divides the sum in the place of the number
     of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the value is not looked at, and
-    0 gives inf). options: temperature, ignore_index, memory_budget and backend of
-    `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Probability targets are refused.
-    Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
+    0 gives inf). options: temperature, ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for
+    fp64 inputs). A mean over no token is 0. Probability targets are refused. Raises what `token_stats` raises.
+    Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
@@ -179,11 +179,10 @@ def linear_cross_entropy(
         return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
     call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
-    if not torch.compiler.is_compiling():
-        return chunked_cross_entropy(call, given)
-    if call.breaks_graphs:
-        return _uncompiled(chunked_cross_entropy)(call, given)
-    return compiled.cross_entropy(call, given)
+    if torch.compiler.is_compiling():
+        run = _uncompiled(chunked_cross_entropy) if call.breaks_graphs else compiled.cross_entropy
+        return run(call, given)
+    return chunked_cross_entropy(call, given)
 
 
 def _cross_entropy_of_each(
