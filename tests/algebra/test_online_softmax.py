@@ -154,7 +154,8 @@ def test_total_names_are_the_fields_that_a_pass_fills(want, label):
     hidden, weight = torch.randn(5, 4), torch.randn(9, 4)
     ref = (torch.randn(5, 4), LMHead(torch.randn(9, 4))) if any(STATISTICS[n].needs_reference for n in want) else None
     labels = torch.arange(5) if label else None
-    call = flatten(hidden, LMHead(weight), labels, want=want, reference=ref)
+    candidates = torch.zeros(5, 2, dtype=torch.int64)
+    call = flatten(hidden, LMHead(weight), labels, want=want, reference=ref, candidates=candidates)
     price = stats_price(call, Needs(True, True, False))
     _, saved = values(call.valid_alone(), price, save=True)
     assert sorted(saved.totals) == sorted(total_names(sums_of(want), label))
@@ -175,4 +176,4 @@ def test_mixture_logs(beta):
 
 def test_fold_fields_default_to_absent():
     assert [name for name, _ in Accumulation(m=torch.zeros(1), rest=torch.zeros(1)).items()] == ["m", "rest"]
-    assert len(dataclasses.fields(Accumulation)) == 12
+    assert len(dataclasses.fields(Accumulation)) == 14

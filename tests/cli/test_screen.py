@@ -1,6 +1,9 @@
 """Names of files and models on the terminal: shown as they are, and never obeyed."""
 
 import io
+import json
+import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from logitless.cli.main import main
+from logitless.cli.output import deliver
 from logitless.cli.screen import Screen
 
 PIECES = [
@@ -64,3 +68,11 @@ def test_an_error_is_one_line_without_control_characters(name, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert not {"\x1b", "\u202e"} & set(error)
+
+
+def test_numbers_that_are_none_are_null_on_standard_output(capsys):
+    """NaN and Infinity are no JSON, which a reader in another language refuses."""
+    deliver({"loss": math.nan, "rows": [math.inf, 1.5]}, Path("-"), lambda console: console.print("a table"))
+    out, err = capsys.readouterr()
+    assert json.loads(out, parse_constant=pytest.fail) == {"loss": None, "rows": [None, 1.5]}
+    assert err == "a table\n"

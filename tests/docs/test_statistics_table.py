@@ -12,6 +12,7 @@ from logitless.vocab.reference import dense_token_stats
 
 PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
 BETA = 0.3
+CANDIDATES = torch.tensor([[1, 4, 4]] * 5 + [[10, 0, 3]])
 
 
 def rows() -> dict[str, list[str]]:
@@ -37,6 +38,7 @@ def numbers():
     return {
         "z": z, "labels": labels, "logp": logp, "p": p, "logq": logq, "q": q, "logM": mixture.log(), "b": BETA,
         "V": 11, "torch": torch, "z_label": z.gather(-1, labels[:, None]),
+        "inside": torch.zeros(6, 11, dtype=torch.bool).scatter(1, CANDIDATES, True), "inf": torch.inf,
         "at_label": torch.nn.functional.one_hot(labels, 11), "at_max": torch.nn.functional.one_hot(z.argmax(-1), 11),
         "log": lambda x: torch.tensor(float(x), dtype=torch.float64).log(),
     }, z_ref  # fmt: skip
@@ -49,8 +51,9 @@ def test_the_formula_and_the_gradient_are_true(name, numbers):
     z, eye = known["z"], torch.eye(11, dtype=torch.float64)
     value = eval(formula.strip("`"), known)
     true = dense_token_stats(
-        z, LMHead(eye), known["labels"], want=(name,), reference=(z_ref, LMHead(eye)), jsd_beta=BETA
-    )[name]
+        z, LMHead(eye), known["labels"], want=(name,), reference=(z_ref, LMHead(eye)), jsd_beta=BETA,
+        candidates=CANDIDATES,
+    )[name]  # fmt: skip
     torch.testing.assert_close(value, true, rtol=1e-12, atol=1e-12)
     if STATISTICS[name].coefficients is None:
         assert gradient == "none"
@@ -66,4 +69,5 @@ def test_needs_and_bases(name):
     row = STATISTICS[name]
     assert ("labels" in needs) == row.needs_label
     assert ("reference" in needs) == row.needs_reference
+    assert ("candidates" in needs) == row.needs_candidates
     assert set(re.findall(r"`(\w+)`", bases)) == row.bases

@@ -11,6 +11,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
+from logitless.errors import NotFiniteError  # noqa: E402
 from logitless.jax import LMHead, Noise, SampleRecord, sample_tokens  # noqa: E402
 from logitless.jax.sampling.record import names  # noqa: E402
 from tests.support.jax.comparing import array  # noqa: E402
@@ -114,6 +115,24 @@ def test_extreme_logits_ties_and_forbidden_entries(rules):
         assert set(np.asarray(never.token).tolist()) <= {3, 50, 200}
         assert never.n_kept.tolist() == [3] * N
     assert set(np.asarray(few.token).tolist()) <= {3, 50, 200}
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("wrong", [-math.inf, math.nan])
+def test_a_row_without_a_possible_entry_has_no_token(wrong, rules):
+    """A typed error, or inside jit a token that is none and a log-sum-exp that says so; other rows are as ever."""
+    hidden, head = jnp.asarray([[0.0], [1.0]]), LMHead(jnp.zeros((9, 1)), jnp.full(9, wrong).at[4].set(0.0))
+    noise = Noise(np.arange(2), 0)
+    draw = jax.jit(lambda head: sample_tokens(hidden, head, noise, keep=2, **rules))
+    nothing = LMHead(head.weight, jnp.full(9, wrong))
+    with pytest.raises(NotFiniteError, match="expected finite logits"):
+        sample_tokens(hidden, nothing, noise, keep=2, **rules)
+    found = draw(nothing)
+    assert found.token.tolist() == [-1, -1]
+    assert found.n_kept.tolist() == [0, 0]
+    assert not np.isfinite(found.logsumexp).any()
+    if wrong == -math.inf:
+        assert draw(head).token.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9, "temperature": 0.8}, {"temperature": 0.0}])

@@ -45,18 +45,19 @@ def price_of(
     one_hots: bool = False,
     softcap: bool = False,
     sampling_mask: bool = False,
+    reference_products: int = 1,
 ) -> Price:
     """The cheapest way to `want` with the gradients that are needed.
 
     `bias_grad`: the bias, or an adapter of the head, needs the gradient at all entries, with no product of hidden's
     width; `loss`: the loss is known in the forward pass; `one_hots`: top-k or candidate logits are wanted as well;
     `softcap`: the head has one, so that a constant coefficient is no longer constant in h·Wᵀ; `sampling_mask`: only
-    each token's own set of entries counts.
+    each token's own set of entries counts; `reference_products`: 0 where a reference's logits exist already.
     """
     if sampling_mask:
         return Price("kept", 0)
     sums = sums_of(want)
-    products = 2 if "ref" in sums else 1
+    products = 1 + reference_products * ("ref" in sums)
     whole = "jsd" in sums
     if not (hidden_grad or weight_grad or bias_grad):
         return Price("values", products, materialised=whole)
@@ -88,6 +89,7 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     sums = sums_of(want)
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
+    tiles += 2 * ("tail" in sums)
     return tiles + 7 * ("jsd" in sums)  # logarithms of both shares of the mixture
 
 
@@ -286,7 +288,7 @@ def traffic_of(
     """
     sums = sums_of(want)
     top_k = max(top_k, int("argmax" in sums))
-    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + numbers + top_k
+    floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + 2 * ("tail" in sums) + numbers + top_k
     floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
     ints = top_k + ("above" in sums)
     each = 1 + (label and "above" in sums) + ("jsd" in sums)

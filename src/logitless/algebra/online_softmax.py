@@ -33,6 +33,8 @@ class Accumulation:
     a: Array = None  # Σ w·e
     b: Array = None  # Σ w·expm1(-e); inf or NaN where that overflows: `finish` then does without it
     a_ref: Array = None  # Σ w'·e
+    m_tail: Array = None  # max z of everything but the candidates, the label included
+    s_tail: Array = None  # Σ e^(z-m_tail) of these
 
     def items(self) -> list[tuple[str, Array]]:
         return [(name, value) for name, value in vars(self).items() if value is not None]
@@ -44,6 +46,8 @@ def single(z: Array, z_ref: Array | None, like: Accumulation, xp: Any) -> Accumu
     one.t = None if like.t is None else xp.zeros_like(z)
     one.r = None if like.r is None else xp.ones_like(z)
     one.above = None if like.above is None else xp.zeros_like(like.above)
+    if like.s_tail is not None:  # the tail has seen the label, where it is no candidate
+        one.m_tail, one.s_tail = like.m_tail, xp.zeros_like(z)
     if like.shift is not None:
         one.near = z + z_ref
         one.shift = xp.where(one.near > EMPTY, z - z_ref, like.shift)
@@ -72,6 +76,9 @@ def merge(x: Accumulation, y: Accumulation, xp: Any) -> Accumulation:
         out.r = fx * fx * x.r + fy * fy * y.r
     if x.above is not None:
         out.above = x.above + y.above
+    if x.s_tail is not None:
+        out.m_tail = xp.maximum(x.m_tail, y.m_tail)
+        out.s_tail = xp.exp(x.m_tail - out.m_tail) * x.s_tail + xp.exp(y.m_tail - out.m_tail) * y.s_tail
     if x.shift is not None:
         out.near, out.shift = xp.maximum(x.near, y.near), xp.where(x.near >= y.near, x.shift, y.shift)
         out.b = moved_b(x, m, out.shift, xp) + moved_b(y, m, out.shift, xp)
@@ -140,6 +147,8 @@ class Totals:
     reverse_kl: Array = None
     jsd: Array = None
     kl_mixture: Array = None  # KL(p || M), the mixture of jsd
+    tail_logprob: Array = None  # log of the mass of everything but the candidates
+    tail_label: Array = None  # the label's share of it, 0 where it is a candidate: not part of the accumulation
 
     @property
     def logsumexp(self) -> Array:
@@ -157,7 +166,8 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
         names += [name] * (given in sums)
     if "ref" in sums:
         names += ["shift", "log_ratio", "m_ref", "log_s_ref", "kl"] + ["reverse_kl"] * ("qe" in sums)
-    return names + ["jsd", "kl_mixture"] * ("jsd" in sums)
+    names += ["jsd", "kl_mixture"] * ("jsd" in sums)
+    return names + (["tail_logprob"] + ["tail_label"] * label) * ("tail" in sums)
 
 
 def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: Any) -> Totals:
@@ -183,6 +193,10 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         out.sum_sq_prob = state.r / (s * s)
     if state.above is not None:
         out.rank = state.above + 1
+    if state.s_tail is not None:  # by logarithms of its own: what the candidates leave of 1 has no digits
+        empty = (state.s_tail == 0) | (state.m_tail <= EMPTY)
+        tail = (state.m_tail - out.m) + (xp.log(xp.where(empty, 1, state.s_tail)) - out.log_s)
+        out.tail_logprob = xp.where(impossible, math.nan, xp.where(empty, -math.inf, xp.clip(tail, None, 0)))
     if state.shift is not None:
         out.shift = state.shift
         out.m_ref, out.log_s_ref = state.m_ref, xp.log(state.s_ref)
@@ -192,6 +206,11 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         if state.a_ref is not None:
             out.reverse_kl = xp.clip(-state.a_ref / state.s_ref - out.log_ratio, 0, None)
     return out
+
+
+def share_of_tail(logp: Array, tail_logprob: Array, xp: Any) -> Array:
+    """The share that an entry outside of the candidates has of what they leave, by its log-prob."""
+    return xp.exp(logp - xp.where(tail_logprob == -math.inf, xp.zeros_like(tail_logprob), tail_logprob))
 
 
 def _log_ratio(b: Array, direct: Array, xp: Any) -> Array:

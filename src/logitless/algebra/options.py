@@ -11,8 +11,8 @@ from ..errors import OptionError
 from .stats import STATISTICS
 
 
-def check_want(want: str | tuple[str, ...], labels: bool, reference: bool) -> tuple[str, ...]:
-    """The statistics' names, each once; `labels` and `reference` say whether the call has them."""
+def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candidates: bool = False) -> tuple[str, ...]:
+    """The statistics' names, each once; `labels`, `reference` and `candidates` say whether the call has them."""
     if isinstance(want, str):
         want = (want,)
     if not isinstance(want, Iterable):
@@ -25,7 +25,9 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool) -> tu
         if STATISTICS[name].needs_label and not labels:
             raise OptionError(f"want: {name} is the label's, and labels is None; pass labels or drop it")
         if STATISTICS[name].needs_reference and not reference:
-            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head)")
+            raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head), or its logits")
+        if STATISTICS[name].needs_candidates and not candidates:
+            raise OptionError(f"want: {name} is of everything but the candidates; pass candidates=ids")
     return tuple(dict.fromkeys(want))
 
 

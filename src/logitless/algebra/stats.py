@@ -1,9 +1,10 @@
 """The statistics: one row each. A row says which running sums it reads, its value, and its coefficients:
 the statistic's share of the one gradient formula,
 
-    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + η·p_v) + ζ·q_v + δ + Σ_k c_k·[v = i_k]
+    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + η·p_v) + ζ·q_v + τ·t_v + δ + Σ_k c_k·[v = i_k]
 
-one for each basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), one (δ), and the one-hot terms
+one for each basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), tail (τ: t is p of everything but the candidates,
+as shares of what that is in all), one (δ), and the one-hot terms
 `label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
 and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.
 """
@@ -19,7 +20,7 @@ from .online_softmax import Totals, times
 
 Array = Any
 Coefficients = dict[str, Array]
-DENSE = ("p", "plogp", "pD", "pM", "p2", "q")  # bases with one number per vocabulary entry
+DENSE = ("p", "plogp", "pD", "pM", "p2", "q", "tail")  # bases with one number per vocabulary entry
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,17 @@ class Statistic:
     value: Callable[[Totals, Any], Array]  # of the totals, and how many entries they are over
     # (totals, g, how many entries, jsd_beta, xp) -> coefficients; None where it has no gradient
     coefficients: Callable[[Totals, Array, Any, float, Any], Coefficients] | None
-    sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd"}
+    sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd", "tail"}
     bases: frozenset[str] = frozenset()  # dense bases that have coefficients; logprob's is p
     needs_label: bool = False
 
     @property
     def needs_reference(self) -> bool:
         return "ref" in self.sums
+
+    @property
+    def needs_candidates(self) -> bool:
+        return "tail" in self.sums
 
 
 def _log(size: Any) -> Any:
@@ -91,6 +96,7 @@ STATISTICS: dict[str, Statistic] = {
         sums="ref jsd",
         bases="p pM",
     ),
+    "tail_logprob": _row(lambda T, V: T.tail_logprob, lambda T, g, V, b, xp: {"tail": g, "p": -g}, "tail", "p tail"),
 }
 
 
@@ -146,6 +152,8 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
     total = total + p * c.get("p", zero) + p * p * c.get("p2", zero)
     if "plogp" in c:
         total = total + times(p, lp, xp) * c["plogp"]
+    if "tail" in c:
+        total = total + c["tail"] * totals.tail_label
     if totals.shift is not None:
         e = totals.label_logit - totals.label_ref - totals.shift
         d = xp.where(xp.isnan(e), zero, e) + totals.log_ratio

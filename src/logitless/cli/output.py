@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,12 @@ if TYPE_CHECKING:
 
 def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], None]) -> None:
     """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
-    from ..workbench.runs.files import write_json
+    from ..workbench.runs.files import strict_json, write_json
     from .screen import Screen
 
     to_stdout = to is not None and str(to) == "-"
     show(Screen(stderr=to_stdout))
     if to_stdout:
-        print(json.dumps(summary, indent=2))
+        print(strict_json(summary, indent=2))
     elif to is not None:
         write_json(to, summary)

@@ -17,7 +17,7 @@ from gemma import gm  # pyright: ignore[reportMissingImports]
 from gemma.gm.text import _prefill, _sampler, _sampler_loop  # pyright: ignore[reportMissingImports]
 from jax import Array
 
-from ..errors import OptionError
+from ..errors import NotFiniteError, OptionError
 from ..jax import LMHead, Noise, SampleRecord, sample_tokens
 
 KEEP = 10
@@ -82,14 +82,15 @@ class SamplerLoop(_sampler_loop.SamplerLoop):
             forbidden=self.forbidden_tokens or (),
             **rules_of(self.sampling),
         )
-        ended = jnp.isin(drawn.token, jnp.asarray(self.end_tokens))
+        token = jnp.maximum(drawn.token, 0)  # -1 where logits are not finite, which `Sampler` looks for afterwards
+        ended = jnp.isin(token, jnp.asarray(self.end_tokens))
         return dataclasses.replace(
             state,
             step=state.step + 1,
             done=state.done | ended,
-            last_token=drawn.token,
+            last_token=token,
             last_token_pos=state.last_token_pos + ~state.done,
-            predicted_tokens=state.predicted_tokens.at[:, state.step].set(drawn.token),
+            predicted_tokens=state.predicted_tokens.at[:, state.step].set(token),
             cache=out.cache,
             **_written(state, drawn),
         )
@@ -104,7 +105,7 @@ class Sampler(gm.text.Sampler):
     `rng`, on a sequence's own seed and on the step alone: with `seeds` neither the batch's size nor its order changes a
     sequence; without them its seed is its row, so that its place in the batch does.
     Raises OptionError for a sampling method that is not one of gemma's four, for a keep that is out of range, and for
-    seeds that are not one for each sequence.
+    seeds that are not one for each sequence; NotFiniteError for a model that has diverged, unless it streams.
     """
 
     keep: int = KEEP
@@ -157,7 +158,7 @@ class Sampler(gm.text.Sampler):
         if stream:
             return self._stream_decode_state(state, return_state=return_state)
         return self._decode_state(
-            state, predicted_tokens=state.predicted_tokens, has_batch_dim=batched, return_state=return_state
+            _finite(state), predicted_tokens=state.predicted_tokens, has_batch_dim=batched, return_state=return_state
         )
 
     def _loop(self, sampling: Any) -> SamplerLoop:
@@ -172,6 +173,13 @@ class Sampler(gm.text.Sampler):
             special_tokens=special,
             keep=self.keep,
         )
+
+
+def _finite(state: SamplingState) -> SamplingState:
+    """The state of a model that has not diverged."""
+    if not np.isfinite(state.predicted_logsumexp).all():
+        raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
+    return state
 
 
 def head_of(model: Any, params: Any) -> LMHead:

@@ -59,7 +59,8 @@ def sample_tokens(
     Price: one GEMM. A token whose kept entries may reach past the top 64 (or top_k, or keep, 1,024 of top_k at most)
     has all of its entries looked at again, with no GEMM: nothing is approximate.
     Returns a SampleRecord of shape (...); under jit, for `lax.while_loop` too. Raises ShapeError, DtypeError,
-    OptionError; NotFiniteError outside of jit, inside the record's log-sum-exp is NaN.
+    OptionError; NotFiniteError outside of jit for logits that are NaN or +inf, or all -inf: inside it such a token is
+    -1, and its log-sum-exp is not finite.
     Memory: the logits of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]

@@ -37,7 +37,7 @@ def checked_call(
     lead = hidden.shape[:-1]
     n = math.prod(lead)
     ref_hidden, ref_head = _check_reference(reference, lead, vocab_size, options.axis_name)
-    want = check_want(options.want, labels is not None, reference is not None)
+    want = check_want(options.want, labels is not None, reference is not None, candidates is not None)
     check_numbers(vocab_size, options.top_k, options.jsd_beta, options.memory_budget)
     if not isinstance(options.ignore_index, Integral):
         raise OptionError(f"ignore_index: expected a whole number known before tracing, got {options.ignore_index!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from ._numbers import log1mexp, same_shape
+from ._numbers import same_shape
 
 
 def forward_kl(reverse_kl: Tensor, temperature: float = 1.0) -> Tensor:
@@ -52,59 +52,46 @@ def soft_targets(
     logsumexp: Tensor,  # (...)
     weights: Tensor,  # (..., K), the teacher's probabilities at those ids
     tail: Literal["bucket", "renormalise", "ignore"] = "bucket",
-    logprob: Tensor | None = None,  # (...), of the targets' first ids as the pass's labels
+    tail_logprob: Tensor | None = None,  # (...), of everything but those ids
 ) -> Tensor:
     """Cross-entropy against a sparse record of the teacher: K ids with their probabilities.
 
-        logp = z.log_softmax(-1).gather(-1, ids)
-        loss = -(weights * logp).sum(-1) - (1 - weights.sum(-1)) * (1 - logp.exp().sum(-1)).log()
+        logp = z.log_softmax(-1)
+        inside = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, ids, True)
+        loss = -(weights * logp.gather(-1, ids)).sum(-1)
+        loss = loss - (1 - weights.sum(-1)) * logp.masked_fill(inside, -torch.inf).logsumexp(-1)
 
     `tail` says what becomes of the mass that the record leaves out: "bucket" (above) compares it as one more
     outcome, so the loss is least exactly where the student agrees with the record; "renormalise" and "ignore"
     drop the second term, with the weights scaled to sum to 1 or as they are, and make the student
-    overconfident unless the weights are an unbiased sample of the teacher. Slots of weight 0 are padding,
-    whatever their id. Reads `candidate_logits`, `logsumexp`.
-
-    The tail's mass is what the ids leave of 1: in fp32 its slope is 1 % off at 1e-5, and below 1e-7 it stays there.
-    With `labels=ids[..., 0]` in the pass and its `logprob` here, it is what the other ids leave of the mass beside the
-    first, which keeps its digits however sure the student is of that one.
-    Raises ShapeError, OptionError. Anshumann et al., "Sparse Logit Sampling", arXiv:2503.16870, on the bias.
+    overconfident unless the weights are an unbiased sample of the teacher. Slots of weight 0 are padding; with "bucket"
+    they name an id of the record once more, since any other is an outcome that the teacher gives nothing. Reads
+    `candidate_logits`, `logsumexp` and, with "bucket", `tail_logprob`: what the ids leave of 1 would have no digits
+    where the student is sure of them. Raises ShapeError, OptionError.
+    Anshumann et al., "Sparse Logit Sampling", arXiv:2503.16870, on the bias.
     """
-    _check_sparse(candidate_logits, logsumexp, weights, logprob)
-    used = weights > 0
-    logp = candidate_logits - logsumexp[..., None]
-    if logprob is not None:
-        logp = torch.cat([logprob[..., None], logp[..., 1:]], -1)
-    logp = torch.where(used, logp, torch.zeros_like(logp))
+    _check_sparse(candidate_logits, logsumexp, weights, tail, tail_logprob)
+    logp = torch.where(weights > 0, candidate_logits - logsumexp[..., None], 0.0)
     if tail == "renormalise":
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     inside = -(weights * logp).sum(-1)
-    if tail != "bucket":
-        if tail not in ("renormalise", "ignore"):
-            raise OptionError(f"tail must be 'bucket', 'renormalise' or 'ignore', got {tail!r}")
+    if tail != "bucket" or tail_logprob is None:
         return inside
     left = (1.0 - weights.sum(-1)).clamp_min(0.0)
-    logp = torch.where(used, logp, -torch.inf)
-    log_tail = _log_left(logp)
-    if logprob is not None:  # what the first id leaves, and the share of it that the others leave
-        beside = log1mexp(logprob)
-        log_tail = torch.where(used[..., 0], beside + _log_left(logp[..., 1:] - beside[..., None]), log_tail)
-    return inside - left * log_tail
+    # nothing but the record is possible: what rounding leaves of its weights is no outcome
+    return inside - left * torch.where(tail_logprob.isneginf(), 0.0, tail_logprob)
 
 
-def _log_left(logp: Tensor) -> Tensor:
-    """The log of what probabilities (..., K) leave of 1: at least a rounding error, for a finite derivative."""
-    if logp.shape[-1] == 0:
-        return logp.new_zeros(logp.shape[:-1])
-    # a row of -inf alone would have a gradient of NaN
-    logp = torch.where(logp.isneginf().all(-1, keepdim=True), torch.finfo(logp.dtype).min, logp)
-    return log1mexp(logp.logsumexp(-1).clamp_max(-torch.finfo(logp.dtype).eps))
-
-
-def _check_sparse(candidate_logits: Tensor, logsumexp: Tensor, weights: Tensor, logprob: Tensor | None) -> None:
+def _check_sparse(
+    candidate_logits: Tensor, logsumexp: Tensor, weights: Tensor, tail: str, tail_logprob: Tensor | None
+) -> None:
+    if tail not in ("bucket", "renormalise", "ignore"):
+        raise OptionError(f"tail must be 'bucket', 'renormalise' or 'ignore', got {tail!r}")
+    if tail == "bucket" and tail_logprob is None:
+        raise OptionError("tail='bucket' needs tail_logprob=stats.tail_logprob: add 'tail_logprob' to want")
     if candidate_logits.ndim == 0 or weights.shape != candidate_logits.shape:
         expected, got = tuple(candidate_logits.shape), tuple(weights.shape)
         raise ShapeError(f"weights must have candidate_logits' shape (..., K), here {expected}, got {got}")
     if weights.shape[-1] == 0:
         raise ShapeError(f"candidate_logits must have K of 1 or more ids per token, got {tuple(weights.shape)}")
-    same_shape(candidate_logits[..., 0], logsumexp=logsumexp, logprob=logprob)
+    same_shape(candidate_logits[..., 0], logsumexp=logsumexp, tail_logprob=tail_logprob)

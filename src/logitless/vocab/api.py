@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from typing import Any, TypeVar, Unpack
 
@@ -16,6 +17,7 @@ from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call.call import Call
 from .call.lora import stand_in, with_lora
 from .call.options import Options
+from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
 from .call.validate import flatten, flatten_inputs
 from .devices import compute_dtype
@@ -30,6 +32,7 @@ from .passes.loss import (
     chunked_loss,
     cross_entropy_of,
     cross_entropy_wants,
+    label_weights,
     loss_of_each,
     loss_over_sets,
 )
@@ -52,7 +55,7 @@ def token_stats(
     top_k: int = 0,
     candidates: Tensor | None = None,  # (..., K)
     sampling_mask: SamplingMask | None = None,
-    reference: tuple[Tensor, LMHead] | None = None,
+    reference: tuple[Tensor, LMHead] | Tensor | RowSource | None = None,
     jsd_beta: float = 0.5,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -70,7 +73,9 @@ def token_stats(
     temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
     wanted; sampling_mask: each token's own set of entries, over which all statistics then are (logits outside count as
     -inf; mean_logit and self_certainty are over the set): price 0, no product with the vocabulary;
-    reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant;
+    reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant, or what it
+    gave: its logits or log-probs (..., V), read by slices wherever they lie (a memory-mapped tensor stays where it is),
+    or reference(tokens, entries) -> (n, entries) of such rows, tokens (n,) numbers in the order of labels;
     jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
     Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight,
     bias and the adapters' factors; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no
@@ -120,9 +125,10 @@ def token_loss(
         loss_fn(stats, *inputs)[labels != ignore_index].mean()
 
     loss_fn(stats, *inputs) sees some tokens' statistics, (n,) each, and the same tokens' part of every input, and
-    returns one loss per token, (n,). inputs: tensors of labels' shape, with trailing dimensions if wanted; those
-    that require grad get their gradient. options: as `token_stats`. reduction: "mean" over tokens that count
-    (0 with a live graph where none does), "sum", or "none": (...) for any upstream gradient, at the price of 4 GEMMs.
+    returns one loss per token, (n,); autocast is off in it. inputs: tensors of labels' shape, with trailing dimensions
+    if wanted; those that require grad get their gradient. options: as `token_stats`. reduction: "mean" over tokens that
+    count (0 with a live graph where none does), "sum", or "none": (...) for any upstream gradient, at the price of 4
+    GEMMs.
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
@@ -153,15 +159,18 @@ def linear_cross_entropy(
     Dense equivalent:
 
         z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
-        F.cross_entropy(z, labels, weight, label_smoothing=label_smoothing) + z_loss * z.logsumexp(-1).square().mean()
+        w = weight[labels]  # 1 without weights, 0 where ignored
+        each = F.cross_entropy(z, labels, weight, reduction="none", label_smoothing=label_smoothing)
+        (each + z_loss * w * z.logsumexp(-1).square()).sum() / w.sum()
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
-    weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights (0 where that is
-    0); refused beside label_smoothing and z_loss. reduction: "mean", "sum" or "none"; denominator: divides the sum in
-    the place of the number of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the
-    value is not looked at, and 0 gives inf). options: temperature, ignore_index, memory_budget and backend of
-    `token_stats`. Returns fp32 (fp64 for fp64 inputs). A mean over no token is 0. Probability targets are refused.
-    Raises what `token_stats` raises. Memory: a chunk's whole rows within the budget, and the gradients.
+    weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights (no token counts
+    where that is 0), and label smoothing weighs every class by its own; the two together are refused where the head has
+    a softcap or is sharded. reduction: "mean", "sum" or "none"; denominator: divides the sum in the place of the number
+    of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the value is not looked at, and
+    0 gives inf). options: temperature, ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for
+    fp64 inputs). A mean over no token is 0. Probability targets are refused. Raises what `token_stats` raises.
+    Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
@@ -169,33 +178,54 @@ def linear_cross_entropy(
         check_reduction(reduction)
         check_cross_entropy(label_smoothing, z_loss)
         _check_names(options)
-        _check_weight(weight, head, hidden, label_smoothing, z_loss)
+        _check_weight(weight, head, hidden, label_smoothing)
         return None if denominator is None else _check_denominator(denominator, reduction, hidden)
 
     divisor = on_all(head, arguments)
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     alike = label_smoothing, z_loss, reduction, divisor, weight
     if reduction == "none":
-        each = cross_entropy_of(_token_stats(hidden, head, labels, alike, **options), label_smoothing, z_loss)
-        return each if weight is None else each * _weights_of(weight, labels, options).to(each.dtype)
-    call, mean = _prepared(hidden, head, labels, alike=alike, **options), reduction == "mean"
-    weights = None if weight is None else _weights_of(weight, labels, options).flatten()
-    given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor, weights)
-    if not torch.compiler.is_compiling():
-        return chunked_cross_entropy(call, given)
-    if call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
-        return _uncompiled(chunked_cross_entropy)(call, given)
-    return compiled.cross_entropy(call, given)
+        return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
+    call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
+    given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
+    if torch.compiler.is_compiling():
+        run = _uncompiled(chunked_cross_entropy) if call.breaks_graphs else compiled.cross_entropy
+        return run(call, given)
+    return chunked_cross_entropy(call, given)
+
+
+def _cross_entropy_of_each(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    weight: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    alike: tuple[Any, ...],
+    options: Options,
+) -> Tensor:
+    """The loss of every token, 0 where ignored."""
+    numbers = _token_stats(hidden, head, labels, alike, weight, **options)
+    if weight is None:
+        return cross_entropy_of(numbers, label_smoothing, z_loss)
+    classes = weight.detach().to(numbers.logprob.dtype)
+    weights = label_weights(labels, classes, options.get("ignore_index", -100))
+    return cross_entropy_of(numbers, label_smoothing, z_loss, weights, classes)
 
 
 def _token_stats(
-    hidden: Tensor, head: LMHead, labels: Tensor | None, alike: tuple[Any, ...] = (), **options: Unpack[Options]
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor | None,
+    alike: tuple[Any, ...] = (),
+    weight: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> TokenStats:
-    """`token_stats`; alike: options of a caller's own that ranks which share the head must agree on."""
-    call = _prepared(hidden, head, labels, alike=alike, **options)
+    """`token_stats`; alike, weight: as `_prepared` takes them."""
+    call = _prepared(hidden, head, labels, alike=alike, weight=weight, **options)
     if not torch.compiler.is_compiling():
         found = stats(call)
-    elif call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+    elif call.breaks_graphs:
         found = _uncompiled(stats)(call)
     else:
         found = compiled.stats(call)
@@ -212,18 +242,22 @@ def _prepared(
     labels: Tensor | None,
     also: Callable[[], Any] = tuple,
     alike: tuple[Any, ...] = (),
+    weight: Tensor | None = None,
     **options: Unpack[Options],
 ) -> Call:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    also: what else of the call is checked before the ranks agree; alike: options beside the call's that they compare.
+    also: what else of the call is checked before the ranks agree; alike: options beside the call's that they compare;
+    weight: constants per class.
     """
     call = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
+    if weight is not None:
+        call = replace(call, inputs=call.inputs._replace(class_weights=weight.detach().to(call.compute)))
     if head.shard is not None and not torch.compiler.is_compiling():
         named = str([x for x in alike if not isinstance(x, Tensor)])
         stand_in(call).agree(named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
-    return with_lora(call, None if reference is None else reference[1])
+    return with_lora(call, reference[1] if isinstance(reference, tuple) else None)
 
 
 def _check_names(options: Options) -> None:
@@ -234,7 +268,7 @@ def _check_names(options: Options) -> None:
             raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint}")
 
 
-def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing: float, z_loss: float) -> None:
+def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing: float) -> None:
     if weight is None:
         return
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
@@ -244,14 +278,9 @@ def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing
         raise ShapeError(f"weight: expected one number per class, shape ({head.rows},), got {tuple(weight.shape)}")
     if weight.device != hidden.device:
         raise DeviceError(f"weight: expected it on {hidden.device}, where hidden is, got {weight.device}")
-    if smoothing or z_loss:
-        raise OptionError("weight: expected no label_smoothing or z_loss beside it; write such a loss with token_loss")
-
-
-def _weights_of(weight: Tensor, labels: Tensor, options: Options) -> Tensor:
-    """The labels' class weights, 0 where ignored; labels that do not exist are the pass's to refuse."""
-    found = weight.detach()[labels.long().clamp(0, weight.shape[0] - 1)]
-    return torch.where(labels == options.get("ignore_index", -100), 0, found)
+    if smoothing and (head.softcap or head.shard is not None):  # logits' weighted sum is no product with one summed row
+        kind = "has a softcap" if head.softcap else "is sharded"
+        raise OptionError(f"weight: expected no label_smoothing beside it where the head {kind}; leave out one of them")
 
 
 def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:

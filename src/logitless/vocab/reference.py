@@ -46,6 +46,7 @@ class _Rows(NamedTuple):
     logq: Tensor | None  # the reference's, a constant
     beta: float
     kept: Tensor | None = None  # (n, V), the sampling mask
+    candidates: Tensor | None = None  # (n, K)
 
     @property
     def size(self) -> Tensor:
@@ -68,6 +69,12 @@ class _Rows(NamedTuple):
         if self.logq is None:
             raise ValueError("this statistic needs a reference")
         return self.logq
+
+
+def _tail(rows: _Rows) -> Tensor:
+    if rows.candidates is None:
+        raise ValueError("this statistic needs candidates")
+    return rows.logp.scatter(-1, rows.candidates, -math.inf).logsumexp(-1)
 
 
 def _mean_under(p: Tensor, x: Tensor) -> Tensor:
@@ -99,6 +106,7 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
     "jsd": _jsd,
+    "tail_logprob": _tail,
 }
 
 
@@ -146,14 +154,15 @@ def dense_token_stats(
     logq = None
     if reference is not None:
         logq = _log_softmax(_over(kept, dense_logits(reference[0][keep], reference[1], temperature))).detach()
-    rows = _Rows(z, None if labels is None else labels[keep], _log_softmax(z), logq, jsd_beta, kept)
+    ids = None if candidates is None else candidates[keep]
+    rows = _Rows(z, None if labels is None else labels[keep], _log_softmax(z), logq, jsd_beta, kept, ids)
     stats = {name: _spread(_FORMULAS[name](rows), keep) for name in want}
     if top_k:
         best = z.topk(top_k)
         stats["top_k_ids"] = _spread(best.indices, keep, fill=-1)
         stats["top_k_logits"] = _spread(best.values, keep)
-    if candidates is not None:
-        stats["candidate_logits"] = _spread(z.gather(-1, candidates[keep]), keep)
+    if ids is not None:
+        stats["candidate_logits"] = _spread(z.gather(-1, ids), keep)
     return stats
 
 

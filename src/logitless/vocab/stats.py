@@ -27,6 +27,7 @@ class TokenStats:
     kl: Tensor
     reverse_kl: Tensor
     jsd: Tensor
+    tail_logprob: Tensor
     top_k_ids: Tensor
     top_k_logits: Tensor
     candidate_logits: Tensor

@@ -23,6 +23,7 @@ ALONE = (
     "sum_sq_prob",
 )
 PAIRED = ("kl", "reverse_kl", "jsd")
+TAIL = ("tail_logprob",)  # with candidates, and on some backends
 EVERYTHING = ALONE + PAIRED
 INTEGERS = ("rank", "top_k_ids")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

@@ -12,7 +12,7 @@ from logitless.vocab.ranks.collectives import Ranks
 from logitless.vocab.reference import dense_token_stats
 from tests.support.allocations import largest_allocation
 from tests.support.vocab import parallel_errors, parallel_tokens
-from tests.support.vocab.comparing import ALONE, EVERYTHING, assert_near, assert_near_in_norm, operands
+from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, assert_near, assert_near_in_norm, operands
 from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, check, same_on_all, split
 from tests.support.vocab.sharding import Case, run
 
@@ -26,7 +26,9 @@ def every_statistic(group: Any) -> None:
         check(one, EVERYTHING, whole_reference=True)
     capped = split(group, UNEVEN, reference=True, softcap=4.0, ranks=(2,))
     check(capped, EVERYTHING, top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
+    check(capped, ("tail_logprob", "rank"), candidates=candidates, memory_budget=1)
     capped.ops.labels = None
+    check(capped, TAIL, candidates=candidates)
     check(capped, ("entropy", "kl", "max_logit", "mean_logit"), top_k=3)
 
 

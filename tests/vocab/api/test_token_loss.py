@@ -26,6 +26,19 @@ def test_ppo(lead, reduction, budget, dtype, backend):
     check(ppo, ops, inputs, want=PPO_WANT, reduction=reduction, memory_budget=budget, backend=backend)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_loss_runs_with_autocast_off(reduction, backend):
+    ops, seen = operands((7,), dtype=torch.float32), []
+
+    def loss_fn(stats):
+        seen.append((torch.is_autocast_enabled("cpu"), (stats.logprob[:, None] @ stats.logprob[None]).dtype))
+        return -stats.logprob
+
+    with torch.autocast("cpu", torch.bfloat16):
+        call(loss_fn, ops, (), reduction=reduction, backend=backend)
+    assert set(seen) == {(False, torch.float32)}
+
+
 @pytest.mark.parametrize("trainable", [("hidden",), ("weight",), ("bias",), ("weight", "bias"), ()])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_whatever_is_frozen(reduction, trainable, backend):

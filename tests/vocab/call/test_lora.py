@@ -7,7 +7,7 @@ import torch
 
 import logitless as ll
 from logitless.vocab.head.low_rank import LowRank
-from logitless.vocab.reference import dense_cross_entropy, dense_logits
+from logitless.vocab.reference import dense_cross_entropy, dense_logits, dense_token_stats
 from tests.support.vocab.comparing import (
     ALONE,
     EVERYTHING,
@@ -212,3 +212,29 @@ def test_factors_that_cannot_be(name):
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(("LowRank: ", "LMHead: "))
+
+
+@pytest.mark.parametrize("ranks", [(2,), (2, 3)], ids=str)
+def test_fp16_adapters_under_autocast_to_bf16(ranks, backend):
+    """Autocast's own `cat` refuses two fp16 tensors there."""
+    ops = operands(dtype=torch.float16, bias=False, ranks=ranks).training(*ALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend=backend)
+    rounded = ops.to(torch.bfloat16)
+    exact = replace(rounded.to(torch.float64), adapters=ops.to(torch.float64).adapters)
+    wanted = -dense_token_stats(exact.hidden, exact.head, exact.labels)["logprob"].mean()
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(loss, list(ops.leaves.values()))
+    expected = torch.autograd.grad(wanted, list(exact.leaves.values()))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float16
+        assert_near_in_norm(a, b, 1e-2, "gradient")
+
+
+def test_a_narrower_reference_with_adapters_under_fp64(backend):
+    """Its adapters' products are formed in the call's own precision."""
+    ops, ref = operands(ranks=(2,)), operands(ranks=(3,)).to(torch.float32)
+    ops = replace(ops, ref=ref)
+    got = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=ops.reference, backend=backend)
+    exact = dense_token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=ops.reference)
+    torch.testing.assert_close(got.kl, exact["kl"], rtol=1e-12, atol=1e-12)

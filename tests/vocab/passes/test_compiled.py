@@ -29,6 +29,7 @@ def prepared(ops: Operands, **options) -> Call:
     [
         (("logprob", "entropy"), {"top_k": 2}),
         (("rank", "max_logit"), {}),
+        (("logprob", "tail_logprob"), {"candidates": torch.randint(9, (7, 2))}),
         (EVERYTHING, {"candidates": torch.randint(9, (7, 2)), "temperature": torch.rand(7) + 0.5}),
     ],
     ids=len,
@@ -45,11 +46,12 @@ def test_stats(want, options, trainable, ranks):
 @pytest.mark.parametrize("ranks", [(), (3,)], ids=str)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("denominator", [None, torch.tensor(5.0)], ids=str)
-@pytest.mark.parametrize("weights", [None, torch.rand(7)], ids=lambda x: "weighted" if x is not None else "")
+@pytest.mark.parametrize("weights", [None, torch.rand(23)], ids=lambda x: "weighted" if x is not None else "")
 def test_cross_entropy(weights, denominator, trainable, ranks):
     ops = operands((7,), dtype=torch.float32, ranks=ranks).training(*trainable)
     call = prepared(ops, want=cross_entropy_wants(0.1, 0.0))
-    args = (*_packed((*call.inputs, denominator, weights)), _key(call), Needs.of(call.inputs).flags, 0.1, 0.0, True)
+    inputs = call.inputs._replace(class_weights=weights)
+    args = (*_packed((*inputs, denominator)), _key(call), Needs.of(inputs).flags, 0.1, 0.0, True)
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
 
 
@@ -62,7 +64,8 @@ def test_gradients_are_rounded_after_the_loss_scale(dtype):
 
     def run(*leaves):
         loss = linear_cross_entropy(ops.hidden, ops.head, ops.labels)
-        return 65536.0 * (loss + linear_cross_entropy(ops.hidden, ops.head, ops.labels, weight=weight))
+        weighted = linear_cross_entropy(ops.hidden, ops.head, ops.labels, weight=weight, label_smoothing=0.1)
+        return 65536.0 * (loss + weighted)
 
     leaves = list(ops.leaves.values())
     expected = torch.autograd.grad(run(*leaves), leaves)

@@ -19,11 +19,11 @@ KEEP = 6
 def loss_of(student, targets: TeacherTargets, reduction: str = "sum") -> torch.Tensor:
     batch = {"input_ids": targets.input_ids, "attention_mask": targets.attention_mask}
     return logitless.token_loss(
-        lambda stats, w: logitless.losses.soft_targets(stats.candidate_logits, stats.logsumexp, w),
+        lambda s, w: logitless.losses.soft_targets(s.candidate_logits, s.logsumexp, w, tail_logprob=s.tail_logprob),
         logitless.hidden_states(student, batch),
         logitless.LMHead.of(student),
         targets.labels,
-        want=("logsumexp",),
+        want=("logsumexp", "tail_logprob"),
         candidates=targets.ids,
         inputs=(targets.weights,),
         reduction=reduction,

@@ -84,6 +84,19 @@ def test_a_checkpoint_that_lost_a_tensor(place):
         resume(place)
 
 
+def test_a_checkpoint_whose_adapter_lost_a_tensor(micro, tmp_path):
+    """PEFT itself goes on with an adapter that is partly new."""
+    sft.run(replace(micro.config, max_steps=2, lora_rank=2, output_dir=tmp_path), QUIET)
+    (tmp_path / "summary.json").unlink()
+    (weights,) = tmp_path.glob("checkpoint-2/adapter_model.safetensors")
+    found = load_file(weights)
+    lost = next(name for name in found if "lora_B" in name)
+    del found[lost]
+    save_file(found, weights)
+    with pytest.raises(ConfigError, match=rf"--resume .*: its weights lack {lost}, which its adapter_config.json asks"):
+        resume(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokens.npz", "step_memory.json"])
 def test_a_file_that_can_be_made_anew(place, name):
     cut(place / name, 40)

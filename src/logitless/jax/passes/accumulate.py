@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, times
+from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, share_of_tail, times
 from ...algebra.stats import mixture_shares
 from ..mesh import merge_devices, varying
 from .chunk import Chunk, Materialised, Slice
@@ -53,6 +53,10 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
         topk = jnp.where(topk[0] <= MASK, -jnp.inf, topk[0]), topk[1]
     if options.materialises:
         _second_look(chunk, totals, slices)
+    labels, candidates = chunk.labels, chunk.call.tokens.candidates
+    if "tail" in options.sums and labels is not None and candidates is not None:
+        outside = (candidates != labels[:, None]).all(1)
+        totals.tail_label = jnp.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, jnp), 0.0)
     return Accumulated(totals, topk, slices)
 
 
@@ -65,6 +69,8 @@ def _empty(chunk: Chunk, zeros: Array) -> Accumulation:
     if chunk.reference is not None:
         out.m_ref, out.s_ref, out.near, out.shift, out.a, out.b = lowest, zeros, lowest, zeros, zeros, zeros
         out.a_ref = zeros if "qe" in wanted else None
+    if "tail" in wanted:
+        out.m_tail, out.s_tail = lowest, zeros
     return out
 
 
@@ -104,6 +110,10 @@ def _sums_of(chunk: Chunk, part: Slice) -> Accumulation:
         grown = w_ref * jnp.exp((out.m_ref - m) + out.shift)[:, None]  # w·e^(-e), where a factor would overflow
         out.b = jnp.where(jnp.abs(e) < 1, w * jnp.expm1(-e), grown - w).sum(1)
         out.a_ref = times(w_ref, e, jnp).sum(1) if "qe" in wanted else None
+    if "tail" in wanted:
+        z = jnp.where(chunk.in_tail(part), jnp.maximum(part.z, MASK), MASK)
+        out.m_tail = jnp.maximum(z.max(1), EMPTY)
+        out.s_tail = jnp.exp(z - out.m_tail[:, None]).sum(1)
     return out
 
 

@@ -121,6 +121,14 @@ class Chunk:
             fresh = fresh & ~jnp.isin(ids, jnp.asarray(self.options.forbidden))
         return place._replace(fresh=fresh), ids
 
+    def in_tail(self, part: Slice) -> Array:
+        """Which of a slice's entries exist and are no candidates, (C, S)."""
+        ids: Any = self.call.tokens.candidates
+        columns = ids - (self.vocab_start + part.start)
+        columns = jnp.where(columns < 0, part.z.shape[1], columns)  # out of range, where it is dropped
+        rows = jnp.arange(ids.shape[0])[:, None]
+        return jnp.broadcast_to(part.fresh, part.z.shape).at[rows, columns].set(False, mode="drop")
+
     def slices(self) -> Array:
         """The numbers of the slices, to scan over."""
         return jnp.arange(windows(self.width, self.call.local_rows), dtype=jnp.int32)

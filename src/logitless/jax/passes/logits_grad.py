@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.online_softmax import Totals, times
+from ...algebra.online_softmax import Totals, share_of_tail, times
 from ...algebra.stats import Coefficients, coefficients_of, label_coefficient, mixture_logs
 from .chunk import Chunk, Materialised, Slice
 from .projection import column, product
@@ -101,4 +101,7 @@ def _dense_logits_grad(chunk: Chunk, part: Slice, totals: Totals, coefficients: 
     dz = times(p, inner, jnp)
     if "q" in c:
         dz = dz + c["q"] * jnp.exp(part.log_q(totals))
+    if "tail" in c:
+        shares = share_of_tail(log_p, column(totals.tail_logprob), jnp)
+        dz = dz + c["tail"] * jnp.where(chunk.in_tail(part), shares, 0.0)
     return dz

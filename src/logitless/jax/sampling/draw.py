@@ -53,8 +53,9 @@ class Draw:
             drawn = Drawn(*(jnp.where(greedy, a, b) for a, b in zip(drawn, sampled, strict=True)))
             log_sum = jnp.where(greedy, 0.0, totals.m / self._divisor + log_s)
             rank = 1 + self._count_above(drawn.logit)
+        possible = jnp.isfinite(totals.m)  # a row without a possible entry, or of NaN, has no token
         return SampleRecord(
-            token=drawn.token,
+            token=jnp.where(possible, drawn.token, -1),
             token_logit=drawn.logit,
             rank=rank,
             topk_logits=self.topk[0][:, :keep],
@@ -65,7 +66,7 @@ class Draw:
             temperature=self.temperature,
             logsumexp_at_temperature=log_sum,
             log_kept_mass=drawn.log_mass,
-            n_kept=drawn.n_kept,
+            n_kept=jnp.where(possible, drawn.n_kept, 0),
             vocab_size=call.vocab_size,
         )
 

@@ -23,7 +23,7 @@ from ..call.call import Call, Inputs
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
-from .logits import FewRows, Operands, Projection, mask_labels, operand_dtype
+from .logits import FewRows, GivenLogits, Operands, Projection, cap_at, mask_labels, operand_dtype
 
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
@@ -130,7 +130,7 @@ class Backend(ABC):
         return {
             "budget": call.options.memory_budget,
             "itemsize": compute.itemsize,
-            "heads": len(weights),
+            "heads": len(weights) + (call.reference_rows is not None),
             "converted": converted,
         }
 
@@ -217,9 +217,12 @@ class Chunk:
         reference = label = None
         if call.reference is not None and i.ref_hidden is not None:
             reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b))
+        elif call.reference_rows is not None:
+            reference = GivenLogits(call.reference_rows, call.tokens(rows), call.head, temperature, call.compute)
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
-        sums = sums_of(options.want)
+        # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights
+        sums = sums_of(options.want) - (set() if i.class_weights is None else {"zsum"})
         top_k = max(options.top_k, int("argmax" in sums))
         return cls(i, policy, reference, slices, scratch, sums, top_k, options.jsd_beta, label)
 
@@ -234,8 +237,8 @@ class Chunk:
 
     @property
     def may_be_infinite(self) -> bool:
-        """Whether a logit can be -inf: only a bias can make it so."""
-        return self.policy.bias is not None or (self.reference is not None and self.reference.bias is not None)
+        """Whether a logit can be -inf."""
+        return self.policy.may_be_infinite or (self.reference is not None and self.reference.may_be_infinite)
 
     def vocabulary(self) -> Iterator[slice]:
         """Slices of the rows here."""
@@ -260,6 +263,12 @@ class Chunk:
                 z.clamp_(min=MASK)
             if self.inputs.labels is not None:
                 mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
+
+    def cap_candidates(self, x: Tensor, v: slice, most: float) -> Tensor:
+        """A slice's numbers, of which those of the candidates are `most` at most."""
+        assert self.inputs.candidates is not None
+        cap_at(x, self.inputs.candidates - (self.policy.head.vocab_start + v.start), most)
+        return x
 
     def gap(self, tile: Tile) -> Tensor:
         """z_ref - z, which is -e but for d0, before masking or after; 0 where both are -inf."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.online_softmax import MASK
+from ..call.rows_of_reference import RowsOfReference
 from ..head.lm_head import LMHead, place
 from ..sizing import current_sizing
 
@@ -45,6 +46,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 
 LOG2E = math.log2(math.e)
+WIDTH = 2048  # entries at a time of rows that are looked at for one of them
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -140,6 +142,11 @@ class Projection:
             self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
+    @property
+    def may_be_infinite(self) -> bool:
+        """Whether a logit can be -inf: only a bias can make it so."""
+        return self.bias is not None
+
     def operand(self, v: slice) -> Operands:
         """The slice of every factor in its operands' dtype."""
         return tuple(f.operand(v) for f in self.factors)
@@ -175,11 +182,12 @@ class Projection:
             z = torch.tanh(z) * self.outer
         return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
 
-    def mean(self, sums: list[Tensor]) -> Tensor:
-        """The mean logit per token from the factors' summed entries; only without a softcap."""
+    def mean(self, sums: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The mean logit per token from the factors' summed entries; only without a softcap. weights: as the sums'."""
         total = sum_of(f.total(entry_sum) for f, entry_sum in zip(self.factors, sums, strict=True))
         if self.bias is not None:
-            total = total + self.bias.sum() * _flat(self.inner)
+            bias = self.bias if weights is None else weights * self.bias
+            total = total + bias.sum() * _flat(self.inner)
         return total / self.head.rows
 
     def chain(self, dz: Tensor, z: Tensor | None = None) -> Tensor:
@@ -194,6 +202,45 @@ class Projection:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
         assert self.outer is not None
         return (z / self.outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
+
+
+class GivenLogits(Projection):
+    """A block of tokens' logits that exist already, in the place of a head's products; divided by a temperature."""
+
+    def __init__(
+        self,
+        rows: RowsOfReference,
+        tokens: slice | Tensor,
+        head: LMHead,
+        temperature: float | Tensor,
+        compute: torch.dtype,
+    ) -> None:
+        self.rows, self.tokens, self.head, self.compute = rows, tokens, head, compute
+        self.bias, self.outer, self.factors = None, None, []
+        self.column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
+
+    @property
+    def may_be_infinite(self) -> bool:
+        return True
+
+    def operand(self, v: slice) -> Operands:
+        return ()
+
+    def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
+        first = self.head.vocab_start
+        return out.copy_(self.rows.read(self.tokens, slice(first + v.start, first + v.stop))).div_(self.column)
+
+    def at(self, ids: Tensor) -> Tensor:
+        """z at one entry of each token, from another look at the slices that hold them."""
+        columns, mine = self.place(ids)
+        z = torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
+        for start in range(0, self.head.local_rows, WIDTH):
+            v = slice(start, min(start + WIDTH, self.head.local_rows))
+            part = self.logits((), v, z.new_empty(ids.shape[0], v.stop - v.start))
+            inside = (columns >= v.start) & (columns < v.stop)
+            found = part.gather(1, (columns - v.start).clamp(0, part.shape[1] - 1)[:, None])[:, 0]
+            z = torch.where(inside, found, z)
+        return z if mine is None else torch.where(mine, z, 0.0)
 
 
 def sum_of(terms: Iterable[Tensor]) -> Tensor:
@@ -218,16 +265,27 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def weight_sum(weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None) -> Tensor:
-    """Σ_v W_v, (H,), of the rows as the products see them; in slices where they must be converted."""
+def weight_sum(
+    weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Σ_v W_v, or Σ_v weights_v·W_v, (H,), of the rows as the products see them; in slices where they are converted."""
     weight = weight.detach()
     if weight.dtype == compute and autocast is None:
-        return weight.sum(0)
+        return weight.sum(0) if weights is None else torch.mv(weight.t(), weights)
     cast = autocast or weight.dtype
     total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
-    for part in weight.split(4096):
-        total += part.to(cast).to(compute).sum(0)
+    for start in range(0, weight.shape[0], 4096):
+        part = weight[start : start + 4096].to(cast).to(compute)
+        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + 4096])
     return total
+
+
+def cap_at(z: Tensor, columns: Tensor, most: float) -> None:
+    """z[row, columns[row]] = min(z, most), columns (C, K) that lie in this slice; no synchronisation."""
+    width = z.shape[1]
+    inside = (columns >= 0) & (columns < width)
+    cap = torch.where(inside, most, math.inf).to(z.dtype)
+    z.scatter_reduce_(1, columns.clamp(0, width - 1), cap, "amin")
 
 
 def mask_labels(z: Tensor, columns: Tensor) -> None:

@@ -15,6 +15,7 @@ from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
 from ..sizing import current_sizing
 from .options import CallOptions
+from .rows_of_reference import RowsOfReference
 from .sampling_mask import SamplingMask
 
 
@@ -34,6 +35,7 @@ class Inputs(NamedTuple):
     ref_bias: Tensor | None = None  # (V,)
     ref_lora_hidden: Tensor | None = None  # (N, R')
     ref_lora_b: Tensor | None = None  # (V, R')
+    class_weights: Tensor | None = None  # (V,), of all ranks: the mean logit is then Σ_v weight_v·z_v / V
 
 
 DIFFERENTIATED = Inputs._fields.index("labels")
@@ -72,7 +74,7 @@ class Call:
 
     head, reference: checked; their adapters stand in `inputs` as factors. index: the tokens that are valid, not
     ignored, where some are not (None: all are); the others are never computed. sampling_mask: where statistics are over
-    each token's set of entries alone.
+    each token's set of entries alone. reference_rows: in the place of a reference head, what it gave.
     """
 
     options: CallOptions
@@ -81,6 +83,7 @@ class Call:
     reference: LMHead | None = None
     index: Tensor | None = None
     sampling_mask: SamplingMask | None = None
+    reference_rows: RowsOfReference | None = None
 
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""
@@ -160,7 +163,7 @@ class Call:
             shard=self.shard,
             weight_rows=i.weight.shape[0],
             rows=self.head.rows,
-            options=f"{options}|{heads}|{kinds}|{more}",
+            options=f"{options}|{heads}|{kinds}|{self.reference_rows is not None}|{more}",
             hidden=i.hidden,
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
@@ -174,6 +177,11 @@ class Call:
         return self.head.shard
 
     @property
+    def breaks_graphs(self) -> bool:
+        """Whether no operator of a compiled graph can carry it: it reports to a caller's object, or reads from one."""
+        return self.options.sparse is not None or self.reference_rows is not None
+
+    @property
     def n_tokens(self) -> int:
         """How many tokens are valid."""
         return self.inputs.hidden.shape[0] if self.index is None else self.index.shape[0]
@@ -184,7 +192,11 @@ class Call:
 
     def rows(self, x: Tensor, rows: slice) -> Tensor:
         """The rows of `x` (N, ...) that belong to the valid tokens `rows`."""
-        return x[rows] if self.index is None else x[self.index[rows]]
+        return x[self.tokens(rows)]
+
+    def tokens(self, rows: slice) -> slice | Tensor:
+        """Which of the N tokens the valid tokens `rows` are."""
+        return rows if self.index is None else self.index[rows]
 
     def chunk(self, rows: slice) -> Inputs:
         """The inputs of some valid tokens."""
@@ -193,10 +205,7 @@ class Call:
 
     def put(self, x: Tensor, rows: slice, values: Tensor) -> None:
         """Write the valid tokens' `values` into `x` (N, ...)."""
-        if self.index is None:
-            x[rows] = values.to(x.dtype)
-        else:
-            x[self.index[rows]] = values.to(x.dtype)
+        x[self.tokens(rows)] = values.to(x.dtype)
 
 
 def computing_all(call: Call) -> tuple[Call, Tensor | None]:

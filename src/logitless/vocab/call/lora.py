@@ -27,8 +27,9 @@ def with_lora(call: Call, reference: LMHead | None = None) -> Call:
     """The call with the adapters' products of its hidden states; those of `reference`, as given, are constants."""
     inputs = call.inputs._replace(lora_hidden=lora_hidden_of(call.inputs.hidden, call.head))
     if reference is not None and inputs.ref_hidden is not None:
+        wide = inputs.ref_hidden.double() if call.compute == torch.float64 else inputs.ref_hidden
         with torch.no_grad():
-            inputs = inputs._replace(ref_lora_hidden=lora_hidden_of(inputs.ref_hidden, reference))
+            inputs = inputs._replace(ref_lora_hidden=lora_hidden_of(wide, reference))
     return replace(call, inputs=inputs)
 
 
@@ -47,7 +48,8 @@ def lora_b_of(head: LMHead) -> Tensor | None:
     if not head.adapters:
         return None
     parts = [x.b for x in head.adapters]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    with full_precision(parts[0].device.type):  # autocast to bf16 joins no fp16 tensors
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def lora_hidden_of(hidden: Tensor, head: LMHead) -> Tensor | None:  # (N, R)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..head.lm_head import LMHead
 from ..head.sparse import SparseBackward
+from .rows_of_reference import RowSource
 from .sampling_mask import SamplingMask
 
 
@@ -22,7 +23,7 @@ class Options(TypedDict, total=False):
     top_k: int
     candidates: Tensor | None
     sampling_mask: SamplingMask | None
-    reference: tuple[Tensor, LMHead] | None
+    reference: tuple[Tensor, LMHead] | Tensor | RowSource | None
     jsd_beta: float
     memory_budget: int | None
     backend: str | None

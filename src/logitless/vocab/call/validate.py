@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ...algebra.costs import DEFAULT_BUDGET
 from ...algebra.options import check_ignore_index, check_numbers, check_want
-from ...algebra.stats import STATISTICS
+from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
 from ..head.lm_head import LMHead
@@ -23,6 +23,7 @@ from .call import Call, Inputs
 from .choice import choose
 from .lora import lora_b_of
 from .options import DEFAULTS, CallOptions, Options
+from .rows_of_reference import RowsOfReference, RowSource
 from .sampling_mask import SamplingMask
 
 
@@ -33,7 +34,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     lead = _check_hidden("hidden", hidden, head)
     _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
-    want = check_want(o["want"], labels is not None, o["reference"] is not None)
+    want = check_want(o["want"], labels is not None, o["reference"] is not None, o["candidates"] is not None)
     check_ignore_index(o["ignore_index"])
     check_numbers(head.rows, o["top_k"], o["jsd_beta"], o["memory_budget"])
     if labels is not None:
@@ -41,7 +42,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     candidates = _check_candidates(o["candidates"], lead, hidden)
     mask = _check_sampling_mask(o, n, hidden)
     temperature, temperatures = _check_temperature(o["temperature"], lead, hidden)
-    ref_hidden, ref_head = _check_reference(o["reference"], lead, head, hidden)
+    ref_hidden, ref_head, ref_rows = _check_reference(o["reference"], lead, head, hidden)
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
     checked = CallOptions(
@@ -51,7 +52,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
-        backend=choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
+        backend=_backend(o["backend"], want, sparse is not None, ref_rows is not None, hidden.device.type),
         autocast=cast,
         sparse=sparse,
     )
@@ -65,7 +66,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         candidates=candidates,
     )
     if ref_head is None or ref_hidden is None:
-        return Call(checked, head, inputs, sampling_mask=mask)
+        return Call(checked, head, inputs, sampling_mask=mask, reference_rows=ref_rows)
     rows, lora_b = _alongside(head, ref_head), lora_b_of(ref_head)
     inputs = inputs._replace(
         ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
@@ -74,6 +75,15 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
     return Call(checked, head, inputs, _beside(head, ref_head, inputs), sampling_mask=mask)
+
+
+def _backend(name: str | None, want: tuple[str, ...], sparse: bool, rows: bool, device: str) -> str:
+    """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows."""
+    tail = "tail" in sums_of(want)
+    if (tail or rows) and name not in (None, "eager"):
+        what = "want: tail_logprob is" if tail else "reference: rows of logits are"
+        raise OptionError(f"{what} for backend 'eager', got {name!r}; leave backend out")
+    return choose(name or ("eager" if sparse or tail or rows else None), device)
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
@@ -196,6 +206,10 @@ def _check_sampling_mask(o: dict[str, Any], n_tokens: int, hidden: Tensor) -> Sa
             "sampling_mask: expected no top_k or candidates beside it, which are of the whole row; take them in a call "
             "of their own"
         )
+    if o["reference"] is not None and not isinstance(o["reference"], tuple):
+        raise OptionError(
+            "sampling_mask: expected a reference (hidden, head) beside it, got rows of logits; give their head"
+        )
     if capturing(hidden):
         raise OptionError("sampling_mask: expected no CUDA graph, got one being captured: sets are ragged")
     mask.check_layout(n_tokens, hidden.device)
@@ -238,12 +252,23 @@ def _check_temperature(
 
 
 def _check_reference(
-    reference: tuple[Tensor, LMHead] | None, lead: tuple[int, ...], head: LMHead, hidden: Tensor
-) -> tuple[Tensor | None, LMHead | None]:
+    reference: tuple[Tensor, LMHead] | Tensor | RowSource | None, lead: tuple[int, ...], head: LMHead, hidden: Tensor
+) -> tuple[Tensor | None, LMHead | None, RowsOfReference | None]:
     if reference is None:
-        return None, None
+        return None, None, None
+    if isinstance(reference, Tensor):
+        if not reference.is_floating_point():
+            raise DtypeError(f"reference: expected floating logits or log-probs, got {reference.dtype}")
+        if tuple(reference.shape) != (*lead, head.rows):
+            got = tuple(reference.shape)
+            raise ShapeError(f"reference: expected rows of logits or log-probs, {(*lead, head.rows)}, got {got}")
+        return None, None, RowsOfReference(reference.detach().reshape(math.prod(lead), head.rows))
+    if callable(reference):
+        return None, None, RowsOfReference(reference)
     if not (isinstance(reference, tuple) and len(reference) == 2):
-        raise OptionError(f"reference: expected (hidden, head), got {type(reference).__name__}")
+        raise OptionError(
+            f"reference: expected (hidden, head), rows of logits or what reads them, got {type(reference).__name__}"
+        )
     ref_hidden, ref_head = reference
     ref_lead = _check_hidden("reference hidden", ref_hidden, ref_head)
     if ref_lead != lead:
@@ -255,7 +280,7 @@ def _check_reference(
         )
     if ref_hidden.device != hidden.device:
         raise DeviceError(f"reference is on {ref_hidden.device}, hidden on {hidden.device}; move one of them")
-    return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head
+    return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head, None
 
 
 def check_sparse(call: Call) -> None:
@@ -269,7 +294,7 @@ def check_sparse(call: Call) -> None:
             f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
             f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
         )
-    if call.reference is not None:
+    if call.reference is not None or call.reference_rows is not None:
         raise OptionError("sparse: expected no reference, got one; pass a head without sparse")
     if call.shard is not None:
         raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")

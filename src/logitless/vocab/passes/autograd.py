@@ -47,6 +47,7 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
         loss=loss,
         softcap=bool(call.head.softcap),
         sampling_mask=call.sampling_mask is not None,
+        reference_products=int(call.reference_rows is None),
     )
 
 

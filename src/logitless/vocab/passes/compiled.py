@@ -33,7 +33,7 @@ def stats(call: Call) -> dict[str, Tensor]:
 
 def cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """`linear_cross_entropy` as one operator in a compiled graph."""
-    tensors, present = _packed((*call.inputs, given.denominator, given.weights))
+    tensors, present = _packed((*call.inputs, given.denominator))
     out = torch.ops.logitless.cross_entropy(
         tensors, present, _key(call), Needs.of(call.inputs).flags, given.smoothing, given.z_loss, given.mean
     )
@@ -241,8 +241,8 @@ def _cross_entropy(
     said = _Operator.of(tensors, present, key, flags)
     call, valid = computing_all(said.call)
     call = call.agree().checked()
-    denominator, weights = _unpacked(said.rest, present[len(Inputs._fields) :])
-    given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator, weights)
+    (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
+    given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
     evaluate = CrossEntropy.of(call, given, valid)
     total, _ = loss_gradients(call, said.needs, evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, Slices
-from ...algebra.online_softmax import Totals
+from ...algebra.online_softmax import Totals, share_of_tail
 from ...algebra.stats import STATISTICS, bases_of, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip
 from ..backends.load import load
@@ -72,9 +72,10 @@ class Pass:
         """The sum over the vocabulary of each of the head's factors."""
         if self._sums is None:
             call, rows = self.call, self.call.head.local_rows
-            self._sums = [weight_sum(call.head.weight[:rows], call.compute, call.options.autocast)]
+            weights = call.inputs.class_weights
+            self._sums = [weight_sum(call.head.weight[:rows], call.compute, call.options.autocast, weights)]
             if call.inputs.lora_b is not None:
-                self._sums.append(weight_sum(call.inputs.lora_b[:rows], call.compute))
+                self._sums.append(weight_sum(call.inputs.lora_b[:rows], call.compute, None, weights))
         return self._sums
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
@@ -84,10 +85,14 @@ class Pass:
         if self.sparse is not None and chunk.slice_masses:
             chunk.skip = Skip.of(chunk.slice_masses, found.totals, self.sparse)
             chunk.slice_masses = None
-        if "zsum" in chunk.sums and found.totals.mean_logit is None:
-            found.totals.mean_logit = chunk.policy.mean(self.sums())
+        if "zsum" in sums_of(self.call.options.want) and found.totals.mean_logit is None:
+            found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
         if "jsd" in chunk.sums:
             self.backend.add_mixture(chunk, found.totals)
+        labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
+        if "tail" in chunk.sums and labels is not None and candidates is not None:
+            outside = (candidates != labels[:, None]).all(1)
+            totals.tail_label = torch.where(outside, share_of_tail(totals.logprob, totals.tail_logprob, torch), 0.0)
         return found
 
     def add_gradient(

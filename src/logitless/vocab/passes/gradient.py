@@ -64,7 +64,7 @@ def add_gradient(
         at_candidates = policy.chain(sparse["candidate_logits"], extra.get("candidate_logits"))
         scatter_one_hots(chunk, chunk.inputs.candidates, at_candidates, grads)
     if "one" in c and policy.outer is None:
-        _constant(sums(), chunk, policy.chain(c["one"]), grads)
+        _constant(sums(), chunk, policy.chain(c["one"]), grads, call.inputs.class_weights)
 
 
 def without_label(c: Coefficients) -> Coefficients:
@@ -102,16 +102,17 @@ def _combine(chunk: Chunk, dense: Coefficients, products: dict[str, Tensor], gra
                 tokens.addcmul_(part, chunk.policy.chain(c)[:, None])
 
 
-def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients) -> None:
-    """The term δ, the same for every entry: rank one."""
+def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients, weights: Tensor | None = None) -> None:
+    """The term δ, the same for every entry, or times an entry's weight: rank one."""
     rows = chunk.policy.head.local_rows
     for factor, total, (tokens, entries) in zip(chunk.policy.factors, sums, grads.pairs, strict=False):
         if tokens is not None:
             tokens.addcmul_(total[None, :], delta[:, None])
         if entries is not None:
-            entries[:rows] += torch.mv(factor.tokens.to(delta.dtype).t(), delta)
+            row = torch.mv(factor.tokens.to(delta.dtype).t(), delta)
+            entries[:rows].add_(row) if weights is None else entries[:rows].addr_(weights, row)
     if grads.bias is not None:
-        grads.bias[:rows] += delta.sum()
+        grads.bias[:rows] += delta.sum() if weights is None else weights * delta.sum()
 
 
 def summed_dtypes(call: Call) -> tuple[torch.dtype, ...]:

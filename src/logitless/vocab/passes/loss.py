@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import DtypeError, GradientError, ShapeError
 from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
+from ..devices import full_precision
 from ..stats import TokenStats
 from .autograd import FormedLoss, attach, stats
 from .engine import loss_gradients
@@ -35,7 +36,6 @@ class CrossEntropyOptions:
     z_loss: float
     mean: bool  # or the sum
     denominator: Tensor | None = None  # (), in the place of the number of tokens, or of the sum of their weights
-    weights: Tensor | None = None  # (N,), each token's class weight, 0 where ignored
 
 
 def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
@@ -52,7 +52,8 @@ def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tens
     call, valid = computing_all(call)
     call, every = call.valid_alone(), slice(None)
     seen = TokenStats({name: call.rows(x, every) for name, x in numbers.items()})
-    loss = loss_fn(seen, *(call.rows(x, every).clone() for x in extra))
+    with full_precision(call.inputs.hidden.device.type):  # as where a chunk's loss is formed in the pass
+        loss = loss_fn(seen, *(call.rows(x, every).clone() for x in extra))
     _check_loss(loss, call.n_tokens)
     if call.index is None:
         return loss if valid is None else torch.where(valid, loss, 0)
@@ -98,12 +99,29 @@ def _of_rows(call: Call, scale: Tensor, rows: slice) -> Tensor:
     return call.rows(scale, rows) if scale.dim() else scale
 
 
-def cross_entropy_of(stats: TokenStats, smoothing: float, z_loss: float) -> Tensor:
-    """The per-token loss of `linear_cross_entropy`."""
-    loss = supervised.nll(stats.logprob)
+def cross_entropy_of(
+    stats: TokenStats,
+    smoothing: float,
+    z_loss: float,
+    weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+) -> Tensor:
+    """The per-token loss of `linear_cross_entropy`; weights: the labels' own of the class weights."""
+    logprob = stats.logprob if weights is None else weights * stats.logprob
+    loss = supervised.nll(logprob)
     if smoothing:
-        loss = supervised.label_smoothing(stats.logprob, stats.logsumexp, stats.mean_logit, smoothing)
-    return loss + supervised.z_loss(stats.logsumexp, z_loss) if z_loss else loss
+        lse = stats.logsumexp if class_weights is None else class_weights.mean() * stats.logsumexp
+        loss = supervised.label_smoothing(logprob, lse, stats.mean_logit, smoothing)
+    if z_loss:
+        penalty = supervised.z_loss(stats.logsumexp, z_loss)
+        loss = loss + (penalty if weights is None else weights * penalty)
+    return loss
+
+
+def label_weights(labels: Tensor, class_weights: Tensor, ignore_index: int) -> Tensor:
+    """The labels' class weights, 0 where ignored; labels that do not exist are the pass's to refuse."""
+    found = class_weights.detach()[labels.long().clamp(0, class_weights.shape[0] - 1)]
+    return torch.where(labels == ignore_index, 0, found)
 
 
 def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
@@ -115,29 +133,39 @@ def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
 
-    def __init__(self, call: Call, smoothing: float, z_loss: float, scale: Tensor) -> None:
-        self.call, self.smoothing, self.z_loss, self.scale = call, smoothing, z_loss, scale
+    def __init__(
+        self, call: Call, smoothing: float, z_loss: float, scale: Tensor, weights: Tensor | None = None
+    ) -> None:
+        self.call, self.smoothing, self.z_loss, self.scale, self.weights = call, smoothing, z_loss, scale, weights
+        self.class_weights = call.inputs.class_weights
         self.total = scale.new_zeros(())
 
     @classmethod
     def of(cls, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> CrossEntropy:
         """`call` is checked; `valid` as `reduction_scale` takes it."""
-        if given.weights is None:
-            scale = reduction_scale(call, given.mean, given.denominator, valid)
+        labels, classes = call.inputs.labels, call.inputs.class_weights
+        if labels is None or classes is None:
+            return cls(call, given.smoothing, given.z_loss, reduction_scale(call, given.mean, given.denominator, valid))
+        weights = label_weights(labels, classes, call.options.ignore_index)
+        weights = weights if valid is None else torch.where(valid, weights, 0)
+        total = weights.sum()
+        if given.mean and given.denominator is None:  # no token counts where no label weighs anything
+            scale = torch.where(total == 0, 0, reduction_scale(call, True, total, valid))
         else:
-            weights = given.weights.to(call.compute)
-            total = weights.sum()
-            divisor = torch.where(total == 0, 1, total) if given.denominator is None else given.denominator
-            scale = weights * reduction_scale(call, given.mean, divisor, valid)
-        return cls(call, given.smoothing, given.z_loss, scale)
+            scale = reduction_scale(call, given.mean, given.denominator, valid)
+        return cls(call, given.smoothing, given.z_loss, scale, weights)
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         seen = TokenStats(stats)
         scale = _of_rows(self.call, self.scale, rows).expand_as(seen.logprob)
-        self.total += (cross_entropy_of(seen, self.smoothing, self.z_loss) * scale).sum()
-        grads = {"logprob": (self.smoothing - 1) * scale}
+        weights = None if self.weights is None else self.call.rows(self.weights, rows)
+        loss = cross_entropy_of(seen, self.smoothing, self.z_loss, weights, self.class_weights)
+        self.total += (loss * scale).sum()
+        own = scale if weights is None else weights * scale
+        grads = {"logprob": (self.smoothing - 1) * own}
         if self.smoothing or self.z_loss:
-            grads["logsumexp"] = (self.smoothing + 2 * self.z_loss * seen.logsumexp) * scale
+            spread = scale if self.class_weights is None else self.class_weights.mean() * scale
+            grads["logsumexp"] = self.smoothing * spread + 2 * self.z_loss * seen.logsumexp * own
         if self.smoothing:
             grads["mean_logit"] = -self.smoothing * scale
         return grads

@@ -212,12 +212,12 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
     return model
 
 
-def check_complete(model: str, missing: Iterable[str]) -> None:
+def check_complete(model: str, missing: Iterable[str], config: str = "config.json") -> None:
     """ConfigError for a model some of whose weights its checkpoint lacks: they would be random."""
     if names := sorted(missing):
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise ConfigError(
-            f"{model}: its weights lack {', '.join(names[:MOST_NAMED])}{more}, which its config.json asks for"
+            f"{model}: its weights lack {', '.join(names[:MOST_NAMED])}{more}, which its {config} asks for"
         )
 
 

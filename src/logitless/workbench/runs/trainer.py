@@ -90,5 +90,18 @@ def guard_loading(trainer: Any, checkpoint: Path) -> None:
     """ConfigError where the trainer cannot read what a checkpoint holds, in the place of whatever its parts raise."""
     with readable(checkpoint):
         TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        _check_adapter(trainer, checkpoint / "adapter_model.safetensors")
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
         setattr(trainer, name, readable(checkpoint)(getattr(trainer, name)))
+
+
+def _check_adapter(trainer: Any, saved: Path) -> None:
+    """ConfigError where a saved adapter lacks tensors, of which PEFT only warns."""
+    if not saved.exists():
+        return
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(saved, framework="np") as file:
+        missing = set(get_peft_model_state_dict(trainer.model)) - set(file.keys())
+    check_complete(f"--resume {trainer.args.output_dir}", missing, "adapter_config.json")

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, moved_b, step_to, times
+from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, moved_b, share_of_tail, step_to, times
 from ....algebra.stats import Coefficients, mixture_logs, mixture_shares
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
@@ -31,6 +31,8 @@ class _Running:
             self.state.near, self.state.shift = z + EMPTY, z.clone()
             self.state.a, self.state.b = z.clone(), z.clone()
             self.state.a_ref = z.clone() if "qe" in chunk.sums else None
+        if "tail" in chunk.sums:
+            self.state.m_tail, self.state.s_tail = z + EMPTY, z.clone()
         self.zsum = z.clone() if chunk.sums_logits else None
         self.topk = TopK(z, chunk.top_k) if chunk.top_k else None
         self.widths = chunk.policy.widths
@@ -46,6 +48,8 @@ class _Running:
             self.zsum += tile.z.sum(1)
         if self.topk is not None:
             self.topk.add(tile.z, tile.v.start)
+        if self.state.s_tail is not None:
+            self._add_tail(tile)
         chunk.mask(tile)
         self.flat = chunk.policy.flatness(tile.z) if self.products and chunk.policy.outer is not None else None
         peak = tile.z.amax(1)
@@ -58,6 +62,15 @@ class _Running:
         gap.add_(self.state.shift[:, None])
         w, grow = self._add_policy(tile, peak, keep)
         self._add_reference(tile.z_ref, peak_ref, gap, w, grow)
+
+    def _add_tail(self, tile: Tile) -> None:
+        """The sums over everything but the candidates, relative to a maximum of their own."""
+        f = self.state
+        z = self.chunk.scratch.take("y", tile.z).copy_(tile.z)
+        self.chunk.cap_candidates(z.clamp_(min=MASK), tile.v, MASK)
+        m = torch.maximum(f.m_tail, z.amax(1))
+        f.s_tail = f.s_tail * torch.exp(f.m_tail - m) + exp_(z.sub_(m[:, None])).sum(1)
+        f.m_tail = m
 
     def _move_shift(self, tile: Tile, gap: Tensor, peak: Tensor, peak_ref: Tensor) -> None:
         """Measure differences from the slice's nearest entry, where it is nearer than those before.
@@ -253,10 +266,15 @@ def logits_grad_of_tile(chunk: Chunk, tile: Tile, totals: Totals, c: Coefficient
         terms.append((log_p, c["plogp"]))
     if "p2" in c:
         terms.append((p.clone(), c["p2"]))
+    shares = None
+    if "tail" in c:  # before what follows writes over log p
+        shares = chunk.cap_candidates(share_of_tail(log_p, totals.tail_logprob[:, None], torch), tile.v, 0.0)
     dz = _weighted(terms, base).mul_(p) if terms else p.mul_(base[:, None])
     if "q" in c and tile.z_ref is not None:
         q = exp_(tile.z_ref.sub_(totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
         dz.add_(q.mul_(c["q"][:, None]))
+    if shares is not None:
+        dz.add_(shares.mul_(c["tail"][:, None]))
     if flat is not None:
         dz.add_(c.get("one", zero)[:, None]).mul_(flat)
     return dz
