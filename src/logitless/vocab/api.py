@@ -174,7 +174,7 @@ def linear_cross_entropy(
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor, weights)
     if not torch.compiler.is_compiling():
         return chunked_cross_entropy(call, given)
-    if call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+    if _as_break(call):
         return _uncompiled(chunked_cross_entropy)(call, given)
     return compiled.cross_entropy(call, given)
 
@@ -186,12 +186,18 @@ def _token_stats(
     call = _prepared(hidden, head, labels, alike=alike, **options)
     if not torch.compiler.is_compiling():
         found = stats(call)
-    elif call.options.sparse is not None:  # an operator cannot carry what a sparse backward reports
+    elif _as_break(call):
         found = _uncompiled(stats)(call)
     else:
         found = compiled.stats(call)
     lead = hidden.shape[:-1]
     return TokenStats({name: x.reshape(lead + x.shape[1:]) for name, x in found.items()})
+
+
+def _as_break(call: Call) -> bool:
+    """Whether a compiled caller breaks its graph here: an operator carries no quantised weight, nor a report."""
+    heads = [head for head in (call.head, call.reference) if head is not None]
+    return call.options.sparse is not None or any(head.weight_tensor is None for head in heads)
 
 
 def _prepared(

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
 from .logits import FewRows, Operands, Projection, mask_labels, operand_dtype
 
+DEQUANTISED = 3  # widths of a slice of a quantised head: its rows, and what decoding them takes
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
 
@@ -120,12 +122,13 @@ class Backend(ABC):
     def demand(self, call: Call) -> dict[str, int]:
         """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths."""
         i, compute = call.inputs, call.compute
-        weights = [w for w in (i.weight, i.ref_weight) if w is not None]
+        weights = [head.weight for head in (call.head, call.reference) if head is not None]
         converted = sum(
             w.shape[1]
             for w in weights
             if w.dtype != operand_dtype(i.hidden, w.dtype, compute) or call.options.autocast is not None
         )
+        converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
         converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
         return {
             "budget": call.options.memory_budget,
@@ -208,15 +211,22 @@ class Chunk:
         i, options = call.chunk(rows), call.options
         temperature = options.temperature if i.temperature is None else i.temperature
 
-        def on(hidden: Tensor, head: LMHead, lora: tuple[Tensor | None, Tensor | None]) -> Projection:
+        def on(hidden: Tensor, head: LMHead, lora: tuple[Tensor | None, Tensor | None], name: str) -> Projection:
             return Projection(
-                hidden, head, temperature, call.compute, backend.few_rows, autocast=options.autocast, lora=lora
+                hidden,
+                head,
+                temperature,
+                call.compute,
+                backend.few_rows,
+                autocast=options.autocast,
+                lora=lora,
+                buffer=partial(scratch.take, name),
             )
 
-        policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b))
+        policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")
         reference = label = None
         if call.reference is not None and i.ref_hidden is not None:
-            reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b))
+            reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b), "ref_rows")
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
         sums = sums_of(options.want)

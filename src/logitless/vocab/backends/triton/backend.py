@@ -171,7 +171,7 @@ def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> boo
     sizes = table_for(chunk.inputs.hidden.device)["gemm"]
     simple = not (bases or keep or adapters or chunk.top_k or chunk.reference is not None)
     same = first.dtype == first.entries.dtype and first.compute == torch.float32
-    dense = first.entries.stride(1) == 1
+    dense = isinstance(first.entries, Tensor) and first.entries.stride(1) == 1
     return simple and same and dense and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
 
 
