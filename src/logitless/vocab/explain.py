@@ -37,8 +37,10 @@ class Explanation:
     flop: int  # of all products with the vocabulary, of a sharded head with its rows here
     buffer_bytes: int  # slices, reused
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
+    head_bytes: int  # its weight as it is stored, of a sharded head the rows here
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
+    quantised: str | None = None  # the format of a weight whose slices are dequantised
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
 
@@ -48,12 +50,14 @@ class Explanation:
         told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
+        held = self.head_bytes / mib
+        head = f"a head of {held:.1f} MiB in {self.quantised}, dequantised slice by slice; " if self.quantised else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
         )
 
@@ -90,10 +94,12 @@ def explain(
         + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
         buffer_bytes=slices.nbytes,
         saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
+        head_bytes=head.weight.nbytes,
         gradient_bytes=_gradient_bytes(i, needs, itemsize),
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
+        quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
     )
 
 

@@ -67,11 +67,11 @@ def stored(
     return Stored(**{**vars(around), "weight": weight, "ref": ref}, truth=truth)
 
 
-def stored_blocks(kind: str, v: int, *args, reference: bool = False, **options) -> Stored:
+def stored_blocks(kind: str, v: int, *args, h: int = 0, reference: bool = False, **options) -> Stored:
     """`stored` of GGUF blocks."""
 
     def one() -> tuple[QuantisedWeight, Tensor]:
-        blocks, truth = blocks_of(kind, v, width_of(kind))
+        blocks, truth = blocks_of(kind, v, h or width_of(kind))
         return QuantisedWeight.gguf(blocks, kind), truth
 
     return stored(*one(), *args, reference=one() if reference else None, **options)

@@ -98,15 +98,18 @@ def test_a_sparse_backward():
     assert float((got - want).norm()) <= bound + 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
 def test_a_compiled_caller():
-    """Its graph breaks at the call, whose numbers are the same."""
+    """Its graph breaks at the call, whose numbers are the same; one that may not break is told so."""
     ops = stored_blocks("Q8_0", V, training=("hidden",))
 
     def step(hidden):
-        stats = ll.token_stats(hidden * 1.0, ops.head, ops.labels, want=("logprob", "entropy"))
+        stats = ll.token_stats(hidden, ops.head, ops.labels, want=("logprob", "entropy"))
         return stats.logprob.sum() + ll.linear_cross_entropy(hidden, ops.head, ops.labels)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a quantised head break the graph"):
+        torch.compile(step, backend="eager", fullgraph=True)(ops.hidden)
     (got,), (expected,) = (torch.autograd.grad(run(ops.hidden), ops.hidden) for run in (compiled, step))
     assert torch.equal(got, expected)

@@ -153,6 +153,8 @@ def read_blocks(path: str, name: str | None) -> tuple[Tensor, str]:
         raise ConfigError(f"QuantisedWeight: {path} has no tensor {name or ' or '.join(HEADS)}; name the head's")
     kind = found[wanted].tensor_type.name
     if kind in ("F32", "F16", "BF16", "F64"):
-        raise ConfigError(f"QuantisedWeight: {wanted} of {path} is {kind}, not quantised; pass it to LMHead as a tensor")
+        raise ConfigError(
+            f"QuantisedWeight: {wanted} of {path} is {kind}, not quantised; pass it to LMHead as a tensor"
+        )
     block_format(kind)
     return torch.from_numpy(found[wanted].data), kind

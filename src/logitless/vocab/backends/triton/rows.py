@@ -19,7 +19,11 @@ BLOCK = {"cpu": 1 << 14, "cuda": 1024}  # numbers of a row at a time
 
 def _fits(table: Weight, cast: torch.dtype | None, *others: Tensor) -> TypeGuard[Tensor]:
     """Whether the kernels read these as they are: rows of consecutive numbers, not rounded on the way."""
-    return isinstance(table, Tensor) and cast in (None, table.dtype) and all(x.stride(-1) == 1 for x in (table, *others) if x.shape[-1] > 1)
+    return (
+        isinstance(table, Tensor)
+        and cast in (None, table.dtype)
+        and all(x.stride(-1) == 1 for x in (table, *others) if x.shape[-1] > 1)
+    )
 
 
 def dot(
