@@ -80,7 +80,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _scaled_k(blocks: Tensor, q: Tensor) -> Tensor:
-    """What Q4_K and Q5_K make of the integers q (n, 8, 32): scales and least numbers of six bits, packed in 12 bytes."""
+    """What Q4_K and Q5_K make of the integers q (n, 8, 32); scales and least numbers have six bits, in 12 bytes."""
     low, least, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), 1)
     leasts = torch.cat((least & 63, (high >> 4) | ((least >> 2) & 48)), 1)
@@ -137,7 +137,7 @@ def check_blocks(blocks: Tensor, form: BlockFormat) -> None:
 
 
 def read_blocks(path: str, name: str | None) -> tuple[Tensor, str]:
-    """(blocks, format) of a GGUF file's output head or of the tensor `name`, mapped from the file. Raises ConfigError."""
+    """(blocks, format) of a GGUF file's head or of the tensor `name`, mapped from the file. Raises ConfigError."""
     try:
         from gguf import GGUFReader
     except ImportError:

@@ -30,9 +30,9 @@ class LMHead:
         z = softcap * torch.tanh(z / softcap) if softcap else z
 
     weight: (V, H), any floating dtype, or quantised and frozen: a `QuantisedWeight`, or a weight-only int8 or fp8
-    tensor of torchao or 4-bit one of bitsandbytes, whose slices are dequantised as they are used. bias: (V,) or None. adapters: `LowRank` additions, which stay factors: no
-    (V, H) product of them is formed. Rows of W past `vocab_size` (padding) do not exist: they get no probability
-    and no gradient. Holds references, copies nothing.
+    tensor of torchao or a 4-bit one of bitsandbytes, whose slices are dequantised as they are used. bias: (V,) or None.
+    adapters: `LowRank` additions, which stay factors: no (V, H) product of them is formed. Rows of W past `vocab_size`
+    (padding) do not exist: they get no probability and no gradient. Holds references, copies nothing.
     shard: where the vocabulary is split over ranks, which rows weight, bias and the adapters' b are; vocab_size counts
     those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
     bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
@@ -131,7 +131,7 @@ class LMHead:
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
-        it does not know (DoRA, other adapters, quantised in training, sharded, with forward hooks), which it never ignores.
+        it does not know (DoRA, other adapters, trained quantised, sharded, with forward hooks), which it never ignores.
         """
         parts = parts_of_model(module)
         return cls(

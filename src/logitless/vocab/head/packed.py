@@ -33,7 +33,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class FourBit:
-    """code[q] · absmax of each block, two q in a byte; where absmax is quantised too, code2[absmax] · absmax2 + mean."""
+    """code[q] · absmax of each block, two q to a byte; where absmax is a byte too, code2[absmax] · absmax2 + mean."""
 
     name: str
 
@@ -100,8 +100,8 @@ def _of_bitsandbytes(weight: Any) -> QuantisedWeight:
     shape = torch.Size(state.shape)
     if getattr(state, "packing_format_for_cpu", False):
         raise ConfigError(
-            "LMHead: weight is a Params4bit that was packed anew for its own CPU kernel, expected blocks in order; load "
-            "the model again and call its head in training mode only, or dequantise it first"
+            "LMHead: weight is a Params4bit that was packed anew for its own CPU kernel, expected blocks in order; "
+            "load the model again and do not call its head in evaluation mode, or dequantise it first"
         )
     if len(shape) != 2 or shape[1] % state.blocksize:
         raise ConfigError(
