@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Slices, slices_of, sparse_slices, tiles_of
+from ...algebra.costs import DEQUANTISED, Slices, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
@@ -26,7 +26,6 @@ from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
 from .logits import FewRows, Operands, Projection, mask_labels, operand_dtype
 
-DEQUANTISED = 3  # widths of a slice of a quantised head: its rows, and what decoding them takes
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
 
