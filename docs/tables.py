@@ -147,6 +147,23 @@ def sampling(records: list[Record]) -> str:
     return "\n\n".join([*(sampling_table(r) for r in latest.values()), machine([env])])
 
 
+def quantised(records: list[Record]) -> str:
+    """The bytes of each head, and processor seconds of each kind of work with their ratio to the fp32 head's."""
+    parts = []
+    for shape in dict.fromkeys(r["shape"] for r in records[1:]):
+        some = [r for r in records[1:] if r["shape"] == shape]
+        works = list(dict.fromkeys(r["work"] for r in some))
+        rows = []
+        for head in dict.fromkeys(r["head"] for r in some):
+            found = {r["work"]: r for r in some if r["head"] == head}
+            cells = [f"{found[work]['seconds']:.3f} s ({found[work]['ratio']:.2f} ×)" for work in works]
+            rows.append([head, f"{found[works[0]]['head_bytes'] / 1e6:,.1f} MB", *cells])
+        title = f"**{shape}**, V={some[0]['vocabulary']:,}, H={some[0]['hidden']:,}"
+        columns = [f"{work}, {next(r['tokens'] for r in some if r['work'] == work):,} tokens" for work in works]
+        parts.append(f"{title}\n\n{grid(['head', 'bytes', *columns], rows)}")
+    return "\n\n".join([*parts, f"{machine(records)} Processor time, the least of the rounds."])
+
+
 PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
@@ -154,6 +171,7 @@ PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "grade.md": ("grade.jsonl", grade),
     "jax.md": ("jax.jsonl", in_jax),
     "sampling.md": ("sampling.jsonl", sampling),
+    "quantised.md": ("quantised.jsonl", quantised),
     "long_steps.md": ("long_steps.jsonl", long_tables.steps),
     "nsa.md": ("nsa.jsonl", long_tables.sparse),
     "long_run.md": ("long_run.jsonl", long_tables.run),

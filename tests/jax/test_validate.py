@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 from logitless.errors import (  # noqa: E402
+    ConfigError,
     DtypeError,
     GradientError,
     LabelError,
@@ -28,6 +29,7 @@ from logitless.jax import (  # noqa: E402
 
 HIDDEN, LABELS = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)  # made into jax arrays by the call
 HEAD = LMHead(np.zeros((7, 3), np.float32))
+QuantisedWeight = type("QuantisedWeight", (), {})  # known by its name: the torch side is not imported
 NOISE = Noise(1, np.arange(4))
 
 
@@ -39,6 +41,11 @@ def draw(noise, **options):
     ("error", "words", "call"),
     [
         (OptionError, "did you mean 'entropy'", lambda: token_stats(HIDDEN, HEAD, want=("entrpy",))),
+        (
+            ConfigError,
+            "got a QuantisedWeight; dequantise",
+            lambda: token_stats(HIDDEN, LMHead(QuantisedWeight()), LABELS),
+        ),
         (OptionError, "labels is None", lambda: token_stats(HIDDEN, HEAD)),
         (OptionError, "0..7", lambda: linear_topk(HIDDEN, HEAD, 8)),
         (OptionError, "k: expected .* 1 or more, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),

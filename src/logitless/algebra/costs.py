@@ -16,6 +16,7 @@ WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the w
 FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
 SLICE_SHARE = 48  # bytes for each token and slice while a sparse backward decides: sums, order, ids
 ALIGNED = 16  # entries, to which a kernel's slices are padded
+DEQUANTISED = 3  # hidden widths of a slice of a quantised head: its rows, and what decoding them takes
 GEMM_ROWS = 128  # tokens of a product that a GPU computes as one block
 ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the pass
 

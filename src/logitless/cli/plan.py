@@ -89,6 +89,8 @@ class PlanConfig:
     offload_activations: Offloading = False
     mlp_tiles: MlpTiles = 1
     lora_rank: LoraRank = 0
+    head_format: Literal["bf16", "q8_0", "q6_k", "q4_k", "nf4"] = "bf16"
+    """How a frozen head (--lora-rank) is kept: as the model, or in the blocks of GGUF or bitsandbytes."""
     attention: Literal["flash", "eager", "nsa"] = "flash"
     """flash: no scores are made whole; eager: they are; nsa: sparse, with the parameters that it adds."""
     reference: Literal["auto", "yes", "no"] = "auto"

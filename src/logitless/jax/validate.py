@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from ..algebra.options import check_numbers, check_want
-from ..errors import DtypeError, LabelError, OptionError, ShapeError
+from ..errors import ConfigError, DtypeError, LabelError, OptionError, ShapeError
 from .call import Call, Options, Tokens
 from .head import LMHead
 from .mesh import varies
@@ -97,6 +97,8 @@ def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -
     """The vocabulary's size, on all devices."""
     if not isinstance(head, LMHead):
         raise DtypeError(f"{name}: expected a logitless.jax.LMHead, got {type(head).__name__}; use LMHead(weight)")
+    if type(head.weight).__name__ == "QuantisedWeight":  # of the torch side, which is not imported here
+        raise ConfigError(f"{name} weight: expected an array, got a QuantisedWeight; dequantise it first")
     weight = _floating(f"{name} weight", head.weight)
     if weight.ndim != 2 or weight.shape[0] == 0:
         raise ShapeError(f"{name} weight: expected (vocab, hidden) with at least one row, got {weight.shape}")

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..vocab.face import LMHead, VocabShard, compute_dtype, lora_b_of, lora_hidden_of, place, spread, summed
 from .rows import rows_dot
 
@@ -30,13 +31,18 @@ class Terms:
     @classmethod
     def of(cls, hidden: Tensor, head: LMHead) -> Terms:
         """The head on hidden (N, H)."""
+        weight = head.weight_tensor
+        if weight is None:
+            raise ConfigError(
+                "relax: expected a head of plain numbers, got a quantised one; dequantise its weight first"
+            )
         lora_hidden, lora_b = lora_hidden_of(hidden, head), lora_b_of(head)
         bias = [] if head.bias is None else [head.bias]
         x = hidden.to(compute_dtype(hidden))
         rest = head.scale, head.softcap, head.shard, head.local_rows
         if lora_hidden is None or lora_b is None:
-            return cls((x, head.weight, *bias), 1, *rest)
-        return cls((x, lora_hidden, head.weight, lora_b, *bias), 2, *rest)
+            return cls((x, weight, *bias), 1, *rest)
+        return cls((x, lora_hidden, weight, lora_b, *bias), 2, *rest)
 
     def holding(self, tensors: Sequence[Tensor]) -> Terms:
         """The same head with other tensors."""

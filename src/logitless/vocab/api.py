@@ -40,6 +40,10 @@ from .ranks.agreement import on_all
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
+BREAKS = (
+    "logitless: token_loss, a SparseBackward and a quantised head break the graph, expected none of them with "
+    "fullgraph=True; leave that out"
+)
 F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
 
@@ -102,8 +106,8 @@ def token_stats(
 
 
 def _uncompiled(function: F) -> F:
-    """`function` as one graph break under torch.compile: it calls the caller's own function, or reports to it."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+    """`function` as one graph break under torch.compile."""
+    return torch.compiler.disable(function, reason=BREAKS)  # pyright: ignore[reportReturnType]
 
 
 @_uncompiled
@@ -189,7 +193,7 @@ def linear_cross_entropy(
     call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
     given = CrossEntropyOptions(float(label_smoothing), float(z_loss), mean, divisor)
     if torch.compiler.is_compiling():
-        run = _uncompiled(chunked_cross_entropy) if call.breaks_graphs else compiled.cross_entropy
+        run = _broken_cross_entropy if call.breaks_graphs else compiled.cross_entropy
         return run(call, given)
     return chunked_cross_entropy(call, given)
 
@@ -226,7 +230,7 @@ def _token_stats(
     if not torch.compiler.is_compiling():
         found = stats(call)
     elif call.breaks_graphs:
-        found = _uncompiled(stats)(call)
+        found = _broken_stats(call)
     else:
         found = compiled.stats(call)
     lead = hidden.shape[:-1]
@@ -234,6 +238,7 @@ def _token_stats(
 
 
 _token_stats_over_sets = _uncompiled(_token_stats)  # the sizes of sets are no shapes of a graph
+_broken_stats, _broken_cross_entropy = _uncompiled(stats), _uncompiled(chunked_cross_entropy)
 
 
 def _prepared(

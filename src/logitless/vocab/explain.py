@@ -39,8 +39,10 @@ class Explanation:
     flop: int  # of all products with the vocabulary, of a sharded head with its rows here; or with a mask's entries
     buffer_bytes: int  # slices, reused
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
+    head_bytes: int  # its weight as it is stored, of a sharded head the rows here
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
     dense_bytes: int  # what cross-entropy of whole logits takes
+    quantised: str | None = None  # the format of a weight whose slices are dequantised
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
     entries: int | None = None  # of the sampling mask, where statistics are over it
@@ -51,6 +53,8 @@ class Explanation:
         told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
+        held = self.head_bytes / mib
+        head = f"a head of {held:.1f} MiB in {self.quantised}, dequantised slice by slice; " if self.quantised else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         parts = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries"
         if self.entries is not None:
@@ -59,7 +63,7 @@ class Explanation:
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}; {parts}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
+            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
         )
 
@@ -98,18 +102,21 @@ def explain(
         + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
         buffer_bytes=slices.nbytes,
         saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
+        head_bytes=head.weight.nbytes,
         gradient_bytes=_gradient_bytes(i, needs, itemsize),
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
+        quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
     )
 
 
 def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Explanation:
     """Of a call over a sampling mask: dot products with each token's own entries."""
     i, entries, itemsize = call.inputs, mask.token_ids.shape[0], call.compute.itemsize
-    widths = [x.shape[1] for x in (i.weight, i.lora_b) if x is not None]
-    ref_widths = [x.shape[1] for x in (i.ref_weight, i.ref_lora_b) if x is not None]
+    weight = call.head.weight
+    widths = [weight.shape[1], *(x.shape[1] for x in (i.lora_b,) if x is not None)]
+    ref_widths = [x.shape[1] for x in (i.ref_hidden, i.ref_lora_b) if x is not None]
     gathered = entries_at_a_time(call) * (3 * sum(widths) + sum(ref_widths)) * itemsize
     return Explanation(
         price=price,
@@ -119,8 +126,10 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
         flop=2 * entries * (sum(widths) * (1 + needs.hidden + needs.weight) + sum(ref_widths)),
         buffer_bytes=gathered,
         saved_bytes=entries * itemsize * (1 + bool(ref_widths)),
+        head_bytes=weight.nbytes,
         gradient_bytes=_gradient_bytes(i, needs, itemsize),
         dense_bytes=dense_loss_bytes(i.hidden.shape[0], call.head.rows, i.hidden.itemsize),
+        quantised=None if isinstance(weight, Tensor) else weight.format.name,
         entries=entries,
     )
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .head.quantised import plain
+
 if TYPE_CHECKING:
     from .call.sampling_mask import SamplingMask
     from .head.lm_head import LMHead
@@ -18,7 +20,7 @@ def dense_logits(
     temperature: float | Tensor = 1.0,  # a number, or broadcastable to (...)
 ) -> Tensor:  # (..., V) float64
     """Whole logits in float64; the rows of a padded head beyond `vocab_size` do not exist."""
-    z = hidden.double() @ head.weight[: head.vocab_size].double().T
+    z = hidden.double() @ plain(head.weight[: head.vocab_size]).double().T
     if head.bias is not None:
         z = z + head.bias[: head.vocab_size].double()
     for x in head.adapters:

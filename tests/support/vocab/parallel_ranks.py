@@ -14,6 +14,7 @@ from tests.support.allocations import largest_allocation
 from tests.support.vocab import parallel_errors, parallel_tokens
 from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, assert_near, assert_near_in_norm, operands
 from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, check, same_on_all, split
+from tests.support.vocab.quantised import stored_blocks
 from tests.support.vocab.sharding import Case, run
 
 
@@ -184,7 +185,17 @@ def traffic(group: Any) -> None:
     assert largest_allocation(step) < 4 * 128 * one.sizes[0] // 2
 
 
+def quantised_head(group: Any) -> None:
+    """Each rank has rows of the blocks, of the policy and of a reference that is quantised as well."""
+    for sizes, transform in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 1}), (EVEN, {"scale": 0.7})):
+        ops = stored_blocks("Q8_0", V, dtype=torch.float64, ranks=(2,), reference=True, **transform)
+        for whole_reference in (False, True):
+            one = Split(ops, group, sizes[dist.get_world_size(group)])
+            check(one, EVERYTHING, whole_reference, top_k=3, candidates=torch.randint(V - 1, (7, 2)))
+
+
 CASES: dict[str, Case] = {
+    "quantised head": quantised_head,
     "every statistic": every_statistic,
     "each price": each_price,
     "sampling masks": sampling_masks,

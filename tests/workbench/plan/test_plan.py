@@ -9,9 +9,11 @@ import logitless as ll
 from logitless.algebra.costs import dense_loss_bytes, dense_parts, logits_bytes, slices_of, weight_gradient_bytes
 from logitless.errors import OptionError
 from logitless.models.catalog import shape_of
+from logitless.vocab.head.gguf import FORMATS
 from logitless.workbench.plan.algorithms import ALGORITHMS, PHASES
+from logitless.workbench.plan.commands import flags
 from logitless.workbench.plan.plan import at_length, both, plan, sweep
-from logitless.workbench.plan.setting import GIB, Setting
+from logitless.workbench.plan.setting import GIB, HEAD_FORMATS, Setting
 from tests.support.allocations import trace_allocations
 
 SHAPE = shape_of("qwen2.5-0.5b")
@@ -54,6 +56,26 @@ def test_dense_tensors_are_those_of_a_real_cross_entropy():
     assert backward.peak == pytest.approx(
         parts["gradient of the log-softmax"] + parts["gradient of the logits"], rel=0.02
     )
+
+
+def test_a_quantised_head():
+    """It takes its blocks' bytes in the place of bf16's, whole on each GPU; slices have room to dequantise."""
+    shape = replace(SHAPE, tied=False)
+    base = Setting(shape, "sft", lora_rank=8, gpus=2)
+    stored = replace(base, head_format="q8_0")
+    before, after = sizes(base), sizes(stored)
+    assert after["quantised head"] == shape.embedding * 34 // 32
+    assert before["parameters"] - after["parameters"] == 2 * shape.embedding
+    assert sizes(replace(stored, sharding="fsdp2"))["quantised head"] == after["quantised head"]
+    assert sizes(replace(stored, tensor_parallel=2))["quantised head"] == after["quantised head"] // 2
+    assert after["slices of the logits"] <= stored.memory_budget
+    assert flags(stored) == {}
+    for wrong in ({"lora_rank": 0}, {"model": SHAPE}, {"algorithm": "grade"}):
+        with pytest.raises(OptionError, match="needs a frozen head of its own"):
+            replace(stored, **wrong).check()
+    assert {name: HEAD_FORMATS[name.lower()] for name in ("Q8_0", "Q6_K", "Q4_K")} == {
+        name: (FORMATS[name].nbytes, FORMATS[name].numbers) for name in ("Q8_0", "Q6_K", "Q4_K")
+    }
 
 
 def test_the_softcap_keeps_its_tanh():

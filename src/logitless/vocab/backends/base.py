@@ -11,12 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Slices, slices_of, sparse_slices, tiles_of
+from ...algebra.costs import DEQUANTISED, Slices, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
@@ -120,12 +121,13 @@ class Backend(ABC):
     def demand(self, call: Call) -> dict[str, int]:
         """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths."""
         i, compute = call.inputs, call.compute
-        weights = [w for w in (i.weight, i.ref_weight) if w is not None]
+        weights = [head.weight for head in (call.head, call.reference) if head is not None]
         converted = sum(
             w.shape[1]
             for w in weights
             if w.dtype != operand_dtype(i.hidden, w.dtype, compute) or call.options.autocast is not None
         )
+        converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
         converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
         return {
             "budget": call.options.memory_budget,
@@ -208,15 +210,22 @@ class Chunk:
         i, options = call.chunk(rows), call.options
         temperature = options.temperature if i.temperature is None else i.temperature
 
-        def on(hidden: Tensor, head: LMHead, lora: tuple[Tensor | None, Tensor | None]) -> Projection:
+        def on(hidden: Tensor, head: LMHead, lora: tuple[Tensor | None, Tensor | None], name: str) -> Projection:
             return Projection(
-                hidden, head, temperature, call.compute, backend.few_rows, autocast=options.autocast, lora=lora
+                hidden,
+                head,
+                temperature,
+                call.compute,
+                backend.few_rows,
+                autocast=options.autocast,
+                lora=lora,
+                buffer=partial(scratch.take, name),
             )
 
-        policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b))
+        policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")
         reference = label = None
         if call.reference is not None and i.ref_hidden is not None:
-            reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b))
+            reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b), "ref_rows")
         elif call.reference_rows is not None:
             reference = GivenLogits(call.reference_rows, call.tokens(rows), call.head, temperature, call.compute)
         if i.labels is not None:

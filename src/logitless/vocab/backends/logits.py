@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...algebra.online_softmax import MASK
 from ..call.rows_of_reference import RowsOfReference
 from ..head.lm_head import LMHead, place
+from ..head.quantised import Weight, plain
 from ..sizing import current_sizing
 
 
@@ -47,6 +48,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 LOG2E = math.log2(math.e)
 WIDTH = 2048  # entries at a time of rows that are looked at for one of them
+SUMMED = 4096  # rows of a weight that are converted at a time
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -58,16 +60,17 @@ class FewRows(Protocol):
     """Products with a few rows of a table for each token, as every backend has them: see `rows`."""
 
     def dot(
-        self, x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+        self, x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> Tensor: ...
 
     def add_weighted(
-        self, into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None
+        self, into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None
     ) -> None: ...
 
     def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None: ...
 
 
+Buffer = Callable[[tuple[int, int]], Tensor]  # room for rows, with anything in it, the same at every call
 Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
 
 
@@ -77,13 +80,15 @@ class Factor:
     def __init__(
         self,
         tokens: Tensor,
-        entries: Tensor,
+        entries: Weight,
         inner: float | Tensor,
         compute: torch.dtype,
         cast: torch.dtype,
         few_rows: FewRows,
+        buffer: Buffer,
     ) -> None:
         self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
+        self.buffer = buffer
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
         unit = isinstance(inner, float) and inner == 1.0
@@ -92,8 +97,11 @@ class Factor:
         self.rows = self.tokens * inner if self.scaled else self.tokens
 
     def operand(self, v: slice) -> Tensor:
-        """A slice of the entries in the operands' dtype."""
-        return self.entries[v].to(self.cast).to(self.dtype)
+        """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice."""
+        if isinstance(self.entries, Tensor):
+            return self.entries[v].to(self.cast).to(self.dtype)
+        rows = self.entries.rows(v, self.buffer((v.stop - v.start, self.entries.shape[1])))
+        return rows.to(self.cast).to(self.dtype)
 
     def at(self, ids: Tensor) -> Tensor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
@@ -126,6 +134,7 @@ class Projection:
         *,
         autocast: torch.dtype | None = None,
         lora: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R) of the tokens, (V, R) of the entries
+        buffer: Buffer,
     ) -> None:
         self.head = head
         self.compute = compute
@@ -136,10 +145,10 @@ class Projection:
         self.outer = head.softcap / column if head.softcap else None
         self.row_scale = head.scale / column  # dz/d(hW) where the softcap is flat
         weight, (lora_hidden, lora_b) = head.weight.detach()[: head.local_rows], lora
-        self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows)]
+        self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows, buffer)]
         if lora_hidden is not None and lora_b is not None:  # small: they multiply in the compute dtype
             entries = lora_b.detach()[: head.local_rows]
-            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows))
+            self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows, buffer))
         self.widths = [f.entries.shape[1] for f in self.factors]
 
     @property
@@ -266,17 +275,17 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def weight_sum(
-    weight: Tensor, compute: torch.dtype, autocast: torch.dtype | None = None, weights: Tensor | None = None
+    weight: Weight, compute: torch.dtype, autocast: torch.dtype | None = None, weights: Tensor | None = None
 ) -> Tensor:
     """Σ_v W_v, or Σ_v weights_v·W_v, (H,), of the rows as the products see them; in slices where they are converted."""
     weight = weight.detach()
-    if weight.dtype == compute and autocast is None:
+    if isinstance(weight, Tensor) and weight.dtype == compute and autocast is None:
         return weight.sum(0) if weights is None else torch.mv(weight.t(), weights)
     cast = autocast or weight.dtype
     total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
-    for start in range(0, weight.shape[0], 4096):
-        part = weight[start : start + 4096].to(cast).to(compute)
-        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + 4096])
+    for start in range(0, weight.shape[0], SUMMED):
+        part = plain(weight[start : start + SUMMED]).to(cast).to(compute)
+        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + SUMMED])
     return total
 
 

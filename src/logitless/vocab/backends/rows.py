@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..head.quantised import Weight
+
 BLOCK = 1 << 19  # elements of gathered rows at a time, on a CPU
 GPU_BLOCK = 1 << 22
 
 
 def dot(
-    x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """x_n · table[i_nk]: x (N, H), table (V, H) of any dtype, rounded to `cast` first, ids (N, k) -> (N, k).
 
@@ -32,9 +34,10 @@ def dot(
     return out
 
 
-def weighted(weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
+def weighted(weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None) -> Tensor:
     """Σ_k w_nk·table[i_nk]: weights (N, k), table (V, H), ids (N, k) -> (N, H) as weights."""
-    if ids.shape[1] and table.dtype == weights.dtype and cast in (None, table.dtype):
+    alike = table.dtype == weights.dtype and cast in (None, table.dtype)
+    if ids.shape[1] and alike and isinstance(table, Tensor):
         return F.embedding_bag(ids, table.detach(), per_sample_weights=weights, mode="sum")
     out = weights.new_zeros(ids.shape[0], table.shape[1])
     for n, k in _blocks(ids, table):
@@ -42,7 +45,7 @@ def weighted(weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | No
     return out
 
 
-def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> None:
+def add_weighted(into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None) -> None:
     """into += `weighted`."""
     into += weighted(weights, table, ids, cast)
 
@@ -63,12 +66,13 @@ def add_at(into: Tensor, ids: Tensor, rows: Tensor) -> None:
         into.index_add_(0, ids, rows)
 
 
-def _rows(table: Tensor, ids: Tensor, dtype: torch.dtype, cast: torch.dtype | None) -> Tensor:
-    rows = table.detach().index_select(0, ids.reshape(-1))
+def _rows(table: Weight, ids: Tensor, dtype: torch.dtype, cast: torch.dtype | None) -> Tensor:
+    flat = ids.reshape(-1)
+    rows = table.detach().index_select(0, flat) if isinstance(table, Tensor) else table.rows_at(flat)
     return rows.to(cast or rows.dtype).to(dtype).view(*ids.shape, table.shape[1])
 
 
-def _blocks(ids: Tensor, table: Tensor) -> Iterator[tuple[slice, slice]]:
+def _blocks(ids: Tensor, table: Weight) -> Iterator[tuple[slice, slice]]:
     """(tokens, columns) whose rows fill a block at most."""
     n_tokens, k = ids.shape
     width = max(1, table.shape[1])

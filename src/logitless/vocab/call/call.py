@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     """The tensors of a call, tokens flattened; the first `DIFFERENTIATED` get gradients."""
 
     hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H)
+    weight: Tensor | None = None  # (V, H); a quantised one, a constant, stays with the head, as the reference's
     bias: Tensor | None = None  # (V,)
     lora_hidden: Tensor | None = None  # (N, R), the adapters' products of hidden with their a, in the compute dtype
     lora_b: Tensor | None = None  # (V, R), the adapters' b
@@ -93,7 +93,7 @@ class Call:
     def with_tensors(self, inputs: Inputs) -> Call:
         """The same call on tensors that autograd or an operator hands on."""
         reference = self.reference
-        if reference is not None and inputs.ref_weight is not None:
+        if reference is not None:
             reference = reference.with_tensors(inputs.ref_weight, inputs.ref_bias)
         head = self.head.with_tensors(inputs.weight, inputs.bias)
         return replace(self, head=head, inputs=inputs, reference=reference)
@@ -161,7 +161,7 @@ class Call:
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
         facts = RankFacts(
             shard=self.shard,
-            weight_rows=i.weight.shape[0],
+            weight_rows=self.head.weight.shape[0],
             rows=self.head.rows,
             options=f"{options}|{heads}|{kinds}|{self.reference_rows is not None}|{more}",
             hidden=i.hidden,
@@ -178,8 +178,10 @@ class Call:
 
     @property
     def breaks_graphs(self) -> bool:
-        """Whether no operator of a compiled graph can carry it: it reports to a caller's object, or reads from one."""
-        return self.options.sparse is not None or self.reference_rows is not None
+        """Whether no operator of a compiled graph can carry it: it holds a caller's object, or a quantised weight."""
+        heads = [head for head in (self.head, self.reference) if head is not None]
+        quantised = any(head.weight_tensor is None for head in heads)
+        return self.options.sparse is not None or self.reference_rows is not None or quantised
 
     @property
     def n_tokens(self) -> int:

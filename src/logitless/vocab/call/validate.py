@@ -32,7 +32,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     _refuse_functorch()
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
-    _refuse_duals(hidden, head.weight, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
+    _refuse_duals(hidden, head.weight_tensor, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
     want = check_want(o["want"], labels is not None, o["reference"] is not None, o["candidates"] is not None)
     check_ignore_index(o["ignore_index"])
@@ -58,7 +58,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     )
     inputs = Inputs(
         hidden=(hidden if cast is None else hidden.to(cast)).reshape(n, head.hidden_size),
-        weight=head.weight,
+        weight=head.weight_tensor,
         bias=head.bias,
         lora_b=lora_b_of(head),
         labels=labels,
@@ -67,14 +67,14 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     )
     if ref_head is None or ref_hidden is None:
         return Call(checked, head, inputs, sampling_mask=mask, reference_rows=ref_rows)
-    rows, lora_b = _alongside(head, ref_head), lora_b_of(ref_head)
+    rows, ref_weight, lora_b = _alongside(head, ref_head), ref_head.weight_tensor, lora_b_of(ref_head)
     inputs = inputs._replace(
         ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
-        ref_weight=ref_head.weight[rows].detach(),
+        ref_weight=None if ref_weight is None else ref_weight[rows].detach(),
         ref_bias=None if ref_head.bias is None else ref_head.bias[rows].detach(),
         ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
-    return Call(checked, head, inputs, _beside(head, ref_head, inputs), sampling_mask=mask)
+    return Call(checked, head, inputs, _beside(head, ref_head, rows, inputs), sampling_mask=mask)
 
 
 def _backend(name: str | None, want: tuple[str, ...], sparse: bool, rows: bool, device: str) -> str:
@@ -151,13 +151,13 @@ def _alongside(head: LMHead, reference: LMHead) -> slice:
     return slice(0, head.local_rows)
 
 
-def _beside(head: LMHead, reference: LMHead, inputs: Inputs) -> LMHead:
+def _beside(head: LMHead, reference: LMHead, rows: slice, inputs: Inputs) -> LMHead:
     """The reference with the rows that lie beside the head's own."""
-    if head.shard is None or inputs.ref_weight is None:
+    if head.shard is None:
         return reference
     return replace(
         reference,
-        weight=inputs.ref_weight,
+        weight=reference.weight[rows] if inputs.ref_weight is None else inputs.ref_weight,
         bias=inputs.ref_bias,
         vocab_size=head.rows,
         adapters=(),

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
 from .from_model import parts_of_model
 from .low_rank import LowRank, check_whole
+from .packed import quantised
+from .quantised import Weight
 from .shard import VocabShard, is_dtensor, localised
 from .sparse import SparseBackward
 
@@ -27,18 +29,19 @@ class LMHead:
         z = scale * (z + sum(x.scaling * F.dropout(hidden, x.dropout) @ x.a.T @ x.b[:vocab_size].T for x in adapters))
         z = softcap * torch.tanh(z / softcap) if softcap else z
 
-    weight: (V, H), any floating dtype. bias: (V,) or None. adapters: `LowRank` additions, which stay factors: no
-    (V, H) product of them is formed. Rows of W past `vocab_size` (padding) do not exist: they get no probability
-    and no gradient. Holds references, copies nothing.
+    weight: (V, H), any floating dtype, or quantised and frozen: a `QuantisedWeight`, or a weight-only int8 or fp8
+    tensor of torchao or a 4-bit one of bitsandbytes, whose slices are dequantised as they are used. bias: (V,) or None.
+    adapters: `LowRank` additions, which stay factors: no (V, H) product of them is formed. Rows of W past `vocab_size`
+    (padding) do not exist: they get no probability and no gradient. Holds references, copies nothing.
     shard: where the vocabulary is split over ranks, which rows weight, bias and the adapters' b are; vocab_size counts
     those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
     bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
     sparse: leaves out of backward what its bound allows, and says what; None: nothing.
-    Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise or
-    quantised.
+    Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise, or
+    quantised in another way or while it requires grad.
     """
 
-    weight: Tensor  # (V, H)
+    weight: Weight  # (V, H)
     bias: Tensor | None = None  # (V,)
     scale: float = 1.0
     softcap: float | None = None
@@ -48,6 +51,7 @@ class LMHead:
     sparse: SparseBackward | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", quantised(self.weight))
         self._localise()
         _check_weight(self.weight, self.shard)
         _check_bias(self.bias, self.weight)
@@ -82,10 +86,19 @@ class LMHead:
         """How many of the weight's rows here exist."""
         return min(self.weight.shape[0], max(0, self.rows - self.vocab_start))
 
-    def with_tensors(self, weight: Tensor, bias: Tensor | None) -> LMHead:
-        """The head on tensors that autograd saved, of the same shapes: nothing is checked again."""
+    @property
+    def weight_tensor(self) -> Tensor | None:
+        """The weight where it is a tensor, which autograd may differentiate; None where it is quantised."""
+        return self.weight if isinstance(self.weight, Tensor) else None
+
+    def with_tensors(self, weight: Tensor | None, bias: Tensor | None) -> LMHead:
+        """The head on tensors that autograd saved, of the same shapes: nothing is checked again.
+
+        weight: None where it is quantised, which stays as it is.
+        """
         other = copy(self)
-        object.__setattr__(other, "weight", weight)
+        if weight is not None:
+            object.__setattr__(other, "weight", weight)
         object.__setattr__(other, "bias", bias)
         return other
 
@@ -118,7 +131,7 @@ class LMHead:
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
-        it does not know (DoRA, other adapters, quantised, sharded, with forward hooks), which it never ignores.
+        it does not know (DoRA, other adapters, trained quantised, sharded, with forward hooks), which it never ignores.
         """
         parts = parts_of_model(module)
         return cls(
@@ -149,13 +162,13 @@ def _localised_adapter(x: LowRank) -> LowRank:
     return replace(x, a=a, b=localised("LowRank: b", b)[0] if is_dtensor(b) else b)
 
 
-def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
+def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
     if isinstance(weight, Tensor):
         check_whole("LMHead: weight", weight)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    if not isinstance(weight, Weight) or len(weight.shape) != 2:
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
-    if not weight.is_floating_point():
+    if not weight.dtype.is_floating_point:
         raise DtypeError(f"LMHead: weight must be floating point, got {weight.dtype}; dequantise it first")
     if shard is None and weight.shape[0] == 0:
         raise ShapeError("LMHead: weight has no rows; a vocabulary needs at least one entry")
@@ -166,7 +179,7 @@ def _check_weight(weight: Tensor, shard: VocabShard | None) -> None:
         )
 
 
-def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
+def _check_bias(bias: Tensor | None, weight: Weight) -> None:
     if bias is None:
         return
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
@@ -180,7 +193,7 @@ def _check_bias(bias: Tensor | None, weight: Tensor) -> None:
         raise DeviceError(f"LMHead: bias is on {bias.device}, weight on {weight.device}; move one")
 
 
-def _check_adapters(adapters: tuple[LowRank, ...], weight: Tensor) -> None:
+def _check_adapters(adapters: tuple[LowRank, ...], weight: Weight) -> None:
     if not isinstance(adapters, tuple) or not all(isinstance(x, LowRank) for x in adapters):
         got = type(adapters).__name__ if isinstance(adapters, LowRank) or not adapters else "something else"
         raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")

@@ -10,7 +10,11 @@ from ...errors import ConfigError
 from .low_rank import LowRank
 
 Parts = tuple[Tensor, Tensor | None, tuple[LowRank, ...]]  # weight, bias, adapters
-LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.ParamWrapper")
+LORA = (
+    "peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.ParamWrapper", "peft.tuners.lora.bnb.Linear4bit",
+    "peft.tuners.lora.torchao.TorchaoLoraLinear",
+)  # fmt: skip
+FOUR_BIT = ("Linear4bit", "LinearNF4", "LinearFP4")  # bitsandbytes' layers of a weight that `packed` knows
 SAVED = "peft.utils.other.ModulesToSaveWrapper"
 SHARDING = ("FSDPModule", "ReplicateModule")  # mixed into a module's class in place, by fully_shard and replicate
 WRAPPERS = {
@@ -45,7 +49,7 @@ def class_of(module: nn.Module) -> type:
 def parts_of(layer: nn.Module) -> Parts:
     """The weight, bias and adapters that a head layer multiplies with, as things stand now."""
     kind = class_of(layer)
-    if kind is nn.Linear:
+    if kind is nn.Linear or (kind.__module__.startswith("bitsandbytes.") and kind.__name__ in FOUR_BIT):
         return layer.weight, layer.bias, ()  # type: ignore[return-value]
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name == SAVED:

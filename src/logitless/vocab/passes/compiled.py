@@ -90,6 +90,7 @@ def _call_of(key: str, inputs: Inputs) -> Call:
         backend=said["backend"],
         autocast=getattr(torch, said["autocast"]) if said["autocast"] else None,
     )
+    assert inputs.weight is not None  # a quantised head breaks the graph before
     reference = None if inputs.ref_weight is None else head("reference", inputs.ref_weight, inputs.ref_bias)
     return Call(options, head("head", inputs.weight, inputs.bias), inputs, reference)
 

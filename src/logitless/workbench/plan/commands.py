@@ -194,7 +194,9 @@ def _yes(on: bool) -> str:
 
 
 def flags(setting: Setting) -> dict[str, str]:
-    """The command lines by tool, those that exist."""
+    """The command lines by tool, those that exist; none of them quantises a head."""
+    if setting.quantised_head:
+        return {}
     lines = {
         "logitless train": logitless_train(setting),
         "logitless align": logitless_align(setting),

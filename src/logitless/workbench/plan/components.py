@@ -11,7 +11,7 @@ from ...units import LARGEST
 from .activations import activations, merged_experts
 from .algorithms import BACKWARD, BACKWARD_END, FORWARD, LOSS, LOSS_BACKWARD, ROLLOUT, SCORING, TRAINING
 from .head import dense, logitless, soft_dense, soft_logitless
-from .setting import Setting, ceil_div
+from .setting import HEAD_FORMATS, Setting, ceil_div
 from .states import BF16, FP32, Row, critic_shape, last_layers, local, reward_shape, scorer, sharding, training
 
 WAYS = {"dense": (dense, soft_dense), "logitless": (logitless, soft_logitless)}
@@ -67,7 +67,12 @@ def _weights(setting: Setting) -> Iterator[Component]:
         embedding = ceil_div(shape.embedding, setting.tensor_parallel) * BF16
         return Component(name, f"{count:,} bf16", mine * BF16, always, min(embedding, mine * BF16))
 
-    yield model("parameters", setting.model, setting.model.parameters)
+    stored = setting.model.head if setting.quantised_head else 0
+    yield model("parameters", setting.model, setting.model.parameters - stored)
+    if stored:  # nothing divides it further: a sharded parameter is of one floating dtype
+        mine, (per, over) = ceil_div(stored, setting.tensor_parallel), HEAD_FORMATS[setting.head_format]
+        size = ceil_div(mine * per, over)
+        yield Component("quantised head", f"{mine:,} {setting.head_format}", size, always, size)
     # with adapters, the base model is the reference
     if setting.keeps("reference") and not (setting.lora_rank and setting.reference == "auto"):
         yield model("reference model", setting.model, setting.model.parameters)

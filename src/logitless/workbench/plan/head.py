@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...algebra.costs import dense_parts, logits_bytes, price_of, slices_of, weight_gradient_bytes
+from ...algebra.costs import DEQUANTISED, dense_parts, logits_bytes, price_of, slices_of, weight_gradient_bytes
 from .algorithms import BACKWARD, BACKWARD_END, EMBEDDING, FORWARD, LOSS, LOSS_BACKWARD, SCORING
 from .setting import Setting, ceil_div
 from .states import BF16, FP32, Row
@@ -96,6 +96,7 @@ def _slices(setting: Setting, phases: tuple[str, ...], *, whole: bool, name: str
         device="gpu",
         itemsize=FP32,
         heads=heads,
+        converted=DEQUANTISED * setting.model.hidden if setting.quantised_head else 0,
         whole=whole,
     )
     wide = _vocab(setting) if whole else s.width

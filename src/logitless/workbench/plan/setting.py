@@ -19,6 +19,13 @@ OPTIMIZERS = {  # bytes per trained parameter, as a fraction
     "sgd": (0, 1),
     "none": (0, 1),
 }
+HEAD_FORMATS = {  # bytes per number of a head, as a fraction, its scales included
+    "bf16": (2, 1),
+    "q8_0": (34, 32),
+    "q6_k": (210, 256),
+    "q4_k": (144, 256),
+    "nf4": (9, 16),  # an fp32 scale for 64 of them
+}
 SHARDINGS = {  # what is divided among the data-parallel GPUs
     "ddp": frozenset(),
     "zero1": frozenset({"optimizer"}),
@@ -31,6 +38,7 @@ CHOICES = {
     "optimizer": tuple(OPTIMIZERS),
     "sharding": tuple(SHARDINGS),
     "attention": ("flash", "eager", "nsa"),
+    "head_format": tuple(HEAD_FORMATS),
     "dense_logits": ("all", "response"),
     "reference": ("auto", "yes", "no"),
     "critic": ("auto", "yes", "no"),
@@ -76,6 +84,7 @@ class Setting:
     offload_activations: bool = False  # what checkpointing keeps waits on the host
     mlp_tiles: int = 1  # pieces of the sequence in which an MLP is computed
     lora_rank: int = 0
+    head_format: str = "bf16"
     attention: str = "flash"
     reference: str = "auto"
     critic: str = "auto"
@@ -103,6 +112,11 @@ class Setting:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.mlp_tiles > 1 and self.model.moe_layers:
             raise OptionError(f"--mlp-tiles needs dense MLPs: {self.model.name} has layers that route")
+        if self.quantised_head and (not self.lora_rank or shape.tied or self.kind.soft_tokens):
+            raise OptionError(
+                f"--head-format {self.head_format} needs a frozen head of its own, so --lora-rank and an untied model, "
+                "and no soft tokens; leave it out"
+            )
         if self.reserve >= self.gpu_bytes:
             raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
         sparse, shape = self.attention == "nsa", self.model
@@ -119,6 +133,11 @@ class Setting:
     @property
     def kind(self) -> Algorithm:
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def quantised_head(self) -> bool:
+        """Whether the head is kept in few bits and dequantised slice by slice."""
+        return self.head_format != "bf16"
 
     @property
     def length(self) -> int:

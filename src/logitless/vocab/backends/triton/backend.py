@@ -171,7 +171,7 @@ def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> boo
     sizes = table_for(chunk.inputs.hidden.device)["gemm"]
     simple = not (bases or keep or adapters or chunk.top_k or chunk.reference is not None)
     same = first.dtype == first.entries.dtype and first.compute == torch.float32
-    dense = first.entries.stride(1) == 1
+    dense = isinstance(first.entries, Tensor) and first.entries.stride(1) == 1
     return simple and same and dense and sizes["least_tokens"] <= chunk.n_tokens <= sizes["most_tokens"]
 
 
@@ -183,15 +183,17 @@ def overlaps(chunk: Chunk, bases: int, keep: str | None) -> bool:
 def accumulate_products(chunk: Chunk) -> Partial:
     """The accumulation of all rows here with no slice of logits in memory."""
     first, sizes = chunk.policy.factors[0], table_for(chunk.inputs.hidden.device)["gemm"]
-    width, depth = first.entries.shape
+    entries = first.entries
+    assert isinstance(entries, Tensor)
+    width, depth = entries.shape
     parts = triton.cdiv(width, sizes["entries"] * sizes["group"])
     run = Running(chunk, (), None, parts)
     x, tensors, flags = first.rows.contiguous(), run.heads.tensors, run.heads.flags
     accumulating.accumulate_products[(parts * triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
         x,
-        first.entries,
+        entries,
         x.stride(0),
-        first.entries.stride(0),
+        entries.stride(0),
         run.state,
         tensors["labels"],
         run.heads.label_logits,

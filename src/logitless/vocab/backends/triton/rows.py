@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import triton
 from torch import Tensor
 
+from ...head.quantised import Weight
 from .. import rows as plain
 from . import rows_kernels
 from .device import on
@@ -16,13 +17,17 @@ kernels: Any = rows_kernels
 BLOCK = {"cpu": 1 << 14, "cuda": 1024}  # numbers of a row at a time
 
 
-def _fits(table: Tensor, cast: torch.dtype | None, *others: Tensor) -> bool:
+def _fits(table: Weight, cast: torch.dtype | None, *others: Tensor) -> TypeGuard[Tensor]:
     """Whether the kernels read these as they are: rows of consecutive numbers, not rounded on the way."""
-    return cast in (None, table.dtype) and all(x.stride(-1) == 1 for x in (table, *others) if x.shape[-1] > 1)
+    return (
+        isinstance(table, Tensor)
+        and cast in (None, table.dtype)
+        and all(x.stride(-1) == 1 for x in (table, *others) if x.shape[-1] > 1)
+    )
 
 
 def dot(
-    x: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """`rows.dot`: a program for each of ids, (N, k)."""
     if not _fits(table, cast, x) or ids.numel() == 0:
@@ -43,7 +48,7 @@ def dot(
     return out
 
 
-def add_weighted(into: Tensor, weights: Tensor, table: Tensor, ids: Tensor, cast: torch.dtype | None = None) -> None:
+def add_weighted(into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None) -> None:
     """`rows.add_weighted`: a program for each block of a token's row."""
     if not _fits(table, cast, into) or ids.numel() == 0:
         plain.add_weighted(into, weights, table, ids, cast)
