@@ -1,4 +1,4 @@
-"""Checks and lists of the docs build: every public name is on the API page, code fits its column; decisions are listed."""
+"""What the docs build checks and adds: every public name is on the API page, code fits its column, lists, weights."""
 
 import re
 from html import unescape
@@ -12,6 +12,9 @@ import logitless
 from logitless import errors
 
 COLUMNS, WHOLE_COLUMNS = 100, 120  # of code at 1,280 px, and on a page that hides its table of contents
+# What a search weighs a page by: people come for what to do, not for why it was decided so.
+BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
+BOOSTS |= {"decisions/": 0.01, "changelog.md": 0.01}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 MODULES = ("losses", "relax", "sample", "memory", "jax", "integrations.trl")  # whose names are public
 
@@ -47,6 +50,9 @@ def too_wide(html: str, columns: int) -> list[str]:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    for place, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(place):
+            page.meta.setdefault("search", {"boost": boost})
     if page.file.src_uri == "decisions/index.md":
         return markdown + "\n" + decisions(Path(config.docs_dir) / "decisions")
     return markdown

@@ -237,7 +237,7 @@ def test_a_profile(browser, tmp_path):
         "lint": [],
     }
     path = tmp_path / "profile.html"
-    write_page(path, both(SETTING)[1], {"schema": 1, "runs": {"dense": run, "chunked": run}})
+    write_page(path, both(SETTING)[1], {"schema": 1, "runs": {"dense": run, "logitless": run}})
     browser.open(path)
     assert browser.complaints == []
     text = browser.evaluate("document.body.innerText")
