@@ -138,7 +138,7 @@ def training(clock: Clock, tiny: bool, device: str) -> Iterator[Record]:
     """`logitless train` with whole logits and without, in bf16 on a GPU."""
     model, length, batch, steps = ("tiny", "64", "1", "2") if tiny else ("qwen3-0.6b", "4096", "4", "8")
     dtype = "bfloat16" if device == "cuda" else "float32"  # emulated on most CPUs, and slow
-    for loss in ("dense", "chunked"):
+    for loss in ("dense", "logitless"):
         options = ("--batch-size", batch, "--max-steps", steps, "--loss", loss, "--json", "-")
         where = ("--output-dir", f"build/gpu/{loss}-{time.time_ns()}", "--device", device, "--dtype", dtype)
         yield run(clock, f"train {loss}", cli("train", "--model", model, "--context-length", length, *options, *where))

@@ -15,7 +15,7 @@ from logitless.workbench.profile.step import Step, traced
 
 CHANGES = (
     ("transformers' loss, layers checkpointed", {}),
-    ("+ streamed loss", {"loss": "chunked"}),
+    ("+ logitless loss", {"loss": "logitless"}),
     ("+ LoRA, rank 16, the rest frozen", {"lora_rank": 16}),
     ("+ layers' inputs on the host", {"offload_activations": True}),
     ("+ MLP in 8 tiles", {"mlp_tiles": 8}),

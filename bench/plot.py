@@ -20,6 +20,11 @@ def by_case(records: list[Record]) -> dict[str, list[Record]]:
     return {name: found for name in CASES if (found := [r for r in results if r["case"] == name])}
 
 
+def _shown(record: Record) -> str:
+    """A method's name in tables and plots, where plain torch is what logitless is set against."""
+    return "dense" if record["method"] == "torch" else record["method"]
+
+
 def _best_peer(records: list[Record]) -> Record | None:
     peers = [r for r in records if r["method_kind"] == "peer" and r["method"] != "torch" and r["status"] == "ok"]
     return min(peers, key=lambda r: r["median_s"], default=None)
@@ -34,9 +39,9 @@ def _cell(record: Record | None) -> str:
 
 
 def summary_table(records: list[Record]) -> str:
-    """One row a case, in the README: times the bare GEMMs / peak memory above the inputs."""
+    """One row a case, in the README: times the bare GEMMs / peak memory above the inputs; dense is plain torch."""
     lines = [
-        "| work | bare GEMMs | logitless | plain torch | fastest other |",
+        "| work | bare GEMMs | logitless | dense | fastest other |",
         "|---|---|---|---|---|",
     ]
     for name, found in by_case(records).items():
@@ -56,10 +61,10 @@ def full_table(records: list[Record]) -> str:
         case = CASES[name]
         memory = f"{found[0]['gradient_mb'] + case.memory_limit:.0f} MB"
         limits = f"{case.time_limit:.2f} × bare GEMMs, {memory}"
-        limits += f", {case.dense_limit:.2f} × plain torch" if case.dense_limit else ""
+        limits += f", {case.dense_limit:.2f} × dense" if case.dense_limit else ""
         lines += [
             f"**{case.title}** (to reach: {limits})\n",
-            "| method | median s (min-max) | × bare GEMMs (min-max) | × plain torch | peak MB | kept MB | error |",
+            "| method | median s (min-max) | × bare GEMMs (min-max) | × dense | peak MB | kept MB | error |",
             "|---|---|---|---|---|---|---|",
         ]
         lines += [_full_row(record) for record in sorted(found, key=lambda r: r.get("median_s", 1e9))]
@@ -69,13 +74,13 @@ def full_table(records: list[Record]) -> str:
 
 def _full_row(r: Record) -> str:
     if r["status"] != "ok":
-        return f"| {r['method']} | {r['status']}: {r['reason']} | | | | | |"
+        return f"| {_shown(r)} | {r['status']}: {r['reason']} | | | | | |"
     low, high = r["spread_s"]
     times = f"{r['median_s']:.3f} ({low:.3f}-{high:.3f})"
     bare = f"{r['to_bare']:.3f} ({r['to_bare_spread'][0]:.3f}-{r['to_bare_spread'][1]:.3f})"
     dense = f"{r['to_torch']:.3f}" if "to_torch" in r else "–"
     error = f"{max(r['errors'].values()):.0e}" if "errors" in r else "–"
-    return f"| {r['method']} | {times} | {bare} | {dense} | {r['peak_mb']:.0f} | {r['kept_mb']:.0f} | {error} |"
+    return f"| {_shown(r)} | {times} | {bare} | {dense} | {r['peak_mb']:.0f} | {r['kept_mb']:.0f} | {error} |"
 
 
 def caption(records: list[Record]) -> str:
@@ -109,13 +114,13 @@ def draw(records: list[Record], path: Path) -> None:
     for (name, found), (time_axis, memory_axis) in zip(cases.items(), axes, strict=True):
         found.sort(key=lambda r: r["to_bare"], reverse=True)
         colours = [COLOURS[r["method_kind"]] for r in found]
-        labels = [r["method"] for r in found]
+        labels = [_shown(r) for r in found]
         ratios = [r["to_bare"] for r in found]
         bars = time_axis.barh(labels, [min(x, CLIP) for x in ratios], color=colours, height=0.72)
-        time_axis.axvline(1.0, color="#57606a", linewidth=1, linestyle=(0, (4, 3)))
+        time_axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
         numbers = time_axis.bar_label(bars, [f"{x:.2f} ×" for x in ratios], padding=4, fontsize=8)
         for number in numbers:
-            number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
+            number.set_bbox({"facecolor": plt.rcParams["axes.facecolor"], "edgecolor": "none", "pad": 0.8})
         time_axis.set_xlim(0, CLIP * 1.12)
         time_axis.set_title(CASES[name].title, loc="left", fontsize=9.5, fontweight="bold")
         peaks = [max(r["peak_mb"], 1.0) for r in found]
@@ -127,11 +132,11 @@ def draw(records: list[Record], path: Path) -> None:
         for axis in (time_axis, memory_axis):
             axis.tick_params(labelsize=8, length=0)
             axis.spines[["top", "right", "left"]].set_visible(False)
-            axis.spines["bottom"].set_color("#d0d7de")
+            axis.spines["bottom"].set_color(plt.rcParams["grid.color"])
     axes[-1][0].set_xlabel("time, × the bare GEMMs (dashed)", fontsize=8.5)
     axes[-1][1].set_xlabel("peak memory above the inputs, MB", fontsize=8.5)
-    figure.suptitle(caption(records), fontsize=8.5, color="#57606a")
-    figure.savefig(path, dpi=160, facecolor="white")
+    figure.suptitle(caption(records), fontsize=8.5)
+    figure.savefig(path, dpi=160)
     plt.close(figure)
 
 

@@ -1,6 +1,7 @@
-"""Checks and lists of the docs build: every public name is on the API page; decisions are listed by their files."""
+"""What the docs build checks and adds: every public name is on the API page, code fits its column, lists, weights."""
 
 import re
+from html import unescape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from mkdocs.exceptions import PluginError
 import logitless
 from logitless import errors
 
+COLUMNS, WHOLE_COLUMNS = 100, 120  # of code at 1,280 px, and on a page that hides its table of contents
+# What a search weighs a page by: people come for what to do, not for why it was decided so.
+BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
+BOOSTS |= {"decisions/": 0.01, "changelog.md": 0.01}
+CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 MODULES = ("losses", "relax", "sample", "memory", "jax", "integrations.trl")  # whose names are public
 
 
@@ -37,13 +43,25 @@ def decisions(folder: Path) -> str:
     return "\n".join(f"- [{title}]({page.name})" for page, title in titles.items())
 
 
+def too_wide(html: str, columns: int) -> list[str]:
+    """The lines of a rendered page's code blocks that are longer than `columns`."""
+    lines = (line for block in CODE.findall(html) for line in unescape(TAG.sub("", block)).splitlines())
+    return [line for line in lines if len(line) > columns]
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    for place, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(place):
+            page.meta.setdefault("search", {"boost": boost})
     if page.file.src_uri == "decisions/index.md":
         return markdown + "\n" + decisions(Path(config.docs_dir) / "decisions")
     return markdown
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    columns = WHOLE_COLUMNS if "toc" in page.meta.get("hide", ()) else COLUMNS
+    if wide := too_wide(html, columns):
+        raise PluginError(f"{page.file.src_uri}: {columns} columns of code fit, {len(wide)} lines have more: {wide[0]}")
     if page.file.src_uri == "api.md" and (missing := undocumented(html)):
         raise PluginError(f"public names without documentation on api.md: {', '.join(missing)}")
     return html

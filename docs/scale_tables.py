@@ -61,7 +61,7 @@ def scale() -> str:
     first = ["GPUs", "data", "tensor", "context"]
     return "\n\n".join(
         [
-            grid([*first, "passes a step", "peak, dense logits", "peak, streamed", "at"], held),
+            grid([*first, "passes a step", "peak, dense logits", "peak, logitless", "at"], held),
             "GiB that leave each GPU in a step:",
             grid([*first, *columns, "in all"], sent),
             f"{MODEL}, {TOKENS // LENGTH} sequences of {LENGTH:,} tokens a step, one at a time on each GPU, FSDP2 over "

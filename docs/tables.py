@@ -80,17 +80,20 @@ def _guidance(found: list[Record]) -> str:
 
 
 def benchmark(records: list[Record]) -> str:
-    image = "![Time over the bare GEMMs, and peak memory](images/bench.png)\n\n" if _plot().is_file() else ""
-    return f"{image}{caption(records)}.\n\n{full_table(records)}"
+    alt = "Time over the bare GEMMs, and peak memory"
+    images = "\n".join(f"![{alt}](images/bench-{page}.png#only-{page})" for page in ("light", "dark"))
+    return f"{images}\n\n{caption(records)}.\n\n{full_table(records)}"
 
 
 def readme(records: list[Record]) -> str:
-    image = "![Time over the bare GEMMs, and peak memory](docs/images/bench.png)\n\n" if _plot().is_file() else ""
-    return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}".strip()
+    image = picture("Time over the bare GEMMs, and peak memory", "bench")
+    return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}"
 
 
-def _plot() -> Path:
-    return ROOT / "docs" / "images" / "bench.png"
+def picture(alt: str, name: str) -> str:
+    """A figure of the README: the one for dark pages where the reader's is."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="docs/images/{name}-dark.png">'
+    return f'<picture>{dark}<img alt="{alt}" src="docs/images/{name}-light.png"></picture>'
 
 
 def precision(records: list[Record]) -> str:

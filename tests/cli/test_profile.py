@@ -47,10 +47,10 @@ def test_tables(model, capsys):
     out = capsys.readouterr().out
     for text in (
         *STAGES,
-        "chunked",
+        "logitless",
         "at its end",
         "dense peaks at",
-        "largest tensors at the peak, chunked",
+        "largest tensors at the peak, logitless",
         "optimizer state",
         "loss workspace",
         "savings, each traced",
@@ -70,7 +70,7 @@ def test_json(model, capsys):
     assert set(found) == {"schema", "kind", "step", "parameters", "runs", "savings", "real"}
     assert (found["schema"], found["kind"]) == (1, "profile")
     assert found["step"]["gradient_checkpointing"] is True
-    assert list(found["runs"]) == ["dense", "chunked"]
+    assert list(found["runs"]) == ["dense", "logitless"]
     for one in found["runs"].values():
         assert set(one) == {"stages", "peak", "host_peak_bytes", "timeline", "lint"}
         assert [s["name"] for s in one["stages"]] == STAGES
@@ -78,7 +78,7 @@ def test_json(model, capsys):
         assert len(one["timeline"]) <= POINTS + FEW * len(STAGES)
     assert {saving["saving"] for saving in found["savings"]} == {"lora", "half-context"}
     for saving in found["savings"]:
-        assert saving["saved_bytes"] == found["runs"]["chunked"]["peak"]["bytes"] - saving["peak"]["bytes"]
+        assert saving["saved_bytes"] == found["runs"]["logitless"]["peak"]["bytes"] - saving["peak"]["bytes"]
     assert set(found["real"]["stages"][0]) == {
         "name",
         "predicted_bytes",
@@ -95,7 +95,7 @@ def test_files(model, tmp_path):
     assert main(["profile", "--model", model, "--context-length", "64", "--optimizer", "none", *given]) == 0
     assert json.loads((tmp_path / "p.json").read_text())["real"] is None
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert all(f'"{name}"' in page for name in ("runs", "dense", "chunked", *STAGES[2:5]))
+    assert all(f'"{name}"' in page for name in ("runs", "dense", "logitless", *STAGES[2:5]))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -79,7 +79,7 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
 def test_json_on_standard_output_stands_alone(micro, tmp_path, capsys):
     assert main(arguments(micro, tmp_path / "run", "--memory-budget", "16KiB", "--json", "-")) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["loss"]["method"] == "chunked"  # auto, above the budget
+    assert summary["loss"]["method"] == "logitless"  # auto, above the budget
 
 
 def write(path: Path, text: str) -> Path:
@@ -154,7 +154,7 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     [
         (["--max-steps", "many"], "logitless: --max-steps: invalid literal"),
         (["--los", "dense"], "--los, dense; did you mean --loss?"),
-        (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'chunked')"),
+        (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'logitless')"),
         (["--data"], "Missing value for argument '--data'"),
         (["everything"], "Unrecognized options: everything"),
     ],

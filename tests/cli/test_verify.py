@@ -21,9 +21,9 @@ def test_the_default_lengths_and_threshold(monkeypatch, capsys):
     assert report["vocab_size"] == 151_936
     assert [(c["length"], round(c["logits_bytes"] / 2**30, 2), c["method"]) for c in report["choices"]] == [
         (512, 0.14, "dense"),
-        (4096, 1.16, "chunked"),
-        (40_000, 11.32, "chunked"),
-        (131_072, 37.09, "chunked"),
+        (4096, 1.16, "logitless"),
+        (40_000, 11.32, "logitless"),
+        (131_072, 37.09, "logitless"),
     ]
 
 
@@ -47,7 +47,7 @@ def test_equal_losses_pass(capsys):
     assert "value and gradients agree" in out
     assert out.count("equal") == 12
     assert "dense" in out
-    assert "chunked" in out
+    assert "logitless" in out
 
 
 @pytest.mark.parametrize("part", ["value", "gradient", "nan"])

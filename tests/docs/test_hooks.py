@@ -11,6 +11,12 @@ def test_a_name_without_an_entry_is_found():
     assert hooks.undocumented(page) == ["logitless.losses.dpo"]
 
 
+def test_a_line_of_code_wider_than_its_column_is_found():
+    html = "<p>" + "x" * 200 + "</p><pre><span></span><code><span class='n'>a</span> &lt; b\n%s</code></pre>"
+    assert hooks.too_wide(html % ("<b>y</b>" * 100), 100) == []
+    assert hooks.too_wide(html % ("<b>y</b>" * 101), 100) == ["y" * 101]
+
+
 def test_decisions_are_listed_by_number(tmp_path):
     assert "None" in hooks.decisions(tmp_path)
     (tmp_path / "0002-b.md").write_text("# 0002: second\n\ntext\n", "utf-8")

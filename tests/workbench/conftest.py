@@ -25,7 +25,7 @@ def micro(tmp_path_factory) -> SimpleNamespace:
         batch_size=2,
         max_steps=10,
         learning_rate=1e-2,
-        loss="chunked",
+        loss="logitless",
         device="cpu",
     )
     return SimpleNamespace(model=model, data=data, config=config)
@@ -36,7 +36,7 @@ def start(micro, tmp_path_factory) -> AlignConfig:
     """Options of an alignment run of a few seconds, on a micro model that knows a little."""
     root: Path = tmp_path_factory.mktemp("align")
     data = line_corpus(root / "data")
-    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")}
+    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")}
     sft.run(replace(micro.config, data=str(data), max_steps=30, output_dir=root / "base"), Console(quiet=True))
     sft.measure = measure
     return AlignConfig(
@@ -55,5 +55,5 @@ def start(micro, tmp_path_factory) -> AlignConfig:
 @pytest.fixture
 def unmeasured(monkeypatch) -> None:
     """Skips the measurement in a process of its own: most tests are about something else."""
-    nothing = {"chunked": {"not_measured": "test"}, "dense": {"not_measured": "test"}}
+    nothing = {"logitless": {"not_measured": "test"}, "dense": {"not_measured": "test"}}
     monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: nothing)

@@ -22,7 +22,7 @@ COMMANDS = {
     "score": "log-prob, rank, entropy and best entries of each token of existing text, as parquet",
     "sample": "sample text, with each token's probability, rank, entropy and alternatives",
     "doctor": "what this machine has, which backends can run on it, and what typical calls would cost",
-    "verify": "check the streamed loss against the dense one, and show where each is used",
+    "verify": "check the logitless loss against the dense one, and show where each is used",
 }
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 

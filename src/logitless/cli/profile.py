@@ -43,7 +43,7 @@ class ProfileConfig:
     """Tokens of a sequence."""
     batch_size: int = 1
     """Sequences of the step."""
-    loss: Literal["dense", "chunked"] = "chunked"
+    loss: Literal["dense", "logitless"] = "logitless"
     """Both are traced; this one is measured by --real, lists its largest tensors, and is what the savings are of."""
     gradient_checkpointing: Checkpointing = False
     offload_activations: Offloading = False
@@ -57,7 +57,8 @@ class ProfileConfig:
     """Of weights and activations: bfloat16, float16 or float32."""
     memory_budget: MemoryBudget = MEMORY_BUDGET
     savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    """Trace, each as slowly, these too, or all: chunked-loss, checkpointing, offload, tiled-mlp, lora, half-context."""
+    """Trace, each as slowly, these too, or all: logitless-loss, checkpointing, offload, tiled-mlp, lora,
+    half-context."""
     real: Literal["cpu", "cuda"] | None = None
     """Also run the step for real, and set predicted against measured."""
     units: Units = "GiB"

@@ -19,7 +19,7 @@ from .output import deliver
 if TYPE_CHECKING:
     from rich.console import Console
 
-DESCRIPTION = """Check the streamed loss against the dense one, and show where each is used.
+DESCRIPTION = """Check the logitless loss against the dense one, and show where each is used.
 
 Exit status 1 when value or gradient differ by more than rounding."""
 LENGTHS = 512, 4_096, 40_000, 131_072  # without --sequence-lengths
@@ -34,7 +34,7 @@ class VerifyConfig:
     vocab_size: int = 151_936
     """Entries of the vocabulary; the check runs with all of them."""
     threshold: str = MEMORY_BUDGET
-    """Logits larger than this are streamed; the default is that of train's --memory-budget."""
+    """Logits larger than this get the logitless loss; the default is that of train's --memory-budget."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -90,7 +90,7 @@ def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], to
         (c.what, f"{c.error:.1e}", f"{c.allowed:.0e}", "[green]equal[/]" if c.holds else "[bold red]DIFFERENT[/]")
         for c in checks
     ]
-    title = f"Streamed loss against dense float64: {tokens} tokens × {config.vocab_size:,} entries"
+    title = f"Logitless loss against dense float64: {tokens} tokens × {config.vocab_size:,} entries"
     _table(console, title, ("<comparison", ">error", ">allowed", "<"), rows)
     failed = sum(not check.holds for check in checks)
     verdict = f"{failed} of {len(checks)} comparisons differ" if failed else "value and gradients agree"

@@ -40,7 +40,8 @@ def ppo_clip(
     """Clipped importance-weighted policy gradient; with `delta`, bounded where the advantage is negative, too.
 
         r = (p - old_logprob).exp()
-        loss = -torch.min(advantages * r.clamp(max=delta), advantages * r.clamp(1 - clip_low, 1 + clip_high))
+        clipped = r.clamp(1 - clip_low, 1 + clip_high)
+        loss = -torch.min(advantages * r.clamp(max=delta), advantages * clipped)
 
     Reads `logprob`. Raises OptionError unless delta > 1 + clip_high. Schulman et al., "Proximal Policy Optimization
     Algorithms", arXiv:1707.06347; delta: Prime Intellect, "INTELLECT-2", arXiv:2505.07291.

@@ -28,9 +28,9 @@ def installed(**options):
 
 def test_auto_is_dense_up_to_the_budget():
     assert choose("auto", 100, 100) == "dense"
-    assert choose("auto", 101, 100) == "chunked"
+    assert choose("auto", 101, 100) == "logitless"
     assert choose("dense", 10**12, 1) == "dense"
-    assert choose("chunked", 1, 10**12) == "chunked"
+    assert choose("logitless", 1, 10**12) == "logitless"
     batch = batch_for("")
     logits = 4 * batch["labels"].numel() * 97
     assert installed(loss="auto", memory_budget=logits)(**batch).logits is not None

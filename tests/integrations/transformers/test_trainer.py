@@ -66,15 +66,15 @@ def test_no_logits_under_trainer(tmp_path, smoothing):
     vocab, rows = 8192, 8
     batch = data(rows, 32, vocab)
     found = {}
-    for method in ("dense", "chunked"):
+    for method in ("dense", "logitless"):
         model = TINY["qwen3-tied"].build(vocab)
         made = trainer(tmp_path, model, 1, batch, label_smoothing_factor=smoothing, save_strategy="no")
         logitless.install(made, loss=method, memory_budget=2**19)
         found[method] = largest_allocation(made.train), largest_allocation(made.evaluate)
     logits = 4 * 2 * 32 * vocab
     assert min(found["dense"]) >= logits
-    assert found["chunked"][0] <= logits / 2  # the head's gradient, 512 KiB
-    assert found["chunked"][1] <= logits / 2
+    assert found["logitless"][0] <= logits / 2  # the head's gradient, 512 KiB
+    assert found["logitless"][1] <= logits / 2
 
 
 def test_installed_before_the_trainer_and_resumed(tmp_path):
@@ -142,7 +142,7 @@ def test_smoothing_survives_changes_of_options(tmp_path):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("loss", ["chunked", "auto", "dense"])
+@pytest.mark.parametrize("loss", ["logitless", "auto", "dense"])
 def test_logits_where_evaluation_asks_for_them(tmp_path, loss, smoothing):
     """predict, and evaluate with compute_metrics, as without us; an evaluation of the loss alone has no logits."""
     options = {"label_smoothing_factor": smoothing}

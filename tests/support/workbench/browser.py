@@ -138,12 +138,16 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def open(self, path: Path, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+    def open(self, path: Path, width: int = 1200, height: int = 900, scheme: str = "light", fragment: str = "") -> None:
         """Loads a file in a window of a size, with the reader's preferred colour scheme."""
+        self.visit(path.resolve().as_uri() + fragment, width, height, scheme)
+
+    def visit(self, url: str, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+        """Loads an address in the same way."""
         self.size(width, height)
         self.scheme(scheme)
         self.events.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=url)
         while not any(e["method"] == "Page.loadEventFired" for e in self.events):
             self.events.append(self._receive(60))
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

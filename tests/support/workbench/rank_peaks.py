@@ -23,7 +23,7 @@ from logitless.workbench.sft.config import TrainConfig
 from tests.support.integrations.launching import leave
 
 TENSORS = 40
-UNMEASURED = {method: {"not_measured": "test"} for method in ("chunked", "dense")}
+UNMEASURED = {method: {"not_measured": "test"} for method in ("logitless", "dense")}
 
 
 def recorded(config: TrainConfig) -> Recording:
@@ -45,7 +45,7 @@ def recorded(config: TrainConfig) -> Recording:
 def measured(options: dict[str, Any]) -> dict[str, Any]:
     AcceleratorState._reset_state()  # of the case before
     place = Path(options["output_dir"])
-    config = TrainConfig(**{**options, "output_dir": place}, device="cpu", dtype="bfloat16", loss="chunked")
+    config = TrainConfig(**{**options, "output_dir": place}, device="cpu", dtype="bfloat16", loss="logitless")
     recording = recorded(config)
     peak = recording.peak
     return {

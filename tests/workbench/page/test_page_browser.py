@@ -1,16 +1,21 @@
 """The page in a real browser: it loads in silence, its controls plan as Python does, and a keyboard is enough."""
 
 import json
+import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from logitless.cli.options import parse
+from logitless.cli.plan import PlanConfig
 from logitless.models.catalog import shape_of
 from logitless.units import format_bytes
 from logitless.workbench.page.page import formulas, write_page
 from logitless.workbench.page.translate import translate
+from logitless.workbench.plan.commands import planned
 from logitless.workbench.plan.plan import at_length, both
 from logitless.workbench.plan.setting import GIB, Setting
 from tests.support.workbench.browser import CHROMIUM, CONTRAST, Browser, chromium
@@ -145,6 +150,71 @@ def test_a_mistake_is_one_line_and_the_numbers_stay(browser, path):
     assert browser.complaints == []
 
 
+def test_text_that_is_no_number_is_said(browser, path):
+    browser.open(path)
+    said = "document.querySelector('[role=alert]').innerText"
+    change(browser, "batch_size-exact", "many")
+    assert browser.evaluate(said) == 'Batch size: expected a number, got "many"'
+    assert browser.evaluate("document.getElementById('batch_size-exact').getAttribute('aria-invalid')") == "true"
+    assert browser.evaluate(SHOWN) == expected(SETTING)
+    change(browser, "gpu_bytes-exact", "-1")
+    assert browser.evaluate(said) == 'GPU memory: expected a number of GiB, got "-1"'
+    change(browser, "length-exact", "8,192")
+    assert browser.evaluate(said) == ""
+    assert browser.evaluate("document.getElementById('batch_size-exact').value") == "64"
+    assert browser.evaluate(SHOWN) == expected(at_length(SETTING, 8192))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_model_and_memory_are_above_the_fold(browser, path, width, height):
+    browser.open(path, width=width, height=height)
+    for control in ("model", "gpu_bytes", "gpu_bytes-exact"):
+        box = browser.evaluate(f"document.getElementById({control!r}).getBoundingClientRect().toJSON()")
+        assert 0 <= box["top"] < box["bottom"] <= height
+
+
+def other(browser: Browser) -> Setting:
+    """A setting far from the page's own, set by its controls."""
+    change(browser, "model", "qwen3-4b")
+    change(browser, "gpu_bytes-exact", "22.5")
+    change(browser, "batch_size-exact", 24)
+    change(browser, "optimizer", "adamw-bf16")
+    browser.evaluate("document.getElementById('master_weights').click()")
+    shape = shape_of("qwen3-4b")
+    sizes = {"gpu_bytes": int(22.5 * GIB), "batch_size": 24}
+    return replace(SETTING, model=shape, optimizer="adamw-bf16", master_weights=False, **sizes)
+
+
+def test_a_link_restores_the_setting(browser, path, tmp_path):
+    browser.open(path)
+    setting = other(browser)
+    assert browser.evaluate(SHOWN) == expected(setting)
+    fragment = browser.evaluate("document.getElementById('link').getAttribute('href')")
+    assert fragment == browser.evaluate("location.hash")
+    sent = shutil.copy(path, tmp_path / "sent.html")
+    browser.open(sent, fragment=fragment)
+    assert browser.evaluate(SHOWN) == expected(setting)
+    browser.open(shutil.copy(path, tmp_path / "damaged.html"), fragment="#batch_size=24&model=nothing&gpus=0x")
+    said = browser.evaluate("document.querySelector('[role=alert]').innerText")
+    assert said == "the link's model=nothing, gpus=0x cannot be read, and is left out"
+    assert browser.evaluate(SHOWN) == expected(replace(SETTING, batch_size=24))
+    browser.open(shutil.copy(path, tmp_path / "refused.html"), fragment="#batch_size=0")
+    assert browser.evaluate("document.querySelector('[role=alert]').innerText").startswith("--batch-size must be")
+    assert browser.evaluate(SHOWN) == expected(SETTING)
+    assert browser.complaints == []
+
+
+def test_the_command_plans_the_same(browser, path):
+    browser.open(path)
+    told = "document.getElementById('command').textContent"
+    assert browser.evaluate(told) == planned(SETTING)
+    setting = other(browser)
+    assert browser.evaluate(told) == planned(setting)
+    arguments = shlex.split(planned(setting))[2:]
+    read = parse(PlanConfig, prog="logitless plan", description="", arguments=arguments)
+    assert expected(read.setting()) == expected(setting)
+
+
 def test_bytes_past_two_to_the_53(browser, path):
     browser.open(path)
     change(browser, "length-exact", 2**40 + 1)
@@ -237,7 +307,7 @@ def test_a_profile(browser, tmp_path):
         "lint": [],
     }
     path = tmp_path / "profile.html"
-    write_page(path, both(SETTING)[1], {"schema": 1, "runs": {"dense": run, "chunked": run}})
+    write_page(path, both(SETTING)[1], {"schema": 1, "runs": {"dense": run, "logitless": run}})
     browser.open(path)
     assert browser.complaints == []
     text = browser.evaluate("document.body.innerText")

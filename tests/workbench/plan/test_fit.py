@@ -108,16 +108,18 @@ TRAIN, ALIGNED = replace(SMALL_GPU, **OWN), replace(INTUITOR, **OWN)
 def test_command_lines():
     single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
     assert logitless_train(single) == (
-        "logitless train --model DIR --context-length 2048 --loss chunked --batch-size 4 "
+        "logitless train --model DIR --context-length 2048 --loss logitless --batch-size 4 "
         "--gradient-accumulation-steps 16 --gradient-checkpointing --lora-rank 16 --memory-budget 256MiB "
         "--dtype bfloat16"
     )
     assert logitless_train(replace(single, gpus=2)).startswith("torchrun --nproc-per-node 2 -m logitless.cli train ")
-    assert " --loss chunked --attention nsa " in logitless_train(replace(single, model=INTUITOR.model, attention="nsa"))
+    assert " --loss logitless --attention nsa " in logitless_train(
+        replace(single, model=INTUITOR.model, attention="nsa")
+    )
     two = replace(TRAIN, gpus=2, micro_batch=4)
-    assert " --loss chunked --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
+    assert " --loss logitless --tensor-parallel 2 --batch-size 4 " in logitless_train(replace(two, tensor_parallel=2))
     shared = replace(two, model=INTUITOR.model, context_parallel=2, sharding="fsdp2")
-    assert " --loss chunked --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
+    assert " --loss logitless --sharding fsdp2 --context-parallel 2 " in logitless_train(shared)
     assert logitless_train(replace(shared, response_length=2047)) is None
     assert logitless_train(replace(two, gpus=4, tensor_parallel=2)) is None  # two ranks with the same matrices
     both = replace(shared, gpus=4, tensor_parallel=2)

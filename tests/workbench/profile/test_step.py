@@ -67,7 +67,7 @@ def model_file(tmp_path_factory):
 def combinations():
     """Every one, those in the fast suite that differ most."""
     for kind, setting, loss in itertools.product(KINDS, SETTINGS, LOSSES):
-        fast = kind == "qwen3" or (setting, loss) in (("plain", "dense"), ("lora and checkpointing", "chunked"))
+        fast = kind == "qwen3" or (setting, loss) in (("plain", "dense"), ("lora and checkpointing", "logitless"))
         yield pytest.param(kind, setting, loss, marks=[] if fast else [pytest.mark.slow], id=f"{kind}-{setting}-{loss}")
 
 
@@ -111,7 +111,7 @@ def test_a_trace_of_sparse_attention_does_not_grow_with_the_context(model_file):
     name = model_file("qwen3", num_hidden_layers=1)
     step = Step(name, attention="nsa", gradient_checkpointing=True)
     short, long = (len(traced(replace(step, context_length=n)).curve) for n in (8192, 131_072))
-    assert long < 1.3 * short  # the streamed loss has a second chunk
+    assert long < 1.3 * short  # the logitless loss has a second chunk
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -167,10 +167,10 @@ def test_the_gpus_streamed_loss_keeps_to_its_budget(model_file):
     step = Step(name, context_length=4096, optimizer="none", memory_budget=32 << 20)
     found = both(step)
     logits = logits_bytes(4096, 50_000, 2)
-    wide = [a for a in found["chunked"].allocations if a.category == "loss workspace"]
+    wide = [a for a in found["logitless"].allocations if a.category == "loss workspace"]
     assert max(a.nbytes for a in found["dense"].allocations) == 2 * logits  # in fp32
     assert max(a.nbytes for a in wide) <= 50_000 * 64 * 4  # the head's gradient in fp32
-    assert found["dense"].peak.nbytes - found["chunked"].peak.nbytes > 4 * logits
+    assert found["dense"].peak.nbytes - found["logitless"].peak.nbytes > 4 * logits
     slices = slices_of(4095, 50_000, budget=32 << 20, device="gpu", whole=True)
     assert max(a.shape[0] for a in wide if len(a.shape) == 2 and a.shape[1] == 64) <= 50_000
     assert any(a.shape == (slices.tokens * slices.width,) for a in wide)
@@ -196,12 +196,12 @@ def test_savings_are_traced_and_ranked(model_file):
     found = savings(step, known["dense"], ["all"], known)
     assert {r.name for r in found} == set(CHANGES)
     assert [r.saved for r in found] == sorted((r.saved for r in found), reverse=True)
-    assert found[0].name in ("chunked-loss", "half-context")
+    assert found[0].name in ("logitless-loss", "half-context")
     assert all(r.saved == known["dense"].peak.nbytes - r.recording.peak.nbytes for r in found)
     done = replace(
-        step, loss="chunked", gradient_checkpointing=True, lora_rank=2, offload_activations=True, mlp_tiles=2
+        step, loss="logitless", gradient_checkpointing=True, lora_rank=2, offload_activations=True, mlp_tiles=2
     )
-    assert [r.name for r in savings(done, known["chunked"], ["all"], known)] == ["half-context"]
+    assert [r.name for r in savings(done, known["logitless"], ["all"], known)] == ["half-context"]
     assert chosen(["lora", "checkpointing"]) == ["checkpointing", "lora"]
 
 
@@ -274,7 +274,7 @@ FIGURES = [  # page, text, its run, stage and column
     ("where-reports-go-wrong.md", "34.89 GiB", "bare", "loss", PEAKS),
     ("where-reports-go-wrong.md", "32.56 GiB", "bare", "after full forward", ENDS),
     ("where-reports-go-wrong.md", "56.99 GiB", "bare", "backward", PEAKS),
-    ("where-reports-go-wrong.md", "71.98 GiB", "chunked", "backward", PEAKS),
+    ("where-reports-go-wrong.md", "71.98 GiB", "logitless", "backward", PEAKS),
     ("where-reports-go-wrong.md", "270.10 GiB", "dense", "backward", PEAKS),
     ("how-to/profile.md", "779.07 GiB", "kept", "backward", PEAKS),
 ]
@@ -289,14 +289,14 @@ def test_a_4b_model_at_131072_tokens():
     assert found["bytes"] <= 2 * GIB
     assert found["seconds"] <= 30  # of processor time, both losses together
     runs = found["runs"]
-    assert runs["chunked"]["after embedding"][ENDS] - runs["chunked"]["optimizer state"][ENDS] >= 640 * 2**20
+    assert runs["logitless"]["after embedding"][ENDS] - runs["logitless"]["optimizer state"][ENDS] >= 640 * 2**20
     assert f"{runs['bare']['after embedding'][ENDS] / 1e9:.2f} GB" == "8.72 GB"
     for page, text, which, stage, column in FIGURES:
         assert text == f"{runs[which][stage][column] / GIB:.2f} GiB"
         assert text in (DOCS / page).read_text(encoding="utf-8")
     rows = (DOCS / "how-to/profile.md").read_text(encoding="utf-8").replace("*", "")
     for stage in runs["dense"]:
-        cells = (f"{n / GIB:.2f}" for which in ("dense", "chunked") for n in runs[which][stage])
+        cells = (f"{n / GIB:.2f}" for which in ("dense", "logitless") for n in runs[which][stage])
         assert f"| {stage} | {' | '.join(cells)} |" in rows
 
 

@@ -27,10 +27,10 @@ def recording() -> Recording:
 def test_names_are_never_broken(width):
     written = io.StringIO()
     found = recording()
-    show({"dense": found, "chunked": found}, "chunked", Console(file=written, width=width, color_system=None))
+    show({"dense": found, "logitless": found}, "logitless", Console(file=written, width=width, color_system=None))
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    table = "\n".join(lines[lines.index("largest tensors at the peak, chunked") :])
+    table = "\n".join(lines[lines.index("largest tensors at the peak, logitless") :])
     for text in ("1 × 131,072 × 32 × 128 bf16", "layers.35.self_attn.q_norm", "layers.35.mlp.down_proj.lora_B.default"):
         assert text in table
     assert len(table.splitlines()) < 16

@@ -92,7 +92,7 @@ def test_files(tmp_path, name, text):
         ("a.yaml", "max_steps: 1.5", "must be of type int"),
         ("a.yaml", "max_steps: true", "must be of type int"),
         ("a.yaml", "gradient_checkpointing: 1", "must be of type bool"),
-        ("a.yaml", "loss: fast", "must be one of auto, dense, chunked"),
+        ("a.yaml", "loss: fast", "must be one of auto, dense, logitless"),
         ("a.yaml", "output_dir: 7", "output_dir must be of type Path, got 7"),
         ("a.yaml", "- a\n- b", "expected a table of options"),
         ("a.yaml", "a: [", "not YAML"),

@@ -30,7 +30,7 @@ def test_rows_are_full_and_restart():
         rows[2]
 
 
-@pytest.mark.parametrize("loss", ["dense", "chunked"])
+@pytest.mark.parametrize("loss", ["dense", "logitless"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_equals_unpacked(loss, checkpointing):
     """Loss and every gradient of packed rows are those of the documents by themselves, one at a time, dense."""

@@ -25,7 +25,7 @@ def whole(micro, tmp_path_factory) -> Path:
     """A run of four steps, killed before its summary."""
     place = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("chunked", "dense")})
+        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("logitless", "dense")})
         sft.run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
     (place / "summary.json").unlink()
     return place

@@ -50,7 +50,7 @@ def launch(ranks: int, *arguments: object, timeout: int = 240, by: Sequence[obje
 
 def options(micro, place: Path, *more: object) -> list[object]:
     fixed = ["train", "--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--device", "cpu"]
-    fixed += ["--learning-rate", 1e-2, "--loss", "chunked", "--max-steps", STEPS, "--batch-size", 1]
+    fixed += ["--learning-rate", 1e-2, "--loss", "logitless", "--max-steps", STEPS, "--batch-size", 1]
     return [*fixed, "--output-dir", place, *more]
 
 
@@ -61,7 +61,7 @@ def alone(micro, tmp_path_factory) -> dict[int, float]:
 
     place = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")})
+        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")})
         run(replace(micro.config, batch_size=PER_STEP, max_steps=STEPS, output_dir=place), QUIET)
     return losses(place)
 

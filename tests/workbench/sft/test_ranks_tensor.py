@@ -40,7 +40,7 @@ def alone(four_heads, tmp_path_factory) -> Path:
     """A run of one process."""
     place = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("chunked", "dense")})
+        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")})
         run(replace(four_heads.config, batch_size=PER_STEP, max_steps=STEPS, output_dir=place), QUIET)
     return place
 

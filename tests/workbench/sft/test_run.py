@@ -74,9 +74,9 @@ def test_a_run_learns_and_writes_everything(finished):
 def test_the_same_step_is_measured_streamed_and_dense(finished):
     _, summary = finished
     measured = summary["step_memory"]
-    assert measured["chunked"]["peak_bytes"] >= 0
+    assert measured["logitless"]["peak_bytes"] >= 0
     assert measured["dense"]["peak_bytes"] >= 0
-    assert measured["chunked"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
+    assert measured["logitless"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
 
 
 def test_the_checkpoint_gives_the_same_loss_in_transformers(finished):
@@ -213,7 +213,7 @@ class TestShortRuns:
     @pytest.mark.parametrize(
         ("loss", "error", "message"),
         [
-            ("chunked", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
+            ("logitless", NotFiniteError, "lower the learning rate and go back to the last checkpoint"),
             ("dense", NotFiniteError, r"the loss is nan at step .*lower --learning-rate"),
         ],
     )
@@ -225,7 +225,7 @@ class TestShortRuns:
 def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     place = tmp_path / "killed"
     options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 10]
-    options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "chunked", "--device", "cpu"]
+    options += ["--learning-rate", 1e-2, "--batch-size", 2, "--loss", "logitless", "--device", "cpu"]
     killed_at(7, "train", *options, "--output-dir", place)
     assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
     mark(place, place / "checkpoint-8")  # as a process killed while saving leaves it
@@ -273,7 +273,7 @@ RANK = """
 import sys
 from logitless.cli.main import main
 from logitless.workbench.sft import run as sft
-sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("chunked", "dense")}
+sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("logitless", "dense")}
 raise SystemExit(main(sys.argv[1:]))
 """
 
@@ -284,7 +284,7 @@ def test_two_ranks_are_a_larger_batch(micro, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 6]
-    options += ["--learning-rate", 1e-2, "--loss", "chunked", "--device", "cpu", "--batch-size", 1]
+    options += ["--learning-rate", 1e-2, "--loss", "logitless", "--device", "cpu", "--batch-size", 1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29_611, script]
     command = [*launch, "train", *options, "--output-dir", tmp_path / "two"]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
@@ -299,15 +299,15 @@ def test_two_ranks_are_a_larger_batch(micro, tmp_path):
 def test_the_default_run_loads_in_transformers(tmp_path):
     """Two steps of `logitless train` without a model or data: Tekken, the standard library, both measurements."""
     place = tmp_path / "run"
-    summary = run(TrainConfig(max_steps=2, context_length=128, batch_size=2, output_dir=place, loss="chunked"), QUIET)
+    summary = run(TrainConfig(max_steps=2, context_length=128, batch_size=2, output_dir=place, loss="logitless"), QUIET)
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     assert len(tokenizer) == summary["vocab_size"] == 131_072
     assert dense_held_out_loss(place, 128) == pytest.approx(summary["held_out_loss_after"], rel=1e-5)
     measured = summary["step_memory"]
     logits = 4 * 256 * 131_072
     assert measured["dense"]["peak_bytes"] > 2.5 * logits  # logits, log-softmax, and a gradient
-    assert measured["chunked"]["peak_bytes"] < measured["dense"]["peak_bytes"]
-    assert measured["chunked"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
+    assert measured["logitless"]["peak_bytes"] < measured["dense"]["peak_bytes"]
+    assert measured["logitless"]["loss"] == pytest.approx(measured["dense"]["loss"], rel=1e-5)
 
 
 def resume(place: Path) -> dict:

@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_said_in_words(error, where, micro, tokens, monkeyp
 
     monkeypatch.setattr(f"logitless.workbench.{where}", fail)
     found = dict(measure_here(micro.config, tokens))
-    assert set(found) == {"chunked", "dense"}
+    assert set(found) == {"logitless", "dense"}
     for result in found.values():
         assert result["not_measured"].startswith("does not fit: ")
         assert result["not_measured"].endswith("that are free")

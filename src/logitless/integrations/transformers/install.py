@@ -21,7 +21,7 @@ from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
 
-Method = Literal["dense", "chunked"]
+Method = Literal["dense", "logitless"]
 STATE = "_logitless"
 OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
 SHARDED = ("full_tensor", "ds_id")  # FSDP2 and ZeRO-3: whole only while the model runs
@@ -45,16 +45,16 @@ class Installed:
 
 
 def choose(loss: str, size: int, budget: int) -> Method:
-    """dense or chunked for logits of `size` bytes: auto is dense where they fit the budget."""
+    """dense or logitless for logits of `size` bytes: auto is dense where they fit the budget."""
     if loss == "auto":
-        return "dense" if size <= budget else "chunked"
-    return "dense" if loss == "dense" else "chunked"
+        return "dense" if size <= budget else "logitless"
+    return "dense" if loss == "dense" else "logitless"
 
 
 def install(
     model: Any,
     *,
-    loss: Method | Literal["auto"] = "chunked",
+    loss: Method | Literal["auto"] = "logitless",
     memory_budget: int | None = None,
     label_smoothing: float | None = None,
 ) -> None:
@@ -72,7 +72,7 @@ def install(
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
     transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get the
-    logits that they ask for, from its own loss. loss: "chunked", "dense", or "auto": dense where
+    logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where
     the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
     Installing again changes these options.
     Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
@@ -131,14 +131,14 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _check_options(loss: str, memory_budget: float | None, smoothing: float | None) -> None:
-    if loss not in ("auto", "dense", "chunked"):
-        raise OptionError(f"loss: expected 'auto', 'dense' or 'chunked', got {loss!r}")
+    if loss not in ("auto", "dense", "logitless"):
+        raise OptionError(f"loss: expected 'auto', 'dense' or 'logitless', got {loss!r}")
     if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
     if smoothing is not None and not (isinstance(smoothing, Real) and 0 <= smoothing <= 1):
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {smoothing!r}")
     if loss == "dense" and smoothing:
-        raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='chunked'")
+        raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='logitless'")
 
 
 @dataclass
@@ -260,7 +260,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise DtypeError(f"labels: expected integer ids in a tensor, got {type(labels).__name__}")
     if "use_cache" in state.names and given.get("use_cache") is None:
         given["use_cache"] = False
-    if state.method != "chunked" and not state.smoothing:
+    if state.method != "logitless" and not state.smoothing:
         head: Any = output_head(model)
         vocab = model.config.get_text_config().vocab_size
         size = logits_bytes(labels.numel(), vocab, head.weight.dtype.itemsize)

@@ -24,7 +24,7 @@ def score(
     Dense equivalent:
 
         logp = model(**inputs).logits[:, :-1].log_softmax(-1)
-        logprob = logp.gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]  # of tokens 1, 2, ...; and so on
+        logprob = logp.gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]  # of tokens 1, 2, ...
 
     inputs: the text by name, as a tokenizer returns it: input_ids (B, T), attention_mask where it is padded, on
     either side. keep: the best entries of each distribution that the record holds. The model is in eval mode

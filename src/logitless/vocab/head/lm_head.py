@@ -26,7 +26,9 @@ class LMHead:
     Dense equivalent:
 
         z = F.linear(hidden, weight[:vocab_size], bias[:vocab_size])
-        z = scale * (z + sum(x.scaling * F.dropout(hidden, x.dropout) @ x.a.T @ x.b[:vocab_size].T for x in adapters))
+        for x in adapters:
+            z = z + x.scaling * F.dropout(hidden, x.dropout) @ x.a.T @ x.b[:vocab_size].T
+        z = scale * z
         z = softcap * torch.tanh(z / softcap) if softcap else z
 
     weight: (V, H), any floating dtype, or quantised and frozen: a `QuantisedWeight`, or a weight-only int8 or fp8

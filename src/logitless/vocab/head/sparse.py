@@ -18,14 +18,15 @@ class SparseBackward:
     Dense equivalent, for the slices of `width` vocabulary entries of one token, its label apart:
 
         p = z.softmax(-1)
-        mass, order = p.split(width).sum().sort()      # of each slice
-        p[order[mass.cumsum(0) <= bound]] = 0          # in the gradient, not in the loss
-        dz = c * p                                     # c: the coefficient of p in dL/dz, -upstream for logprob
+        mass, order = p.split(width).sum().sort()  # of each slice
+        p[order[mass.cumsum(0) <= bound]] = 0      # in the gradient, not in the loss
+        dz = c * p           # c: the coefficient of p in dL/dz, -upstream for logprob
 
     The products of backward shrink to the tokens that each slice still has. Values, and the gradient's terms of the
     label, the best entries and candidates, are exact. With m the mass that token i leaves out, s = scale/temperature:
 
-        ‖Δ dL/d(h·Wᵀ)‖₁ ≤ |s·c|·m     ‖Δ dh‖ ≤ |s·c|·m·max‖W_v‖     ‖Δ dW‖ ≤ Σ_i |s·c|·m·‖h‖     ‖Δ db‖₁ ≤ Σ_i |s·c|·m
+        ‖Δ dL/d(h·Wᵀ)‖₁ ≤ |s·c|·m         ‖Δ dh‖  ≤ |s·c|·m·max‖W_v‖
+        ‖Δ dW‖ ≤ Σ_i |s·c|·m·‖h‖          ‖Δ db‖₁ ≤ Σ_i |s·c|·m
 
     and m ≤ bound, relative to the upstream gradient so that a loss scale changes nothing; a token whose c is 0 leaves
     out all. Where entropy is wanted too, m counts Σ p·|log p| of a slice if that is more than its Σ p, and |c| is the

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, plural
-from ..runs.plots import DENSE, GREY, STREAMED, finish
+from ..runs.plots import DENSE, GREY, LOGITLESS, finish
 from .config import METHODS
 
 SCHEMA = 1
@@ -137,8 +137,8 @@ def plot(path: Path, method: str, records: list[dict[str, Any]]) -> None:
         at = [record["step"] for record in steps if record.get(name) is not None]
         values = [record[name] for record in steps if record.get(name) is not None]
         recent = [fmean(values[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(values))]
-        axes.plot(at, values, color=STREAMED, linewidth=1, alpha=0.35, label="training")
-        axes.plot(at, recent, color=STREAMED, linewidth=2, label=f"training, mean of {SMOOTH} steps")
+        axes.plot(at, values, color=LOGITLESS, linewidth=1, alpha=0.35, label="training")
+        axes.plot(at, recent, color=LOGITLESS, linewidth=2, label=f"training, mean of {SMOOTH} steps")
         seen = [(record["step"], record["held_out"][name]) for record in held if name in record["held_out"]]
         if seen:
             axes.plot(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...models.catalog import CONFIGS, shape_of
 from ...pages import document, fill, script_value
 from ...units import format_bytes
 from ...versions import version_of
+from ..plan.commands import ALWAYS
 from ..plan.plan import Plan, at_length, both
 from ..plan.plots import CATEGORIES, category
 from ..plan.report import headline, lives, notes
@@ -57,6 +59,7 @@ def formulas(setting: Setting | None) -> dict[str, Any]:
         return {"format_bytes": format_bytes}
     models = {name: shape_of(name) for name in CONFIGS} | {setting.model.name: setting.model}
     values = {"setting": setting, "models": models, "choices": CHOICES, "categories": CATEGORIES}
+    values |= {"knobs": [f.name for f in fields(Setting)], "defaults": Setting(setting.model), "always": ALWAYS}
     return {**{function.__name__: function for function in FORMULAS}, **values}
 
 

@@ -56,7 +56,7 @@ def logitless_train(setting: Setting) -> str | None:
             return None
         stretched.append(f"--rope-scaling yarn:{ceil_div(setting.length, shape.positions)}")
     fresh = shape.vocab >= TEKKEN_VOCAB and (shape.name in PRESETS or Path(shape.name).is_file())
-    parts = [f"--context-length {setting.length}", *stretched, "--loss chunked", *_lighter(setting)]
+    parts = [f"--context-length {setting.length}", *stretched, "--loss logitless", *_lighter(setting)]
     return _own("train", _named(shape, fresh), setting, parts, "fsdp2")
 
 

@@ -17,7 +17,7 @@ CATEGORIES = (
     ("other models", "#8d99ae", ("reference", "critic", "reward")),
     ("optimizer and master weights", "#30638e", ("optimizer", "master")),
     ("gradients", "#00798c", ("gradient", "buckets", "reduce-scatter")),
-    ("parameters", "#003d5b", ("parameters", "adapters", "gathered")),
+    ("parameters", "#5fa8d3", ("parameters", "adapters", "gathered")),
     ("key-value cache", "#9c6ade", ("cache",)),
     ("activations", "#66a182", ("",)),
 )
@@ -32,6 +32,7 @@ def category(name: str) -> str:
 
 def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
     """Writes the PNG."""
+    from matplotlib import rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,7 +43,7 @@ def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
     for offset, plan in ((-0.21, dense), (0.21, logitless)):
         _bars(axes, plan, offset, size)
     limit = (logitless.setting.gpu_bytes - logitless.setting.reserve) / size
-    axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+    axes.axhline(limit, color=rcParams["text.color"], linestyle="--", linewidth=1)
     axes.annotate(f"usable: {limit:.0f} {units}", (-0.45, limit), xytext=(0, 3), textcoords="offset points", fontsize=8)
     axes.set_xticks(range(len(phases)), [phase.replace(" ", "\n") for phase in phases])
     axes.set_ylabel(f"{units} on each GPU")

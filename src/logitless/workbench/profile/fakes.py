@@ -22,7 +22,7 @@ from .storages import tensors_of
 
 aten = torch.ops.aten
 GPU = "meta"  # the device type that stands for a GPU: fake `cuda` tensors need a build with CUDA
-CHUNKS = 2  # of the streamed loss: a later chunk allocates what the second did
+CHUNKS = 2  # of the logitless loss: a later chunk allocates what the second did
 
 
 class Fakes:

@@ -28,7 +28,7 @@ class Saving:
 
 
 CHANGES: dict[str, Change] = {
-    "chunked-loss": lambda s: replace(s, loss="chunked") if s.loss != "chunked" else None,
+    "logitless-loss": lambda s: replace(s, loss="logitless") if s.loss != "logitless" else None,
     "checkpointing": lambda s: replace(s, gradient_checkpointing=True) if not s.gradient_checkpointing else None,
     "offload": lambda s: (
         replace(s, gradient_checkpointing=True, offload_activations=True) if not s.offload_activations else None
@@ -53,6 +53,6 @@ def savings(step: Step, base: Recording, names: Sequence[str], known: dict[str, 
     for name in chosen(names):
         changed = CHANGES[name](step)
         if changed is not None:
-            recording = known[changed.loss] if name == "chunked-loss" else traced(changed)
+            recording = known[changed.loss] if name == "logitless-loss" else traced(changed)
             found.append(Saving(name, recording, base.peak.nbytes - recording.peak.nbytes))
     return sorted(found, key=lambda saving: -saving.saved)

@@ -32,7 +32,7 @@ class Step:
     model: str
     context_length: int = 4096
     batch_size: int = 1
-    loss: str = "chunked"
+    loss: str = "logitless"
     gradient_checkpointing: bool = False
     offload_activations: bool = False
     mlp_tiles: int = 1
@@ -56,7 +56,7 @@ class Step:
         return self
 
 
-LOSSES = ("dense", "chunked")
+LOSSES = ("dense", "logitless")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -110,7 +110,7 @@ def run(step: Step, model: nn.Module, device: torch.device) -> None:
     optimizer = OPTIMIZERS[step.optimizer]([p for p in model.parameters() if p.requires_grad])
     if optimizer is not None:
         had_a_step(optimizer)
-    if step.loss == "chunked":
+    if step.loss == "logitless":
         install(model, memory_budget=step.memory_budget)
     model(input_ids=ids, labels=ids.clone(), use_cache=False).loss.backward()
     if optimizer is not None:

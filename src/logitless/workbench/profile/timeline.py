@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rcParams
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from ...units import format_bytes
 from .recording import Recording
 
-COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
+COLOURS = ("#d1495b", "#1b9aaa", "#edae49", "#30638e")
 LEAST = 0.07  # of the width, for a stage of few operators
 POINTS = 6000  # of a curve
 GPU = 80 << 30
@@ -18,9 +22,6 @@ BEFORE = ("parameters", "optimizer state")  # is there when the step begins
 
 def draw(recordings: dict[str, Recording], path: Path, title: str, units: str = "GiB") -> None:
     """Writes the PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     size = 1 << 30 if units == "GiB" else 10**9
     widths = _widths(list(recordings.values()))
     figure = Figure(figsize=(9.6, 5.0), layout="constrained")
@@ -88,7 +89,7 @@ def _curve(
     axes.fill_between(xs, ys, color=colour, alpha=0.12, linewidth=0, step="post")
     top = max(range(len(ys)), key=ys.__getitem__)
     axes.plot([xs[top]], [ys[top]], marker="o", markersize=4, color=colour)
-    box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
+    box = {"facecolor": rcParams["axes.facecolor"], "alpha": 0.8, "edgecolor": "none", "pad": 1}
     axes.annotate(
         f"{peak.op}\n{peak.module}",
         (xs[top], ys[top]),
@@ -103,7 +104,7 @@ def _curve(
 
 def _stages(axes: Any, widths: dict[str, tuple[float, float]]) -> None:
     for left, _ in list(widths.values())[1:]:
-        axes.axvline(left, color="black", linewidth=0.4, alpha=0.4)
+        axes.axvline(left, color=rcParams["text.color"], linewidth=0.4, alpha=0.4)
     axes.set_xticks([(a + b) / 2 for a, b in widths.values()], [SHORT.get(n, n) for n in widths], fontsize=8)
     axes.tick_params(axis="x", length=0)
 
@@ -111,7 +112,7 @@ def _stages(axes: Any, widths: dict[str, tuple[float, float]]) -> None:
 def _gpu(axes: Any, peak: int, size: int, units: str) -> None:
     """A GPU's memory, where the picture reaches it."""
     if peak > GPU // 2:
-        axes.axhline(GPU / size, color="black", linestyle="--", linewidth=0.8)
+        axes.axhline(GPU / size, color=rcParams["text.color"], linestyle="--", linewidth=0.8)
         axes.annotate(
             f"a GPU of {GPU / size:.0f} {units}",
             (1, GPU / size),

@@ -45,7 +45,7 @@ def trace(
 
     A model built on the meta device is traced on fake tensors, without memory: `device` "gpu" as a GPU would run it
     (fused attention, tensors made on the host are findings), "cpu" as a CPU would. Any other model runs for real.
-    batch: (rows, tokens) of labels of which the last of each row has no target, for the streamed loss on fake
+    batch: (rows, tokens) of labels of which the last of each row has no target, for the logitless loss on fake
     tensors. meter: read at the end of each stage. Sizes are rounded up to 512 bytes, as a GPU's allocator does.
     Raises OptionError for an unknown device, ConfigError where a fake model's work depends on its data.
     """

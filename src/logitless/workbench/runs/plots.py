@@ -13,10 +13,10 @@ from matplotlib.ticker import MaxNLocator
 from ...units import format_bytes
 from .files import write_whole
 
-STREAMED, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
+LOGITLESS, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
 SMOOTH = 5
-COLOURS = {"chunked": STREAMED, "dense": DENSE}
-NAMES = {"chunked": "streamed (logitless)", "dense": "dense logits"}
+COLOURS = {"logitless": LOGITLESS, "dense": DENSE}
+NAMES = {"logitless": "logitless", "dense": "dense"}
 
 
 def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> None:
@@ -38,8 +38,8 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
     )
     at, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
     recent = [fmean(losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(losses))]
-    axes.plot(at, losses, color=STREAMED, linewidth=1, alpha=0.35, label="training")
-    axes.plot(at, recent, color=STREAMED, linewidth=2, label=f"training, mean of {SMOOTH} steps")
+    axes.plot(at, losses, color=LOGITLESS, linewidth=1, alpha=0.35, label="training")
+    axes.plot(at, recent, color=LOGITLESS, linewidth=2, label=f"training, mean of {SMOOTH} steps")
     axes.plot(
         [r["step"] for r in held],
         [r["held_out_loss"] for r in held],
@@ -68,8 +68,8 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
 
 
 def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size: int) -> bool:
-    """Memory above the model's during one step's loss and gradients, streamed against dense; False if unmeasured."""
-    measured = [name for name in ("dense", "chunked") if "curve" in step_memory[name]]
+    """Memory above the model's during one step's loss and gradients, logitless against dense; False if unmeasured."""
+    measured = [name for name in ("dense", "logitless") if "curve" in step_memory[name]]
     if not measured:
         return False
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")

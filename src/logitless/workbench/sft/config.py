@@ -42,13 +42,13 @@ class TrainConfig(RunOptions):
     """Ranks that share each sequence, a part of it each."""
     rank_timeout: Count = 1800
     """Seconds that a rank waits for the others before it gives up."""
-    loss: Literal["auto", "dense", "chunked"] = "auto"
-    """auto: dense where one forward pass's logits fit --memory-budget, streamed above it."""
+    loss: Literal["auto", "dense", "logitless"] = "auto"
+    """auto: dense where one forward pass's logits fit --memory-budget, logitless above it."""
 
     @property
-    def loss_on_ranks(self) -> Literal["auto", "dense", "chunked"]:
+    def loss_on_ranks(self) -> Literal["auto", "dense", "logitless"]:
         """How the loss is computed: logits that are split over ranks are never made."""
-        return self.loss if self.tensor_parallel == 1 else "chunked"
+        return self.loss if self.tensor_parallel == 1 else "logitless"
 
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
@@ -70,7 +70,7 @@ class TrainConfig(RunOptions):
         if self.tensor_parallel > 1 and self.loss == "dense":
             raise OptionError(
                 f"--loss dense: expected whole logits, --tensor-parallel {self.tensor_parallel} splits them; "
-                "use --loss chunked"
+                "use --loss logitless"
             )
         if ranks > 1 and self.attention == "eager":
             raise OptionError(f"--context-parallel {ranks} knows no --attention eager: use sdpa or nsa")

@@ -123,10 +123,10 @@ def _set_up(
 
 
 def _step_memory(parts: Run) -> dict[str, Any]:
-    """What one step needs, streamed and dense; before training, while the memory is free. Measured once per run."""
+    """What one step needs, logitless and dense; before training, while the memory is free. Measured once per run."""
     path = parts.place / "step_memory.json"
     if not path.exists():
-        say(parts.console, "measuring one step's memory, streamed and dense ...")
+        say(parts.console, "measuring one step's memory, logitless and dense ...")
         own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
         write_json(path, measure(own, parts.place / TOKENS_FILE))
     return read_json(path)

@@ -1,4 +1,4 @@
-"""What one step's loss and gradients add to memory, streamed and dense, measured in a process of its own.
+"""What one step's loss and gradients add to memory, logitless and dense, measured in a process of its own.
 
 A process of its own, because a resident set never shows what an allocator kept from earlier work, and because a
 dense loss that does not fit may take its process with it.
@@ -18,7 +18,7 @@ from ...units import format_bytes
 from ..runs.options import from_dict
 from .config import TrainConfig
 
-METHODS = ("chunked", "dense")
+METHODS = ("logitless", "dense")
 DENSE_COPIES = 3  # fp32 logits, their log-softmax, and the gradient of either
 
 

@@ -77,7 +77,7 @@ def _loss_method(loss: dict[str, Any], ranks: int) -> str:
 def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
     """One step's forward and backward, above the model: measured in a process of its own."""
     rows = []
-    for method, name in (("chunked", "one step, streamed"), ("dense", "one step, dense")):
+    for method, name in (("logitless", "one step, logitless"), ("dense", "one step, dense")):
         found = step_memory[method]
         if "peak_bytes" in found:
             text = f"+{format_bytes(found['peak_bytes'])} at the peak, loss {found['loss']:.5f}"
@@ -85,6 +85,6 @@ def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
             text = f"not measured: {found['not_measured']}"
         rows.append((name, text))
     if all("peak_bytes" in found for found in step_memory.values()):
-        ratio = step_memory["dense"]["peak_bytes"] / max(1, step_memory["chunked"]["peak_bytes"])
+        ratio = step_memory["dense"]["peak_bytes"] / max(1, step_memory["logitless"]["peak_bytes"])
         rows.append(("", f"the dense loss takes {ratio:.1f} × the memory for the same step"))
     return rows

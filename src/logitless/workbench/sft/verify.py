@@ -1,4 +1,4 @@
-"""`logitless verify`: where the streamed loss is chosen, and whether it equals the dense one in value and gradient."""
+"""`logitless verify`: where the logitless loss is chosen, and whether it equals the dense one in value and gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...vocab.face import LMHead, dense_cross_entropy, linear_cross_entropy
 
 TOKENS, HIDDEN = 64, 64
 DENSE_BYTES = 2**28  # the float64 logits of the check stay below this
-SLICES = 7  # the streamed loss gets an odd fraction of the logits' size, so that slices end everywhere
+SLICES = 7  # the logitless loss gets an odd fraction of the logits' size, so that slices end everywhere
 # Largest error over the largest exact value. A bfloat16 gradient is rounded once at its end: half of 2^-8, and room.
 ALLOWED = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (2e-6, 4e-3)}
 
@@ -52,7 +52,7 @@ def check_size(vocab_size: int) -> int:
 
 
 def checks(vocab_size: int, device: torch.device, seed: int = 0) -> list[Check]:
-    """Value and gradients of the streamed loss against the dense float64 one on the same operands.
+    """Value and gradients of the logitless loss against the dense float64 one on the same operands.
 
     The mean over tokens, and per-token losses under a random upstream gradient; in float32 and bfloat16. Some
     tokens are ignored, and labels include the first and the last vocabulary entry.
@@ -79,12 +79,12 @@ def _compare(
     name = f"{str(hidden.dtype).removeprefix('torch.')}, {'mean' if reduction == 'mean' else 'per token'}"
     budget = max(1, hidden.shape[0] * weight.shape[0] * 4 // SLICES)
     results = []
-    for streamed in (True, False):
-        h, w = (x.detach().clone() if streamed else x.detach().double() for x in (hidden, weight))
+    for logitless in (True, False):
+        h, w = (x.detach().clone() if logitless else x.detach().double() for x in (hidden, weight))
         for operand in (h, w):
             operand.requires_grad_()
         head = LMHead(w)
-        if streamed:
+        if logitless:
             loss = linear_cross_entropy(h, head, labels, reduction=reduction, memory_budget=budget)
         else:
             loss = dense_cross_entropy(h, head, labels, reduction=reduction)

@@ -7,10 +7,12 @@ const startPlan = (main) => {
     for (let v = from; v <= to; v *= 2n) found.push(v * times);
     return found;
   };
+  const SIZES = [8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288]; // GPUs that are sold
   const SLIDERS = [
+    ["gpu_bytes", "GPU memory", `${units} of each`, SIZES.map((size) => BigInt(size * UNIT)), BigInt(UNIT)],
+    ["gpus", "GPUs", "all of them together", powers(1n, 1024n, split)],
     ["batch_size", "Batch size", "prompts per optimizer step, all GPUs", powers(1n, 4096n)],
     ["length", "Sequence length", "tokens, prompt and response", powers(128n, 1n << 20n)],
-    ["gpus", "GPUs", `${planner.format_bytes(start.gpu_bytes, units)} each`, powers(1n, 1024n, split)],
   ];
   const NUMBERS = [
     ["micro_batch", "Micro-batch", "rows per forward pass on each GPU; 0: all"],
@@ -26,10 +28,11 @@ const startPlan = (main) => {
   const NAMES = { algorithm: "Algorithm", sharding: "Sharding", optimizer: "Optimizer", attention: "Attention" };
   let wanted, shown, ways = "both", chosen = null;
 
-  const reset = () => {
-    wanted = { model: start.model.name, length: start.length };
-    for (const name of ["batch_size", "gpus", ...NUMBERS.map(([n]) => n), ...CHECKS.map(([n]) => n), ...Object.keys(NAMES)])
-      wanted[name] = start[name];
+  const initial = () => {
+    const given = { model: start.model.name, length: start.length };
+    for (const name of ["gpu_bytes", "gpus", "batch_size", ...NUMBERS.map(([n]) => n), ...CHECKS.map(([n]) => n), ...Object.keys(NAMES)])
+      given[name] = start[name];
+    return given;
   };
   const compute = () => {
     const { length, model, ...rest } = wanted;
@@ -39,27 +42,41 @@ const startPlan = (main) => {
 
   // --- controls ---
   const alert = el("p", { class: "alert", role: "alert" });
+  const link = el("a", { id: "link" }, "Link to this setting"), command = el("code", { id: "command" });
   const refreshers = [];
   const set = (name, value) => { wanted[name] = value; update(); };
   const control = (name, label, hint, ...inputs) => el("div", { class: "control" },
     el("label", { for: name }, label), el("div", { class: "row" }, ...inputs),
     hint && el("small", { id: `${name}-hint` }, hint));
-  const numberBox = (name, attributes) => {
-    const box = el("input", { type: "number", min: "0", step: "1", inputmode: "numeric", ...attributes,
-      onchange: () => (/^\d{1,30}$/.test(box.value) ? set(name, BigInt(box.value)) : update()) });
-    refreshers.push(() => { box.value = String(wanted[name]); });
+  const whole = (text, scale) => {
+    const plain = text.replace(/[\s,_]/g, "");
+    if (/^\d{1,30}$/.test(plain)) return BigInt(plain) * scale;
+    return scale > 1n && /^\d{1,9}\.\d{1,3}$/.test(plain) ? BigInt(Math.round(Number(plain) * Number(scale))) : null;
+  };
+  const inScale = (count, scale) => (count % scale ? String(Number((Number(count) / Number(scale)).toFixed(3))) : String(count / scale));
+  // A field of text: of a number field the browser hides what it cannot read, and nothing could be said about it.
+  const numberBox = (name, label, attributes, scale = 1n) => {
+    const box = el("input", { type: "text", inputmode: "numeric", autocomplete: "off", ...attributes,
+      onchange: () => {
+        const value = whole(box.value, scale);
+        if (value !== null) return set(name, value);
+        box.setAttribute("aria-invalid", "true");
+        alert.textContent = `${label}: expected a number${scale > 1n ? ` of ${units}` : ""}, got "${box.value.slice(0, 40)}"`;
+      } });
+    refreshers.push(() => { box.value = inScale(wanted[name], scale); box.removeAttribute("aria-invalid"); });
     return box;
   };
-  const slider = ([name, label, hint, steps]) => {
+  const slider = ([name, label, hint, steps, scale]) => {
     const values = [...new Set([...steps, wanted[name]])].sort((a, b) => (a < b ? -1 : 1));
     const range = el("input", { type: "range", id: name, min: "0", max: String(values.length - 1), step: "1",
       "aria-describedby": `${name}-hint`, oninput: () => set(name, values[Number(range.value)]) });
     refreshers.push(() => {
       const at = values.findLastIndex((v) => v <= wanted[name]);
       range.value = String(Math.max(0, at));
-      range.setAttribute("aria-valuetext", wanted[name].toLocaleString("en"));
+      range.setAttribute("aria-valuetext", scale ? bytes(wanted[name]) : wanted[name].toLocaleString("en"));
     });
-    return control(name, label, hint, range, numberBox(name, { id: `${name}-exact`, "aria-label": `${label}, exact` }));
+    const attributes = { id: `${name}-exact`, "aria-label": `${label}, exact` };
+    return control(name, label, hint, range, numberBox(name, label, attributes, scale));
   };
   const select = (name, label, options) => {
     const box = el("select", { id: name, onchange: () => set(name, box.value) },
@@ -73,17 +90,55 @@ const startPlan = (main) => {
     return el("label", { class: "check" }, box, label);
   };
   const controls = () => card("setting", "Setting",
-    el("div", { class: "controls" }, ...SLIDERS.map(slider)),
-    el("details", {}, el("summary", {}, "Model, algorithm and what is kept"),
+    el("div", { class: "controls" }, select("model", "Model", [...planner.models.keys()]), ...SLIDERS.map(slider)),
+    el("details", {}, el("summary", {}, "Algorithm and what is kept"),
       el("div", { class: "controls" },
-        select("model", "Model", [...planner.models.keys()]),
         ...Object.entries(NAMES).map(([name, label]) => select(name, label, planner.choices.get(name))),
         ...NUMBERS.map(([name, label, hint]) =>
-          control(name, label, hint, numberBox(name, { id: name, "aria-describedby": `${name}-hint` }))),
+          control(name, label, hint, numberBox(name, label, { id: name, "aria-describedby": `${name}-hint` }))),
         el("div", { class: "control" }, ...CHECKS.map(check)))),
     el("div", { class: "actions" },
-      el("button", { type: "button", id: "reset", onclick: () => { reset(); update(); } }, "Back to the setting as given")),
+      el("button", { type: "button", id: "reset", onclick: () => { wanted = initial(); update(); } }, "Back to the setting as given"), link),
+    el("p", { class: "command" }, command),
     alert);
+
+  // --- the setting as an address and as a command ---
+  const address = () => {
+    const given = initial();
+    const changed = Object.entries(wanted).filter(([name, value]) => value !== given[name]);
+    return `#${new URLSearchParams(changed.map(([name, value]) => [name, String(value)]))}`;
+  };
+  const allowed = (name) => (name === "model" ? [...planner.models.keys()] : planner.choices.get(name));
+  const read = (text, name, like) => {
+    if (typeof like === "bigint") return /^\d{1,30}$/.test(text) ? BigInt(text) : null;
+    if (typeof like === "boolean") return ["true", "false"].includes(text) ? text === "true" : null;
+    return allowed(name).includes(text) ? text : null;
+  };
+  // Sets what the address says; returns what is wrong with it, or nothing.
+  const restore = () => {
+    const given = initial(), wrong = [];
+    for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
+      const value = name in given ? read(text, name, given[name]) : null;
+      if (value === null) wrong.push(`${name}=${text}`.slice(0, 60));
+      else given[name] = value;
+    }
+    wanted = given;
+    return wrong.length ? `the link's ${wrong.join(", ")} cannot be read, and is left out` : "";
+  };
+  const quoted = (text) => (/^[\w@%+=:,.\/-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`);
+  // As workbench/plan/commands.py's `planned`, which the tests hold it equal to.
+  const commandOf = (setting) => {
+    const gib = 1n << 30n, size = setting.gpu_bytes % gib ? `${setting.gpu_bytes}B` : `${setting.gpu_bytes / gib}GiB`;
+    const words = [`logitless plan --model ${quoted(setting.model.name)}`, `--gpus ${setting.gpus}x${size}`];
+    for (const name of planner.knobs) {
+      const value = setting[name];
+      const said = planner.always.includes(name) || (value !== planner.defaults[name] && !["model", "gpus", "gpu_bytes"].includes(name));
+      const option = name.replaceAll("_", "-");
+      if (!said) continue;
+      words.push(typeof value === "boolean" ? `--${value ? "" : "no-"}${option}` : `--${option} ${quoted(value.name ?? String(value))}`);
+    }
+    return words.join(" ");
+  };
 
   // --- results ---
   const bytes = (count) => planner.format_bytes(count, units);
@@ -163,17 +218,32 @@ const startPlan = (main) => {
       return;
     }
     refreshers.forEach((refresh) => refresh());
+    link.setAttribute("href", address());
+    history.replaceState(null, "", address());
+    command.textContent = commandOf(shown[1].setting);
     if (chosen !== null && !shown[1].setting.kind.phases.includes(chosen)) chosen = null;
     show();
   };
 
-  reset();
+  const open = () => {
+    const wrong = restore();
+    update();
+    if (alert.textContent) { // the link's setting cannot be planned: say so, and plan the one as given
+      const why = alert.textContent;
+      wanted = initial();
+      update();
+      alert.textContent = why;
+    }
+    if (wrong) alert.textContent = wrong;
+  };
+  wanted = initial();
   main.append(controls(), verdicts,
     card("bars", "Peak of each phase", el("div", { class: "between" }, el("span", { class: "muted" }, "bytes alive on each GPU"), choice),
       el("figure", {}, picture, legend), notes),
     card("phases", "Phases", el("p", { class: "muted" }, "Choose a phase to see only what is alive in it."), phases),
     card("components", "Components", el("p", { class: "muted", id: "filter" }), components));
-  update();
+  open();
+  addEventListener("hashchange", open);
   redrawn(picture, () => drawBars(picture, visible(), hues, bytes));
 };
 

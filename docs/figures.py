@@ -1,0 +1,71 @@
+"""The figures of the docs, each for a light and a dark page: `python -m docs.figures [--only NAME]`.
+
+Drawn by the same functions as `--png` of the commands and of `bench.plot`, on no ground of their own.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib import rc_context
+
+from bench.harness import read_lines
+from bench.plot import draw as draw_bench
+from logitless.models.catalog import shape_of
+from logitless.workbench.plan.plan import both as both_plans
+from logitless.workbench.plan.plots import draw as draw_plan
+from logitless.workbench.plan.setting import Setting
+from logitless.workbench.profile import tables
+from logitless.workbench.profile.step import Step
+from logitless.workbench.profile.step import both as both_steps
+from logitless.workbench.profile.timeline import draw as draw_profile
+
+ROOT = Path(__file__).parents[1]
+INKS = {"light": ("#24292f", "#ffffff"), "dark": ("#d5d9e0", "#1e2129")}  # of what is written, and the page's ground
+Draw = Callable[[Path], None]
+
+
+def scheme(name: str) -> dict[str, object]:
+    """matplotlib's settings for a page: its ink, and no ground, but for the boxes behind some numbers."""
+    ink, ground = INKS[name]
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    return {**dict.fromkeys(inks, ink), "axes.facecolor": ground, "savefig.transparent": True}
+
+
+def bench() -> Draw:
+    records = read_lines(ROOT / "bench" / "results" / "benchmark.jsonl")
+    return lambda path: draw_bench(records, path)
+
+
+def plan() -> Draw:
+    """docs/how-to/plan.md's first command."""
+    sizes = {"batch_size": 8, "responses_per_prompt": 8, "prompt_length": 2048, "response_length": 4096}
+    plans = both_plans(Setting(shape_of("qwen2.5-1.5b"), "intuitor", gpus=8, gradient_checkpointing=True, **sizes))
+    return lambda path: draw_plan(*plans, path)
+
+
+def profile() -> Draw:
+    """docs/how-to/profile.md's command."""
+    step = Step(model="4b", context_length=131_072, gradient_checkpointing=True).check()
+    recordings, title = both_steps(step), tables.headline(step, shape_of(step.model).parameters)
+    return lambda path: draw_profile(recordings, path, title)
+
+
+FIGURES: dict[str, Callable[[], Draw]] = {"bench": bench, "plan": plan, "profile": profile}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m docs.figures", description=__doc__)
+    parser.add_argument("--only", choices=FIGURES, help="one figure; all unless given")
+    only = parser.parse_args(argv).only
+    for name in [only] if only else FIGURES:
+        draw = FIGURES[name]()
+        for page in INKS:
+            path = ROOT / "docs" / "images" / f"{name}-{page}.png"
+            with rc_context(scheme(page)):
+                draw(path)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
