@@ -75,7 +75,12 @@ def of(small, name: str, **changes) -> GradeConfig:
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("ste", {"max_steps": 12, "variance_samples": 2}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})],
+    [
+        ("ste", {"max_steps": 12, "variance_samples": 2}),
+        ("gumbel", {"lora_rank": 0}),
+        ("reinforce", {}),
+        ("ppo", {"top_k": 0}),
+    ],
 )
 def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
     config = of(small, method, method=method, **changes)
@@ -175,7 +180,7 @@ def test_the_classifier_tells_prose_from_code(small):
 def test_bad_input_is_refused(small, tmp_path):
     for changes, words in (
         ({"tau_end": 0.0}, "--tau-end must be positive"),
-        ({"top_k": 0}, "--top-k must be at least 1"),
+        ({"top_k": -1}, "--top-k must be 0 or more"),
         ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
         ({"prompt_length": 60}, "has positions up to 64"),
         ({"beta": -1.0}, "--beta must be 0 or more"),

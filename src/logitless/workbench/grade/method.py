@@ -45,6 +45,11 @@ class Task:
             return policy, reader_of(self.model, self.vocab_size, without_adapters=True)
         return policy, reader_of(self.frozen, self.vocab_size)
 
+    def generate(self, policy: Reader, batch: Batch, sampling: Sampling, reference: Reader | None = None) -> Rollout:
+        """What the policy continues a batch with, which the reward can read."""
+        tables = () if sampling.k else (self.reward.table,)
+        return generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference, tables=tables)
+
     def sampling(self, tau: float = 1.0, carry: str = PLAIN, hard: bool = True) -> Sampling:
         config = self.config
         return Sampling(
@@ -121,7 +126,7 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
     outcomes = []
     policy, reference = task.readers()
     for batch in batches:
-        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, task.sampling(), reference=reference)
+        rollout = task.generate(policy, batch, task.sampling(), reference)
         outcomes.append(Outcome.of(rollout, task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)))
     rewards = [x for outcome in outcomes for x in outcome.rewards]
     return {
