@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ..runs.options import SMALL_MODEL, Count, LoraRank, Option, RunOptions, TrainedModel, at_least, require
+from ..runs.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
 METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
@@ -77,6 +77,7 @@ class GradeConfig(RunOptions):
     evaluation_prompts: Count = 32
     """Of the validation and of the test prompts, each."""
     lora_rank: LoraRank = 16
+    report_to: ReportTo = "none"
     seeds: Count = 1
     """Of --method all: how many, from --seed on."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..runs.trackers import check_tracker
 from ..runs.trainer import quiet
 from . import compare, single
 from .config import GradeConfig
@@ -20,7 +21,7 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     """
     console = console or Console(stderr=True)
     quiet()
-    config.check()
+    check_tracker(config.check().report_to)
     return compare.run_all(config, console) if config.method == "all" else single.run_one(config, console)
 
 

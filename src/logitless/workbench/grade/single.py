@@ -20,6 +20,7 @@ from ..runs.model import ModelSource, align_tokens, build, check_complete, load_
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
+from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
 from .config import GradeConfig
@@ -37,9 +38,9 @@ def run_one(config: GradeConfig, console: Console) -> dict[str, Any]:
     """Aligns by `config.method` and returns the summary, as `run.run` says."""
     source, tokenizer = policy_of(config, console)
     place = claim(config, config.method)
-    with explained(place, "align"):
+    with explained(place, "align"), reporting(config, config.report_to, place) as send:
         state = set_up(config, place, source, tokenizer, console)
-        return _conclude(state, steps(state))
+        return _conclude(state, steps(state, send), send)
 
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:
@@ -110,10 +111,11 @@ def _reward_model(name: str) -> Any:
     return model
 
 
-def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
+def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any]:
     """Evaluates, saves the model and writes the summary."""
     config, place, model = state.config, state.place, state.task.model
     after, test = evaluation(state, "validation"), evaluation(state, "test")
+    send(test, state.step)
     steps_taken = [x for x in read_lines(place / METRICS_FILE) if "train/reward" in x]
     last = steps_taken[-max(1, len(steps_taken) // 10) :]
     train_reward = fmean(x["train/reward"] for x in last)
