@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
 from logitless.workbench.grade import compare
-from logitless.workbench.grade.compare import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
     SPLITS,
@@ -26,6 +25,7 @@ from logitless.workbench.grade.data import (
     texts_of,
     train_classifier,
 )
+from logitless.workbench.grade.intervals import interval
 from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
@@ -330,12 +330,20 @@ def test_what_one_seed_cannot_say_is_said(seeds):
         "test_kl": {"mean": 1.0},
         "generalisation_gap": {"mean": 0.01},
         "seconds_per_step": 12.3,
-        "peak_memory_bytes": 12 << 30,
+        "memory_bytes": 12 << 30,
+        "peak_memory_bytes": 13 << 30,
         "grad_variance": 1.0,
         "grad_mean_square": 1e-3,
     }
     summary = {"method": "all", "model": "m", "steps": 3, "seeds": seeds, "methods": {"gumbel_legacy": found}}
-    summary |= {"left_out": {}, "test_samples": 128, "intervals": "95 %, Student's t over seeds", "output_dir": "d"}
+    summary |= {
+        "beside_legacy": {},
+        "criteria": [],
+        "left_out": {},
+        "test_samples": 128,
+        "intervals": "95 %, Student's t over seeds",
+        "output_dir": "d",
+    }
     console = Console(file=io.StringIO(), width=80)
     show(summary, console)
     text = console.file.getvalue()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...relax import Reader, Rollout, Sampling, generate
+from ...resident import peak_of
 from .config import GradeConfig
 from .models import SoftReward, reader_of
 
@@ -136,6 +137,20 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
         "coverage": fmean(outcome.coverage for outcome in outcomes),
         "samples": len(rewards),
     }
+
+
+def memory_bytes(method: Method, batch: Batch, tau: float) -> int:
+    """The most bytes that one batch's gradient takes at once, beside weights, gradients and optimizer state.
+
+    Counted from what operators allocate, not from the process: generation, KL, reward and backward of this method
+    alone. The policy's gradients are left empty.
+    """
+    model = method.task.model
+    method.backward(batch, tau)  # gradients are there then, and what is made once
+    used = peak_of(lambda: method.backward(batch, tau), model.device)
+    for p in (*model.parameters(), *method.parameters()):
+        p.grad = None
+    return used
 
 
 def gradient_variance(method: Method, batch: Batch, tau: float, samples: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..runs.trackers import check_tracker
 from ..runs.trainer import quiet
-from . import compare, single
+from . import compare, report, single
 from .config import GradeConfig
 
 
@@ -27,5 +27,5 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines or a table."""
-    shown = compare.show if summary["method"] == "all" else single.show
+    shown = report.show if summary["method"] == "all" else single.show
     shown(summary, console)

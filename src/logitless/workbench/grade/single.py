@@ -116,7 +116,9 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     config, place, model = state.config, state.place, state.task.model
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
-    steps_taken = [x for x in read_lines(place / METRICS_FILE) if "train/reward" in x]
+    records = read_lines(place / METRICS_FILE)
+    steps_taken = [x for x in records if "train/reward" in x]
+    varied = [x for x in records if "grad_variance" in x]
     last = steps_taken[-max(1, len(steps_taken) // 10) :]
     train_reward = fmean(x["train/reward"] for x in last)
     trainable = sum(p.numel() for p in state.trainable)
@@ -140,9 +142,13 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         "before": before,
         "after": {**after, **test},
         "train_reward": train_reward,
+        "training": {name: fmean(x[f"train/{name}"] for x in steps_taken) for name in ("reward", "kl")},
+        "grad_variances": [x["grad_variance"] for x in varied],
+        "grad_mean_squares": [x["grad_mean_square"] for x in varied],
         "generalisation_gap": train_reward - test["test/reward_mean"],
         "seconds_per_step": fmean(x["seconds"] for x in steps_taken),
         "training_seconds": sum(x["seconds"] for x in steps_taken),
+        "memory_bytes": before.pop("memory_bytes", None),
         "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
         "coverage": fmean(x["coverage"] for x in steps_taken),
         "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
@@ -152,6 +158,11 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     }
     write_json(place / SUMMARY_FILE, summary)
     return summary
+
+
+def _memory(summary: dict[str, Any]) -> str:
+    used = summary["memory_bytes"]  # None: of a run that another version began
+    return "" if used is None else f"{format_bytes(used)} for a batch's gradient, beside weights and gradients; "
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
@@ -165,7 +176,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{after['test/samples']} samples (in training {summary['train_reward']:.3f}); "
         f"KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",
-        f"memory: {format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
+        f"memory: {_memory(summary)}{format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
         f"in {summary['output_dir']}",
     ):
         say(console, line)

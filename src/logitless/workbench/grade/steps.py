@@ -26,7 +26,7 @@ from ..runs.trackers import Send
 from ..runs.trainer import METRICS_FILE
 from .config import GradeConfig
 from .data import Prompts, batch_of
-from .method import Batch, Method, Task, evaluate, gradient_variance
+from .method import Batch, Method, Task, evaluate, gradient_variance, memory_bytes
 from .models import finite_norm
 
 CHECKPOINTS_PER_RUN = 4
@@ -96,7 +96,7 @@ def steps(state: Run, send: Send) -> dict[str, float]:
         send({name: value for name, value in found.items() if name != "step"}, found["step"])
 
     if not records:
-        put({"step": 0, **_looks(state)})
+        put({"step": 0, **_looks(state), "memory_bytes": _memory(state)})
     every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
     name = f"{config.method}, seed {config.seed}"
     with Bar(state.console, name, config.max_steps, state.step) as bar, GentleStop(state.console) as stop:
@@ -144,6 +144,12 @@ def _step(state: Run) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "peak_memory_bytes": peak_bytes(state.task.model.device),
     }
+
+
+def _memory(state: Run) -> int:
+    """What the gradient of one batch takes, of the first prompts of the run."""
+    batch = state.batch(state.prompts["train"][: state.config.batch_size], "memory")
+    return memory_bytes(state.method, batch, state.config.tau_start)
 
 
 def _looks(state: Run) -> dict[str, float]:
