@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ...errors import ConfigError, DeviceError, OptionError
+from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import format_bytes, plural
 from ...versions import versions
+from ..runs import examples
 from ..runs.files import read_lines, write_json, write_lines, write_whole
 from ..runs.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
@@ -40,6 +43,7 @@ def run_one(config: GradeConfig, console: Console) -> dict[str, Any]:
     place = claim(config, config.method)
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
         state = set_up(config, place, source, tokenizer, console)
+        _examples(state, "before")
         return _conclude(state, steps(state, send), send)
 
 
@@ -111,11 +115,24 @@ def _reward_model(name: str) -> Any:
     return model
 
 
+def _examples(state: Run, when: str) -> None:
+    """Completions of the first validation prompts with their rewards."""
+    config, task = state.config, state.task
+
+    def score(ids: Tensor) -> float:
+        alive = alive_until(ids[None], task.end)
+        return float(task.reward.of_ids(ids[None], alive))
+
+    prompts, length = state.prompts["validation"], config.completion_length
+    examples.keep(state.place, when, task.model, state.tokenizer, prompts, length, score=score, top_k=config.top_k)
+
+
 def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any]:
     """Evaluates, saves the model and writes the summary."""
     config, place, model = state.config, state.place, state.task.model
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
+    _examples(state, "after")
     records = read_lines(place / METRICS_FILE)
     steps_taken = [x for x in records if "train/reward" in x]
     varied = [x for x in records if "grad_variance" in x]
@@ -167,6 +184,7 @@ def _memory(summary: dict[str, Any]) -> str:
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines."""
+    examples.show(Path(summary["output_dir"]), console)
     before, after = summary["before"], summary["after"]
     steps = plural(summary["steps"], "step")
     for line in (
