@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bench.harness import read_lines
 from logitless.relax import anneal, generate, online_kl
-from logitless.workbench.grade.compare import table
 from logitless.workbench.grade.config import LEGACY, METHODS_COMPARED, GradeConfig
 from logitless.workbench.grade.method import Batch, Method, Outcome
 from logitless.workbench.grade.methods import METHODS
+from logitless.workbench.grade.report import table
 from logitless.workbench.grade.single import policy_of, set_up
 from logitless.workbench.grade.steps import Run
 from logitless.workbench.runs.rundir import SUMMARY_FILE, stored
@@ -165,7 +165,7 @@ def learning(place: Path) -> Record:
             "seeds": len(whole),
             "missing": [name for name in names if name not in methods],
             "validation": {m: _validation([place / run for run in of]) for m, of in runs.items()},
-            **table([found[run] for of in runs.values() for run in of], []),
+            **table([found[run] for of in runs.values() for run in of]),
         }
 
     ours = compared(tuple(name for name in METHODS_COMPARED if name not in LEGACY))

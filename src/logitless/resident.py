@@ -6,14 +6,18 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 INTERVAL = 0.002  # seconds between two looks at the resident set
 
@@ -81,6 +85,58 @@ def _reader(device: torch.device) -> Callable[[], int]:
         return lambda: torch.cuda.memory_allocated(device)
     process = psutil.Process()
     return lambda: process.memory_info().rss
+
+
+class AllocationTracker(TorchDispatchMode):
+    """A `with` block that counts each new storage of every operator once, and takes it off again when it is freed.
+
+    live, peak, largest: bytes, of the storages that the block made. Scratch memory inside one operator is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            self._watch(leaf, new=False)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            self._watch(leaf, new=True)
+        return out
+
+    def _watch(self, leaf: Any, new: bool) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            return
+        storage = leaf.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes() if new else 0
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.largest = max(self.largest, size)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that the tensors of some work take at once, above what was there before it."""
+    if device.type != "cuda":
+        with AllocationTracker() as tracker:
+            work()
+        return tracker.peak
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def thin(curve: Sequence[tuple[float, int]], points: int = 200) -> list[tuple[float, int]]:

@@ -115,5 +115,10 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
     assert main(["align", *map(str, given)]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads((place / "summary.json").read_text())
-    for shown in ("validation reward", "test reward", "nats per continuation", "soft tokens cover", "at the peak"):
+    made = json.loads((place / "completions.json").read_text())
+    assert [len(made[when]) for when in ("before", "after")] == [3, 3]
+    assert all(0 <= x["reward"] <= 1 for when in made.values() for x in when)
+    for shown in ("before, reward ", "after, reward ", "validation reward", "test reward", "nats per continuation"):
+        assert shown in err
+    for shown in ("soft tokens cover", "for a batch's gradient", "at the peak"):
         assert shown in err

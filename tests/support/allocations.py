@@ -9,49 +9,13 @@ Every operator's output is seen, in forward and in backward. Scratch memory insi
     poison(setattr)          makes uninitialised memory hold values that no result can hide
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-
-class AllocationTracker(TorchDispatchMode):
-    """Counts each new storage once, and takes it off again when it is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.largest = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs)):
-            self._watch(leaf, new=False)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            self._watch(leaf, new=True)
-        return out
-
-    def _watch(self, leaf: Any, new: bool) -> None:
-        if not isinstance(leaf, torch.Tensor):
-            return
-        storage = leaf.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        size = storage.nbytes() if new else 0
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        self.largest = max(self.largest, size)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+from logitless.resident import AllocationTracker
 
 
 @dataclass(frozen=True)

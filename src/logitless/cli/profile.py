@@ -80,14 +80,20 @@ def main(arguments: Sequence[str]) -> int:
     from ..workbench.profile.measure import measure
     from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
+    from ..workbench.runs.progress import working
+    from .screen import Screen
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
     names, parameters = chosen(tuple(chain.from_iterable(config.savings))), shape_of(config.model).parameters
-    recordings = both(step)
-    base = recordings[step.loss]
-    found = savings(step, base, names, recordings)
-    measured = None if config.real is None else measure(step, config.real)
+    measured = None
+    with working(Screen(stderr=True)) as tell:
+        recordings = both(step, tell)
+        base = recordings[step.loss]
+        found = savings(step, base, names, recordings, tell)
+        if config.real is not None:
+            tell(f"running a step on {config.real}")
+            measured = measure(step, config.real)
 
     title = tables.headline(step, parameters)
 

@@ -72,7 +72,8 @@ def soft_whole(
     none = hidden.new_zeros(*lead, 0, dtype=dtype)
     embedded = tuple(x.view(*lead, x.shape[1]) for x in soft)
     outside = torch.zeros(lead, dtype=dtype, device=hidden.device)
-    return SoftTokens(none.long(), none, token.view(lead), outside, head.rows, head.weight.shape[0], embedded)
+    sizes = head.rows, head.weight.shape[0]
+    return SoftTokens(none.long(), none, token.view(lead), outside, *sizes, embedded, embeddings)
 
 
 class _Whole(torch.autograd.Function):

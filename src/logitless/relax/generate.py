@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..errors import OptionError, ShapeError
 from ..vocab.face import LMHead, Noise
 from .carry import Carried
 from .kl import online_kl
-from .tokens import SoftTokens, soft_embedding
+from .tokens import SoftTokens, rows_in, same_table
 from .topk import gumbel_topk, soft_at
 
 CARRIES = ("sweeps", "cached", "recompute", "none")
@@ -36,6 +36,8 @@ class Reader:
 @dataclass(frozen=True)
 class Sampling:
     """How to generate: `steps` soft tokens at temperature `tau` over the `k` best entries, one-hot where `hard`.
+
+    k=0: over all entries, whose weights never exist (`generate` then wants to know the tables that read the tokens).
 
     carry: how the gradient goes through the steps.
       sweeps     sampled without gradient, then one pass over all positions, and backward sweeps over it until what
@@ -62,8 +64,6 @@ class Sampling:
             raise OptionError(f"carry: expected one of {', '.join(CARRIES)}, got {self.carry!r}")
         if self.steps < 1:
             raise OptionError(f"steps: expected at least 1, got {self.steps}")
-        if self.k == 0:
-            raise OptionError("k: expected at least 1 to generate with (k=0, the whole vocabulary, keeps no weights)")
         if self.most_sweeps is not None and self.most_sweeps < 0:
             raise OptionError(f"most_sweeps: expected 0 or more, got {self.most_sweeps}")
 
@@ -98,6 +98,7 @@ def generate(
     sampling: Sampling,
     *,
     reference: Reader | None = None,
+    tables: tuple[Tensor, ...] = (),  # (V, E) each
 ) -> Rollout:
     """T soft tokens, differentiable with respect to the policy through every step, and the KL to a reference.
 
@@ -112,16 +113,22 @@ def generate(
     prompts: int64, padded on the left; mask: 1 for tokens; seeds: each sequence's own noise, whose positions count from
     0 at the first new token: recomputation and batch order change nothing. The reference reads the same soft tokens
     (through its own table) without gradient, so an unchanged policy has a KL of 0 at every step.
+    tables: with k=0 those that further models read the soft tokens by, in `soft.embedded` behind the models' own.
     Raises ShapeError, OptionError, and what `gumbel_topk` and `online_kl` raise. Memory that grows with T, for each
-    sequence: k ids and weights, three rows of H, one position's keys and values; its activations with checkpoint=False.
+    sequence: k ids and weights (k=0: a row of each table), three rows of H, one position's keys and values; its
+    activations with checkpoint=False. Price of k=0: `gumbel_topk`'s, for each sweep too.
     """
     if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1]:
         got = ", ".join(str(tuple(x.shape)) for x in (prompts, mask, seeds))
         raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
     first = policy.table[prompts]
     carried = None
+    if sampling.k == 0:
+        tables = _distinct(policy.table, *([] if reference is None else [reference.table]), *tables)
+    else:
+        tables = ()
     with torch.set_grad_enabled(torch.is_grad_enabled() and sampling.carry in ("cached", "recompute")):
-        drawn, hidden = _steps(policy, first, mask, seeds, sampling)
+        drawn, hidden = _steps(policy, first, mask, seeds, sampling, tables)
     soft = drawn
     if sampling.carry == "sweeps":
         soft, hidden, carried = _replay(policy, first, mask, seeds, sampling, drawn)
@@ -141,8 +148,16 @@ def alive_until(token: Tensor, end: int | None) -> Tensor:
     return ended.cumsum(-1) - ended == 0
 
 
+def _distinct(*tables: Tensor) -> tuple[Tensor, ...]:
+    found: list[Tensor] = []
+    for table in tables:
+        if not any(same_table(table, known) for known in found):
+            found.append(table)
+    return tuple(found)
+
+
 def _steps(
-    policy: Reader, embeds: Tensor, mask: Tensor, seeds: Tensor, sampling: Sampling
+    policy: Reader, embeds: Tensor, mask: Tensor, seeds: Tensor, sampling: Sampling, tables: tuple[Tensor, ...]
 ) -> tuple[SoftTokens, Tensor]:
     """One soft token after the other: (soft (B, T), hidden (B, T, H'))."""
     softs: list[SoftTokens] = []
@@ -159,11 +174,12 @@ def _steps(
             sampling.tau,
             k=sampling.k,
             hard=sampling.hard,
+            embeddings=tables,
             noise=noise,
             memory_budget=sampling.memory_budget,
         )
         softs.append(soft)
-        row = soft_embedding(soft, policy.table)[:, None]
+        row = rows_in(soft, policy.table)[:, None]
         if sampling.carry == "recompute":
             embeds = torch.cat([embeds, row], 1)
         else:
@@ -191,22 +207,23 @@ def _replay(
 ) -> tuple[SoftTokens, Tensor, Carried]:
     """All positions in one pass over the soft tokens that were drawn, as leaves of the graph."""
     with torch.no_grad():
-        rows = soft_embedding(drawn, policy.table)[:, :-1]
+        rows = rows_in(drawn, policy.table)[:, :-1]
     rows.requires_grad_()
     hidden = parallel(policy, torch.cat([first, rows], 1), mask, sampling.steps)
     noise = Noise(seeds[:, None], torch.arange(sampling.steps, device=seeds.device))
     noise = noise.expand(tuple(drawn.token.shape))
-    soft = soft_at(
-        hidden,
-        policy.head(),
-        sampling.tau,
-        drawn.ids,
-        noise,
-        hard=sampling.hard,
-        outside=drawn.outside,
-        token=drawn.token,
-    )
-    produced = soft_embedding(soft, policy.table)[:, :-1]
+    head, tau, hard = policy.head(), sampling.tau, sampling.hard
+    if sampling.k == 0:
+        budget = sampling.memory_budget
+        again = gumbel_topk(
+            hidden, head, tau, k=0, hard=hard, embeddings=drawn.tables, noise=noise, memory_budget=budget
+        )
+        # what was drawn and read, with this pass's gradient: a token that rounding changes would be another text
+        embedded = tuple(x + (y - y.detach()) for x, y in zip(drawn.embedded, again.embedded, strict=True))
+        soft = replace(drawn, embedded=embedded)
+    else:
+        soft = soft_at(hidden, head, tau, drawn.ids, noise, hard=hard, outside=drawn.outside, token=drawn.token)
+    produced = rows_in(soft, policy.table)[:, :-1]
     most = sampling.steps if sampling.most_sweeps is None else sampling.most_sweeps
     return soft, hidden, Carried(rows, produced, sampling.tolerance, most)
 
@@ -228,7 +245,7 @@ def read(model: Reader, prompts: Tensor, mask: Tensor, soft: SoftTokens, at_once
     The two differ by rounding, which a KL to a policy that was read in the other way would show.
     """
     first = model.table[prompts]
-    rows = soft_embedding(soft, model.table)[:, :-1]
+    rows = rows_in(soft, model.table)[:, :-1]
     if at_once:
         return parallel(model, torch.cat([first, rows], 1), mask, soft.token.shape[1])
     hidden, past = model.body(first, mask, None)

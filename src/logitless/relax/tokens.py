@@ -22,8 +22,8 @@ class SoftTokens:
     ids: (..., k) int64, best logit first; weights: (..., k) fp32, one-hot where they are straight-through; token: (...)
     int64, the id with the most noisy logit: a sample of the softmax over `ids`. outside: (...) fp32 without gradient,
     the probability mass at temperature 1 and without noise that is not among `ids`, to about 1e-6; coverage is 1
-    minus it. embedded: (..., H) for each table that `gumbel_topk` was given. Of a whole vocabulary (k=0), ids and
-    weights have no column and `embedded` is what there is.
+    minus it. embedded: (..., H) for each of `tables`, which `gumbel_topk` was given. Of a whole vocabulary (k=0), ids
+    and weights have no column and `embedded` is what there is.
     """
 
     ids: Tensor
@@ -33,6 +33,7 @@ class SoftTokens:
     vocab_size: int
     padded_size: int  # rows of the head's weight, past vocab_size too
     embedded: tuple[Tensor, ...] = ()
+    tables: tuple[Tensor, ...] = ()
 
     @property
     def coverage(self) -> Tensor:
@@ -41,7 +42,7 @@ class SoftTokens:
 
     @classmethod
     def stack(cls, steps: Sequence[SoftTokens]) -> SoftTokens:
-        """The soft tokens (...) of T steps as (..., T); `embedded` is left out. Raises OptionError."""
+        """The soft tokens (...) of T steps, of the same tables, as (..., T). Raises OptionError."""
         sizes = {(s.vocab_size, s.padded_size, s.ids.shape) for s in steps}
         if len(sizes) != 1:
             raise OptionError(f"SoftTokens.stack: expected steps of one shape and vocabulary, got {sorted(sizes)}")
@@ -52,6 +53,8 @@ class SoftTokens:
             torch.stack([s.outside for s in steps], -1),
             steps[0].vocab_size,
             steps[0].padded_size,
+            tuple(torch.stack(rows, -2) for rows in zip(*(s.embedded for s in steps), strict=True)),
+            steps[0].tables,
         )
 
     def dense(self) -> Tensor:
@@ -88,6 +91,27 @@ def soft_embedding(
     n = math.prod(lead)
     out = rows_sum(weights.reshape(n, k), embedding, tokens.ids.reshape(n, k))
     return out.to(embedding.dtype).view(*lead, embedding.shape[1])
+
+
+def rows_in(
+    tokens: SoftTokens,  # (...)
+    table: Tensor,  # (V, H)
+) -> Tensor:  # (..., H)
+    """`soft_embedding`, also of soft tokens of the whole vocabulary, for a table that `gumbel_topk` was given."""
+    if tokens.ids.shape[-1]:
+        return soft_embedding(tokens, table)
+    for known, rows in zip(tokens.tables, tokens.embedded, strict=True):
+        if same_table(known, table):
+            return rows
+    raise OptionError(
+        f"these soft tokens are of the whole vocabulary (k=0), formed with {len(tokens.tables)} tables of which this "
+        "is none: name it where they are made"
+    )
+
+
+def same_table(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same rows of the same memory."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def check_table(table: Tensor, vocab_size: int, padded_size: int, device: torch.device) -> None:

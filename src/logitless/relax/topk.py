@@ -60,7 +60,7 @@ def gumbel_topk(
     if k == 0:
         return soft_whole(hidden, head, float(tau), some, embeddings, hard, memory_budget)
     tokens = _soft_best(hidden, head, float(tau), k, hard, some, drawn, memory_budget)
-    return replace(tokens, embedded=tuple(soft_embedding(tokens, table) for table in embeddings))
+    return replace(tokens, embedded=tuple(soft_embedding(tokens, table) for table in embeddings), tables=embeddings)
 
 
 def _soft_best(

@@ -42,9 +42,10 @@ def gradient(task: Task) -> tuple[torch.Tensor, list[float], list[float]]:
 
 
 @pytest.mark.parametrize("method", ["ste", "gumbel"])
-def test_all_entries_give_what_the_legacy_gives(method):
+@pytest.mark.parametrize("top_k", [V, 0])
+def test_all_entries_give_what_the_legacy_gives(method, top_k):
     exact, rewards, kls = gradient(task_of(f"{method}_legacy"))
-    found, ours, our_kls = gradient(task_of(method))
+    found, ours, our_kls = gradient(task_of(method, top_k=top_k))
     assert min(kls) > 0.01
     assert ours == pytest.approx(rewards, rel=1e-5)
     assert our_kls == pytest.approx(kls, rel=1e-4)

@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
 from logitless.workbench.grade import compare
-from logitless.workbench.grade.compare import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
     SPLITS,
@@ -26,6 +25,7 @@ from logitless.workbench.grade.data import (
     texts_of,
     train_classifier,
 )
+from logitless.workbench.grade.intervals import interval
 from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
@@ -75,7 +75,12 @@ def of(small, name: str, **changes) -> GradeConfig:
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("ste", {"max_steps": 12, "variance_samples": 2}), ("gumbel", {"lora_rank": 0}), ("reinforce", {})],
+    [
+        ("ste", {"max_steps": 12, "variance_samples": 2}),
+        ("gumbel", {"lora_rank": 0}),
+        ("reinforce", {}),
+        ("ppo", {"top_k": 0}),
+    ],
 )
 def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
     config = of(small, method, method=method, **changes)
@@ -175,7 +180,7 @@ def test_the_classifier_tells_prose_from_code(small):
 def test_bad_input_is_refused(small, tmp_path):
     for changes, words in (
         ({"tau_end": 0.0}, "--tau-end must be positive"),
-        ({"top_k": 0}, "--top-k must be at least 1"),
+        ({"top_k": -1}, "--top-k must be 0 or more"),
         ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
         ({"prompt_length": 60}, "has positions up to 64"),
         ({"beta": -1.0}, "--beta must be 0 or more"),
@@ -325,12 +330,20 @@ def test_what_one_seed_cannot_say_is_said(seeds):
         "test_kl": {"mean": 1.0},
         "generalisation_gap": {"mean": 0.01},
         "seconds_per_step": 12.3,
-        "peak_memory_bytes": 12 << 30,
+        "memory_bytes": 12 << 30,
+        "peak_memory_bytes": 13 << 30,
         "grad_variance": 1.0,
         "grad_mean_square": 1e-3,
     }
     summary = {"method": "all", "model": "m", "steps": 3, "seeds": seeds, "methods": {"gumbel_legacy": found}}
-    summary |= {"left_out": {}, "test_samples": 128, "intervals": "95 %, Student's t over seeds", "output_dir": "d"}
+    summary |= {
+        "beside_legacy": {},
+        "criteria": [],
+        "left_out": {},
+        "test_samples": 128,
+        "intervals": "95 %, Student's t over seeds",
+        "output_dir": "d",
+    }
     console = Console(file=io.StringIO(), width=80)
     show(summary, console)
     text = console.file.getvalue()

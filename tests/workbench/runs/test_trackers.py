@@ -1,46 +1,59 @@
 """`--report-to`: what each tracker's own files hold after a run; `make test-trackers` brings the trackers."""
 
 import json
+import shutil
 import sqlite3
 import struct
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3ForSequenceClassification
 
+from logitless.cli.main import main
+from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.runs.files import read_lines
+from tests.support.workbench.micro import micro_model
 from tests.support.workbench.processes import finished, flags
 
-SENT = ("self_certainty/mean", "memory/peak_bytes", "memory/dense_would_need_bytes", "reward", "kl", "loss")
+# Of each command what it sends, by the names of the tracker's file and of metrics.jsonl.
+TRAINERS = ("loss", "self_certainty/mean", "memory/peak_bytes", "memory/dense_would_need_bytes", "reward", "kl")
+SENT = {
+    "intuitor": {f"train/{name}": name for name in TRAINERS},
+    "ste": {name: name for name in ("train/reward", "train/kl", "grad_norm", "tau", "peak_memory_bytes")},
+    "train": {f"train/{name}": name for name in ("loss", "grad_norm", "learning_rate")},
+}
 BLOCK, WHOLE, FIRST, LAST = 2**15, 1, 2, 4
-pytestmark = pytest.mark.slow
 
 
-def tensorboard(place: Path) -> dict[str, list[float]]:
+def tensorboard(place: Path, names: Sequence[str]) -> dict[str, list[float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(place / "tensorboard")).Reload()
-    return {name: [event.value for event in events.Scalars(f"train/{name}")] for name in SENT}
+    folders = {path.parent for path in (place / "tensorboard").rglob("events.*")}
+    every = [EventAccumulator(str(folder)).Reload() for folder in folders]
+    (events,) = [one for one in every if names[0] in one.Tags()["scalars"]]
+    return {name: [event.value for event in events.Scalars(name)] for name in names}
 
 
-def trackio(place: Path) -> dict[str, list[float]]:
+def trackio(place: Path, names: Sequence[str]) -> dict[str, list[float]]:
     (path,) = (place / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
         rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
-    rows = [row for row in rows if "train/loss" in row]
-    return {name: [row[f"train/{name}"] for row in rows] for name in SENT}
+    rows = [row for row in rows if names[0] in row]
+    return {name: [row[name] for row in rows] for name in names}
 
 
-def wandb(place: Path) -> dict[str, list[float]]:
+def wandb(place: Path, names: Sequence[str]) -> dict[str, list[float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = place.glob("wandb/offline-run-*/*.wandb")
     found = [Record.FromString(data).history.item for data in records_of(path.read_bytes())]
     rows = [{".".join(item.nested_key) or item.key: item.value_json for item in items} for items in found]
-    rows = [row for row in rows if "train/loss" in row]
-    return {name: [json.loads(row[f"train/{name}"]) for row in rows] for name in SENT}
+    rows = [row for row in rows if names[0] in row]
+    return {name: [json.loads(row[name]) for row in rows] for name in names}
 
 
 def records_of(data: bytes) -> Iterator[bytes]:
@@ -58,17 +71,44 @@ def records_of(data: bytes) -> Iterator[bytes]:
             yield parts
 
 
+def options_of(what: str, start, micro, tmp_path: Path) -> list[str]:
+    """A run of three steps."""
+    if what == "train":
+        return ["train", *flags(replace(micro.config, max_steps=3))]
+    if what == "intuitor":
+        return ["align", *flags(replace(start, max_steps=3))]
+    reward = tmp_path / "reward"
+    shutil.copytree(start.model, reward, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = micro_model().config
+    config.num_labels, config.pad_token_id = 2, 0
+    Qwen3ForSequenceClassification(config).save_pretrained(reward)
+    small = GradeConfig(model=start.model, data=start.data, reward_model=str(reward), prompt_length=12, top_k=20)
+    small = replace(small, completion_length=4, gradient_accumulation_steps=1, max_steps=3, device="cpu")
+    return ["align", *flags(replace(small, evaluation_prompts=4, variance_samples=0)), "--method", what]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [tensorboard, trackio, wandb], ids=lambda read: read.__name__)
-def test_the_metrics_arrive(start, tmp_path, read: Callable[[Path], dict[str, list[float]]]):
+@pytest.mark.parametrize("what", SENT)
+def test_the_metrics_arrive(start, micro, tmp_path, read: Callable[..., dict[str, list[float]]], what):
     name = read.__name__
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed: make test-trackers")
     files = {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tensorboard"), "TRACKIO_DIR": str(tmp_path / "trackio")}
     offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    options = flags(replace(start, max_steps=3, report_to=name))
-    finished("logitless.cli", "align", *options, "--output-dir", tmp_path / "run", **files, **offline)
-    records = [record for record in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
-    found = read(tmp_path)
+    command = [*options_of(what, start, micro, tmp_path), "--report-to", name]
+    finished("logitless.cli", *command, "--output-dir", tmp_path / "run", **files, **offline)
+    key = next(iter(SENT[what].values()))
+    records = [record for record in read_lines(tmp_path / "run" / "metrics.jsonl") if key in record]
+    found = read(tmp_path, list(SENT[what]))
     assert len(records) == 3
-    for key in SENT:
-        assert found[key] == pytest.approx([record[key] for record in records], rel=1e-6), key
+    for sent, recorded in SENT[what].items():
+        assert found[sent] == pytest.approx([record[recorded] for record in records], rel=1e-6), sent
+
+
+@pytest.mark.parametrize("command", [["train"], ["align"], ["align", "--method", "ste"], ["align", "--method", "all"]])
+def test_a_tracker_that_is_not_there_is_one_line(command, monkeypatch, capsys):
+    monkeypatch.setattr("logitless.workbench.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert main([*command, "--report-to", "wandb"]) == 2
+    assert capsys.readouterr().err.endswith("--report-to wandb needs it installed: pip install wandb\n")

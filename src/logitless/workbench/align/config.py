@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import OptionError
-from ..runs.options import DEFAULT_MODEL, Count, RunOptions, TrainedModel, require
+from ..runs.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class AlignConfig(RunOptions):
     """Of intuitor's own reward beside the others."""
     repetition_guard: float | None = None
     """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
-    report_to: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
-    """Where metrics go beside metrics.jsonl."""
+    report_to: ReportTo = "none"
 
     @property
     def kind(self) -> Method:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, plural
+from ..runs import examples
 from ..runs.plots import DENSE, GREY, LOGITLESS, finish
 from .config import METHODS
 
@@ -102,6 +103,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
     title = f"{method} on {summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
     console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
+    examples.show(Path(summary["output_dir"]), console)
     for line in _lines(summary, columns):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -17,6 +17,7 @@ from ...errors import DeviceError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
+from ..runs import examples
 from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.corpus import Row
@@ -25,7 +26,7 @@ from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resol
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer
+from ..runs.tokenizer import TextTokenizer, as_chat
 from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
@@ -113,6 +114,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     refuse_incomplete(trainer)
     if found and config.kind.rollouts:
         after_epochs(trainer, found[0])
+    if alone:
+        _examples(parts, trainer, "before")
     with bar, stop if alone else nullcontext():
         if found:
             guard_loading(trainer, found[0])
@@ -127,7 +130,18 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     if stop.asked and trainer.state.global_step < config.max_steps:
         raise KeyboardInterrupt
+    if alone:
+        _examples(parts, trainer, "after")
     return trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _examples(parts: Alignment, trainer: Any, when: str) -> None:
+    """Completions of the first held-out prompts, on one device, where the model is whole."""
+    config, tokenizer = parts.config, parts.tokenizer
+    prompts = [row["prompt"] for row in parts.held_out[: examples.COUNT]]
+    texts = [as_chat(x, tokenizer.saved) if isinstance(x, list) else x for x in prompts]
+    length, model = config.completion_length, trainer.model
+    examples.keep(parts.place, when, model, tokenizer, tokenizer.encode(texts), length, temperature=config.temperature)
 
 
 def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from ...errors import OptionError
 from ...versions import installing
 from ..runs.corpus import Row
 from ..runs.tokenizer import TextTokenizer
+from ..runs.trackers import check_tracker
 from ..runs.trainer import arguments
 from .config import AlignConfig
 from .rewards import rewards_of
@@ -124,8 +124,7 @@ def check_available(config: AlignConfig) -> None:
     """OptionError where TRL, the library that --report-to names, or one of --rewards is not there."""
     if find_spec("trl") is None:
         raise OptionError(f"logitless align needs trl: {installing('train,rl')}")
-    if config.report_to != "none" and config.report_to not in sys.modules and find_spec(config.report_to) is None:
-        raise OptionError(f"--report-to {config.report_to} needs it installed: pip install {config.report_to}")
+    check_tracker(config.report_to)
     if config.kind.rollouts:
         rewards_of(config)
 

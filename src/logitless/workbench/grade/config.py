@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ..runs.options import SMALL_MODEL, Count, LoraRank, RunOptions, TrainedModel, require
+from ..runs.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
 METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)
@@ -66,8 +66,8 @@ class GradeConfig(RunOptions):
     """Temperature of the soft tokens at the first step ..."""
     tau_end: float = 0.5
     """... and at the last, linear between."""
-    top_k: Count = 256
-    """Entries of the vocabulary that a soft token is made of."""
+    top_k: Annotated[int, Option(check=at_least(0))] = 256
+    """Entries of the vocabulary that a soft token is made of, and that tokens are drawn from. 0: all of them."""
     baseline_decay: float = 0.9
     """Of reinforce's moving-average baseline."""
     variance_samples: int = 8
@@ -77,6 +77,7 @@ class GradeConfig(RunOptions):
     evaluation_prompts: Count = 32
     """Of the validation and of the test prompts, each."""
     lora_rank: LoraRank = 16
+    report_to: ReportTo = "none"
     seeds: Count = 1
     """Of --method all: how many, from --seed on."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...relax import Reader, Rollout, Sampling, generate
+from ...resident import peak_of
 from .config import GradeConfig
 from .models import SoftReward, reader_of
 
@@ -44,6 +45,11 @@ class Task:
         if self.frozen is None:
             return policy, reader_of(self.model, self.vocab_size, without_adapters=True)
         return policy, reader_of(self.frozen, self.vocab_size)
+
+    def generate(self, policy: Reader, batch: Batch, sampling: Sampling, reference: Reader | None = None) -> Rollout:
+        """What the policy continues a batch with, which the reward can read."""
+        tables = () if sampling.k else (self.reward.table,)
+        return generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference, tables=tables)
 
     def sampling(self, tau: float = 1.0, carry: str = PLAIN, hard: bool = True) -> Sampling:
         config = self.config
@@ -121,7 +127,7 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
     outcomes = []
     policy, reference = task.readers()
     for batch in batches:
-        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, task.sampling(), reference=reference)
+        rollout = task.generate(policy, batch, task.sampling(), reference)
         outcomes.append(Outcome.of(rollout, task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)))
     rewards = [x for outcome in outcomes for x in outcome.rewards]
     return {
@@ -131,6 +137,20 @@ def evaluate(task: Task, batches: Iterable[Batch]) -> dict[str, float]:
         "coverage": fmean(outcome.coverage for outcome in outcomes),
         "samples": len(rewards),
     }
+
+
+def memory_bytes(method: Method, batch: Batch, tau: float) -> int:
+    """The most bytes that one batch's gradient takes at once, beside weights, gradients and optimizer state.
+
+    Counted from what operators allocate, not from the process: generation, KL, reward and backward of this method
+    alone. The policy's gradients are left empty.
+    """
+    model = method.task.model
+    method.backward(batch, tau)  # gradients are there then, and what is made once
+    used = peak_of(lambda: method.backward(batch, tau), model.device)
+    for p in (*model.parameters(), *method.parameters()):
+        p.grad = None
+    return used
 
 
 def gradient_variance(method: Method, batch: Batch, tau: float, samples: int) -> dict[str, float]:

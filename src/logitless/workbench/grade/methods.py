@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...losses import entropy_bonus, ppo_clip
-from ...relax import Rollout, generate
+from ...relax import Rollout
 from ...relax.generate import parallel, read
 from ...vocab.face import token_stats
 from .legacy import GumbelLegacy, StraightThroughLegacy
@@ -32,7 +32,7 @@ class Gumbel(Method):
         task = self.task
         policy, reference = task.readers()
         sampling = task.sampling(tau, task.config.carry, self.hard)
-        rollout = generate(policy, batch.prompts, batch.mask, batch.seeds, sampling, reference=reference)
+        rollout = task.generate(policy, batch, sampling, reference)
         rewards, kls = task.reward(rollout.soft, rollout.alive), rollout.kl.sum(-1)
         rollout.backward(share * (task.config.beta * kls - rewards).mean())
         return Outcome.of(rollout, rewards, kls)
@@ -49,14 +49,14 @@ class Scored:
     """One pass over tokens that were sampled; all (B, T), 0 past the end."""
 
     hidden: Tensor  # (B, T, H), what each token was drawn from
-    logprob: Tensor  # of the distribution over the k best entries, which the tokens are drawn from
+    logprob: Tensor  # of the distribution that the tokens are drawn from: over the k best entries, or all
     kl: Tensor
     entropy: Tensor
 
 
 def sample(task: Task, batch: Batch) -> Rollout:
     """Tokens of the policy as it now is, without gradient."""
-    return generate(task.readers()[0], batch.prompts, batch.mask, batch.seeds, task.sampling())
+    return task.generate(task.readers()[0], batch, task.sampling())
 
 
 def score(task: Task, batch: Batch, rollout: Rollout, entropy: bool = False) -> Scored:
@@ -66,17 +66,23 @@ def score(task: Task, batch: Batch, rollout: Rollout, entropy: bool = False) -> 
     embeds = policy.table[torch.cat([batch.prompts, soft.token[:, :-1]], 1)]
     hidden = parallel(policy, embeds, batch.mask, alive.shape[1])
     seen = read(reference, batch.prompts, batch.mask, soft, at_once=True)
+    few = soft.ids.shape[-1] > 0
+    want = ("kl", *(("entropy",) if entropy else ()), *(() if few else ("logprob",)))
     stats = token_stats(
         hidden,
         policy.head(),
-        torch.where(alive, 0, -100),
-        want=("kl", "entropy") if entropy else ("kl",),
-        candidates=soft.ids,
+        torch.where(alive, soft.token, -100),
+        want=want,
+        candidates=soft.ids if few else None,
         reference=(seen, reference.head()),
         memory_budget=task.config.memory_budget_bytes,
     )
-    chosen = (soft.ids == soft.token[..., None]).int().argmax(-1, keepdim=True)
-    logp = torch.where(alive, stats.candidate_logits.log_softmax(-1).gather(-1, chosen)[..., 0], 0.0)
+    if few:
+        chosen = (soft.ids == soft.token[..., None]).int().argmax(-1, keepdim=True)
+        logp = stats.candidate_logits.log_softmax(-1).gather(-1, chosen)[..., 0]
+    else:
+        logp = stats.logprob
+    logp = torch.where(alive, logp, 0.0)
     return Scored(hidden, logp, stats.kl, stats.entropy if entropy else torch.zeros_like(logp))
 
 

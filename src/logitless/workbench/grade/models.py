@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...errors import ConfigError, NotFiniteError
 from ...integrations.transformers.lm_head import causal_lm, forward_with
-from ...relax import Reader, SoftTokens, soft_embedding
+from ...relax import Reader, SoftTokens
+from ...relax.tokens import rows_in
 from ...vocab.face import LMHead, unwrapped
 
 PROBES = 8  # rows of an embedding table that are compared with what its module returns
@@ -113,7 +114,7 @@ class SoftReward:
 
     def __call__(self, soft: SoftTokens, alive: Tensor) -> Tensor:
         """(B,) fp32 in 0..1 of soft tokens (B, T), up to the end of each. Raises NotFiniteError."""
-        return self.of_rows(soft_embedding(soft, self.table), alive)
+        return self.of_rows(rows_in(soft, self.table), alive)
 
     def of_ids(self, ids: Tensor, alive: Tensor) -> Tensor:
         """The same for plain tokens (B, T)."""

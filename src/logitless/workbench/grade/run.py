@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from ..runs.trackers import check_tracker
 from ..runs.trainer import quiet
-from . import compare, single
+from . import compare, report, single
 from .config import GradeConfig
 
 
@@ -20,11 +21,11 @@ def run(config: GradeConfig, console: Console | None = None) -> dict[str, Any]:
     """
     console = console or Console(stderr=True)
     quiet()
-    config.check()
+    check_tracker(config.check().report_to)
     return compare.run_all(config, console) if config.method == "all" else single.run_one(config, console)
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines or a table."""
-    shown = compare.show if summary["method"] == "all" else single.show
+    shown = report.show if summary["method"] == "all" else single.show
     shown(summary, console)

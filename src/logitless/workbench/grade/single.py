@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ...errors import ConfigError, DeviceError, OptionError
+from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import format_bytes, plural
 from ...versions import versions
+from ..runs import examples
 from ..runs.files import read_lines, write_json, write_lines, write_whole
 from ..runs.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
+from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
 from .config import GradeConfig
@@ -37,9 +41,10 @@ def run_one(config: GradeConfig, console: Console) -> dict[str, Any]:
     """Aligns by `config.method` and returns the summary, as `run.run` says."""
     source, tokenizer = policy_of(config, console)
     place = claim(config, config.method)
-    with explained(place, "align"):
+    with explained(place, "align"), reporting(config, config.report_to, place) as send:
         state = set_up(config, place, source, tokenizer, console)
-        return _conclude(state, steps(state))
+        _examples(state, "before")
+        return _conclude(state, steps(state, send), send)
 
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:
@@ -110,11 +115,27 @@ def _reward_model(name: str) -> Any:
     return model
 
 
-def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
+def _examples(state: Run, when: str) -> None:
+    """Completions of the first validation prompts with their rewards."""
+    config, task = state.config, state.task
+
+    def score(ids: Tensor) -> float:
+        alive = alive_until(ids[None], task.end)
+        return float(task.reward.of_ids(ids[None], alive))
+
+    prompts, length = state.prompts["validation"], config.completion_length
+    examples.keep(state.place, when, task.model, state.tokenizer, prompts, length, score=score, top_k=config.top_k)
+
+
+def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any]:
     """Evaluates, saves the model and writes the summary."""
     config, place, model = state.config, state.place, state.task.model
     after, test = evaluation(state, "validation"), evaluation(state, "test")
-    steps_taken = [x for x in read_lines(place / METRICS_FILE) if "train/reward" in x]
+    send(test, state.step)
+    _examples(state, "after")
+    records = read_lines(place / METRICS_FILE)
+    steps_taken = [x for x in records if "train/reward" in x]
+    varied = [x for x in records if "grad_variance" in x]
     last = steps_taken[-max(1, len(steps_taken) // 10) :]
     train_reward = fmean(x["train/reward"] for x in last)
     trainable = sum(p.numel() for p in state.trainable)
@@ -138,9 +159,13 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
         "before": before,
         "after": {**after, **test},
         "train_reward": train_reward,
+        "training": {name: fmean(x[f"train/{name}"] for x in steps_taken) for name in ("reward", "kl")},
+        "grad_variances": [x["grad_variance"] for x in varied],
+        "grad_mean_squares": [x["grad_mean_square"] for x in varied],
         "generalisation_gap": train_reward - test["test/reward_mean"],
         "seconds_per_step": fmean(x["seconds"] for x in steps_taken),
         "training_seconds": sum(x["seconds"] for x in steps_taken),
+        "memory_bytes": before.pop("memory_bytes", None),
         "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
         "coverage": fmean(x["coverage"] for x in steps_taken),
         "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
@@ -152,8 +177,14 @@ def _conclude(state: Run, before: dict[str, float]) -> dict[str, Any]:
     return summary
 
 
+def _memory(summary: dict[str, Any]) -> str:
+    used = summary["memory_bytes"]  # None: of a run that another version began
+    return "" if used is None else f"{format_bytes(used)} for a batch's gradient, beside weights and gradients; "
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
     """What a run came to, in a few lines."""
+    examples.show(Path(summary["output_dir"]), console)
     before, after = summary["before"], summary["after"]
     steps = plural(summary["steps"], "step")
     for line in (
@@ -163,7 +194,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{after['test/samples']} samples (in training {summary['train_reward']:.3f}); "
         f"KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",
-        f"memory: {format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
+        f"memory: {_memory(summary)}{format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
         f"in {summary['output_dir']}",
     ):
         say(console, line)

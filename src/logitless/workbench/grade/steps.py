@@ -19,12 +19,14 @@ from ...resident import peak_bytes
 from ..runs.callbacks import GentleStop
 from ..runs.checkpoints import last_checkpoint, mark, readable
 from ..runs.files import append_line, read_lines, write_lines, write_whole
+from ..runs.progress import Bar
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
+from ..runs.trackers import Send
 from ..runs.trainer import METRICS_FILE
 from .config import GradeConfig
 from .data import Prompts, batch_of
-from .method import Batch, Method, Task, evaluate, gradient_variance
+from .method import Batch, Method, Task, evaluate, gradient_variance, memory_bytes
 from .models import finite_norm
 
 CHECKPOINTS_PER_RUN = 4
@@ -83,27 +85,38 @@ class Run:
         return batch_of(prompts, seeds, self.tokenizer.eos_id, longest, self.task.model.device)
 
 
-def steps(state: Run) -> dict[str, float]:
-    """Trains to the end; returns how the policy did on the validation prompts before."""
+def steps(state: Run, send: Send) -> dict[str, float]:
+    """Trains to the end; returns how the policy did on the validation prompts before. send: gets what is recorded."""
     config, path = state.config, state.place / METRICS_FILE
     records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
     write_lines(path, records)
+
+    def put(found: dict[str, Any]) -> None:
+        append_line(path, found)
+        send({name: value for name, value in found.items() if name != "step"}, found["step"])
+
     if not records:
-        append_line(path, {"step": 0, **_looks(state)})
+        put({"step": 0, **_looks(state), "memory_bytes": _memory(state)})
     every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
-    with GentleStop(state.console) as stop:
+    name = f"{config.method}, seed {config.seed}"
+    with Bar(state.console, name, config.max_steps, state.step) as bar, GentleStop(state.console) as stop:
         stop.stepping = True
         while state.step < config.max_steps and not stop.asked:
             found, last = _step(state), state.step == config.max_steps
             if state.step % every == 0 or last:
                 found |= _looks(state)
-            append_line(path, found)
+            put(found)
+            bar.put(state.step, _line(found))
             if state.step % every == 0 or last or stop.asked:
                 save(state)
     if state.step < config.max_steps:
         raise KeyboardInterrupt
     first = next(x for x in read_lines(path) if x["step"] == 0)
     return {name: value for name, value in first.items() if name != "step"}
+
+
+def _line(found: dict[str, Any]) -> str:
+    return f"reward {found['train/reward']:.3f} · KL {found['train/kl']:.2f} · {found['seconds']:.1f} s/step"
 
 
 def _step(state: Run) -> dict[str, Any]:
@@ -131,6 +144,12 @@ def _step(state: Run) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "peak_memory_bytes": peak_bytes(state.task.model.device),
     }
+
+
+def _memory(state: Run) -> int:
+    """What the gradient of one batch takes, of the first prompts of the run."""
+    batch = state.batch(state.prompts["train"][: state.config.batch_size], "memory")
+    return memory_bytes(state.method, batch, state.config.tau_start)
 
 
 def _looks(state: Run) -> dict[str, float]:

@@ -47,12 +47,19 @@ def chosen(names: Sequence[str]) -> list[str]:
     return [name for name in CHANGES if name in names or "all" in names]
 
 
-def savings(step: Step, base: Recording, names: Sequence[str], known: dict[str, Recording]) -> list[Saving]:
+def savings(
+    step: Step,
+    base: Recording,
+    names: Sequence[str],
+    known: dict[str, Recording],
+    tell: Callable[[str], None] = lambda what: None,
+) -> list[Saving]:
     """Each change that is not in use, traced, the largest saving first; `known`: recordings by loss."""
     found = []
     for name in chosen(names):
         changed = CHANGES[name](step)
         if changed is not None:
+            tell(f"tracing a step, {name}")
             recording = known[changed.loss] if name == "logitless-loss" else traced(changed)
             found.append(Saving(name, recording, base.peak.nbytes - recording.peak.nbytes))
     return sorted(found, key=lambda saving: -saving.saved)

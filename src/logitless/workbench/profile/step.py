@@ -140,9 +140,13 @@ def traced(step: Step, device: str = "gpu") -> Recording:
     return t.recording
 
 
-def both(step: Step) -> dict[str, Recording]:
-    """The step with each loss, as a GPU would run it."""
-    return {loss: traced(replace(step, loss=loss)) for loss in LOSSES}
+def both(step: Step, tell: Callable[[str], None] = lambda what: None) -> dict[str, Recording]:
+    """The step with each loss, as a GPU would run it. tell: hears what is traced next."""
+    found = {}
+    for loss in LOSSES:
+        tell(f"tracing a step, {loss} loss")
+        found[loss] = traced(replace(step, loss=loss))
+    return found
 
 
 def line_of(error: BaseException) -> str:

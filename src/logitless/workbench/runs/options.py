@@ -110,6 +110,9 @@ Dtype = Annotated[
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], Option("Where to compute. auto: a GPU if torch sees one.", _check_device)
 ]
+ReportTo = Annotated[
+    Literal["none", "trackio", "tensorboard", "wandb"], Option("Where metrics go beside metrics.jsonl.")
+]
 Units = Annotated[Literal["GiB", "GB"], Option("GiB are 2^30 bytes, GB are 10^9.")]
 JsonFile = Annotated[Path | None, Option("Write the results as JSON to this file (- for standard output).")]
 

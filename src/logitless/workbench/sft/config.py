@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...errors import OptionError
 from ...models.positions import parse_scaling
-from ..runs.options import MOST, Count, MlpTiles, ModelName, Offloading, RunOptions, require
+from ..runs.options import MOST, Count, MlpTiles, ModelName, Offloading, ReportTo, RunOptions, require
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class TrainConfig(RunOptions):
     """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "logitless"] = "auto"
     """auto: dense where one forward pass's logits fit --memory-budget, logitless above it."""
+    report_to: ReportTo = "none"
 
     @property
     def loss_on_ranks(self) -> Literal["auto", "dense", "logitless"]:

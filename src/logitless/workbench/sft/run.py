@@ -33,6 +33,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.say import say
 from ..runs.tokenizer import TextTokenizer
+from ..runs.trackers import check_tracker
 from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from .config import TrainConfig
 from .data import load, prepare
@@ -66,7 +67,8 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
     """
     console = console or Console(stderr=True)
     quiet()
-    if config.check().device == "cuda" and not torch.cuda.is_available():
+    check_tracker(config.check().report_to)
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     with by_options_alone(config):
         return _run(config, console)
@@ -138,7 +140,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     found = last_checkpoint(place)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
-    given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided})
+    told = {"report_to": config.report_to, "run_name": place.name}
+    given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided}, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
     records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,11 +52,13 @@ def check_size(vocab_size: int) -> int:
     return max(2, min(TOKENS, DENSE_BYTES // (8 * vocab_size)))
 
 
-def checks(vocab_size: int, device: torch.device, seed: int = 0) -> list[Check]:
+def checks(
+    vocab_size: int, device: torch.device, seed: int = 0, tell: Callable[[str], None] = lambda what: None
+) -> list[Check]:
     """Value and gradients of the logitless loss against the dense float64 one on the same operands.
 
     The mean over tokens, and per-token losses under a random upstream gradient; in float32 and bfloat16. Some
-    tokens are ignored, and labels include the first and the last vocabulary entry.
+    tokens are ignored, and labels include the first and the last vocabulary entry. tell: hears what is compared next.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = check_size(vocab_size)
@@ -69,6 +72,7 @@ def checks(vocab_size: int, device: torch.device, seed: int = 0) -> list[Check]:
     for dtype, allowed in ALLOWED.items():
         operands = hidden.to(dtype), weight.to(dtype), labels.to(device)
         for reduction, cotangent in (("mean", torch.ones((), device=device)), ("none", upstream)):
+            tell(f"comparing the streamed loss with the dense one, {str(dtype).removeprefix('torch.')}, {reduction}")
             found += _compare(*operands, reduction, cotangent, allowed)
     return found
 

@@ -1,0 +1,164 @@
+"""A comparison's verdicts, curves, tables and page, of summaries whose answer is known."""
+
+import io
+import json
+import math
+import re
+from random import Random
+from statistics import stdev
+
+import pytest
+from rich.console import Console
+
+from logitless.workbench.grade.criteria import MET, NOT_MET, NOT_SHOWN, criteria
+from logitless.workbench.grade.curves import curves, draw
+from logitless.workbench.grade.intervals import differences, interval, ratios
+from logitless.workbench.grade.report import PAGE_FILE, PLOT_FILE, show, table, write_page
+
+METHODS = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
+
+
+def one(method: str, seed: int, **changes) -> dict:
+    """A run's summary: all methods alike but for memory, and noise that the seeds of all share."""
+    noise = Random(seed).gauss(0, 0.05)
+    legacy = method.endswith("_legacy")
+    usual = {
+        "reward": 0.8 + noise,
+        "kl": 3.0 + 10 * noise,
+        "test": 0.85 + noise,
+        "memory_bytes": (120 if legacy else 20) << 20,
+        "variance": 1.0 + noise,
+        "seconds_per_step": 4.0 if legacy else 2.0,
+    } | changes
+    return {
+        "method": method,
+        "before": {"val/reward_mean": 0.3},
+        "after": {
+            "val/reward_mean": usual["test"],
+            "test/reward_mean": usual["test"],
+            "test/reward_std": 0.3,
+            "test/kl": usual["kl"],
+            "test/samples": 128,
+        },
+        "training": {"reward": usual["reward"], "kl": usual["kl"]},
+        "grad_variances": [usual["variance"], 10 * usual["variance"]],
+        "grad_mean_squares": [0.1, 0.1],
+        "generalisation_gap": 0.01,
+        "seconds_per_step": usual["seconds_per_step"],
+        "memory_bytes": usual["memory_bytes"],
+        "peak_memory_bytes": 1 << 30,
+        "coverage": 0.9,
+    }
+
+
+def verdicts(seeds: int = 5, methods=METHODS, left_out=None, **changed) -> dict[tuple[str, str, str], tuple[str, str]]:
+    """(verdict, why) of each criterion; changed: of a method, what a function of the seed gives."""
+    runs = {m: [one(m, n, **changed.get(m, lambda n: {})(n)) for n in range(seeds)] for m in methods}
+    found = criteria(runs, left_out or {})
+    return {(x["method"], x["against"], x["criterion"]): (x["verdict"], x["why"]) for x in found}
+
+
+def test_what_equals_its_legacy_in_a_sixth_of_the_memory_meets_the_reports_criteria():
+    found = verdicts(reinforce=lambda n: {"variance": 100.0})
+    for new in ("ste", "gumbel"):
+        for name in ("memory", "reward in training", "KL in training", "test reward"):
+            assert found.pop((new, f"{new}_legacy", name)) == (MET, "")
+    assert found.pop(("ste", "reinforce", "gradient variance")) == (MET, "")
+    assert set(found) == {("ste", "reinforce", "test reward"), ("ste", "ppo", "test reward")}
+
+
+def test_differences_beyond_the_legacys_noise_do_not():
+    found = verdicts(
+        ste=lambda n: {"memory_bytes": 40 << 20, "kl": 5.0 + 0.001 * n},
+        gumbel=lambda n: {"test": 0.85 + 0.5 * (-1) ** n},
+        reinforce=lambda n: {"variance": 2.0},
+        ppo=lambda n: {"test": 0.99 + 0.001 * n},
+    )
+    assert found["ste", "ste_legacy", "memory"][0] == NOT_MET
+    assert found["ste", "ste_legacy", "KL in training"][0] == NOT_MET
+    assert found["ste", "ste_legacy", "test reward"][0] == MET
+    assert found["gumbel", "gumbel_legacy", "test reward"] == (NOT_SHOWN, "too few seeds to tell")
+    assert found["ste", "reinforce", "gradient variance"][0] == NOT_MET
+    assert found["ste", "ppo", "test reward"][0] == NOT_MET
+
+
+def test_one_seed_shows_memory_alone():
+    found = verdicts(seeds=1)
+    assert {key for key, (verdict, _) in found.items() if verdict != NOT_SHOWN} == {
+        ("ste", "ste_legacy", "memory"),
+        ("gumbel", "gumbel_legacy", "memory"),
+    }
+    assert all(why == "one seed has no interval" for verdict, why in found.values() if verdict == NOT_SHOWN)
+
+
+def test_a_legacy_that_does_not_fit_shows_nothing_and_says_why():
+    found = verdicts(methods=METHODS[:4], left_out={"ste_legacy": "a batch needs 40 GiB", "gumbel_legacy": "too"})
+    assert found["ste", "ste_legacy", "memory"] == (NOT_SHOWN, "a batch needs 40 GiB")
+    assert found["gumbel", "gumbel_legacy", "test reward"] == (NOT_SHOWN, "too")
+    assert ("ste", "reinforce", "gradient variance") in found
+
+
+def test_pairs_are_of_one_seed():
+    """What all methods share in a seed is in no difference; unpaired, the same numbers would be five times as wide."""
+    ours, theirs = ([one(m, n)["training"]["reward"] + 1e-3 * n * (m == "ste") for n in range(5)] for m in METHODS[::4])
+    found = differences(ours, theirs)
+    assert found["mean"] == pytest.approx(2e-3)
+    assert found["high"] - found["low"] < 0.2 * stdev(theirs)
+    twice, half = ratios([2.0, 4.0], [1.0, 1.0]), ratios([1.0, 1.0], [2.0, 4.0])
+    assert twice["mean"] == pytest.approx(8**0.5)
+    assert half["high"] == pytest.approx(1 / twice["low"])
+
+
+def records(seeds: int) -> list[dict]:
+    return [
+        {"method": m, "seed": n, "step": step}
+        | {"train/reward": 0.1 * step + 0.01 * n, "train/kl": step + 0.1 * n, "grad_norm": 1.0 + n, "tau": 1.0}
+        | {
+            "coverage": 0.9,
+            "seconds": 2.0,
+            "val/reward_mean": 0.5,
+            "grad_variance": math.exp(n),
+            "memory_bytes": 1 << 20,
+        }
+        for m in METHODS
+        for n in range(seeds)
+        for step in range(4)
+    ]
+
+
+def test_curves_have_intervals_over_seeds():
+    found = curves(records(3))
+    assert set(found) == {"train/reward", "train/kl", "val/reward_mean", "grad_variance"}
+    point = found["train/reward"]["gumbel_legacy"][2]
+    assert point == {"step": 2, **interval([0.2 + 0.01 * n for n in range(3)])}
+    assert found["grad_variance"]["ste"][0]["mean"] == pytest.approx(math.e)
+    assert not any("low" in x for of in curves(records(1)).values() for points in of.values() for x in points)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
+    summary = {
+        "method": "all",
+        "model": "m<b>",
+        "steps": 3,
+        "seeds": seeds,
+        "left_out": {},
+        "output_dir": str(tmp_path),
+    }
+    less = {"ste": {"memory_bytes": 90 << 20}}  # not a quarter of its legacy's
+    runs = [one(m, n, **less.get(m, {}), test=0.8 + 0.01 * n * len(m)) for m in METHODS for n in range(seeds)]
+    summary |= table(runs)
+    draw(tmp_path / PLOT_FILE, records(seeds))
+    write_page(tmp_path / PAGE_FILE, tmp_path / PLOT_FILE, summary)
+    console = Console(file=io.StringIO(), width=80)
+    show(summary, console)
+    text, page = console.file.getvalue(), (tmp_path / PAGE_FILE).read_text()
+    assert "…" not in text
+    assert "m&lt;b&gt;" in page
+    for said in ("ste / ste_legacy", "gumbel / gumbel_legacy", "0.167 ×", "120 MiB", "not met"):
+        assert said in text
+        assert said in page
+    ends = re.findall(r"\([-+.\d]+ to [-+.\d]+\)", text)
+    assert bool(ends) == bool(re.search(r"\([-+.\d]+ to ", page)) == (seeds > 1)
+    assert ("intervals: none of one seed" in text) == (seeds == 1)
+    assert json.loads(json.dumps(summary)) == summary
