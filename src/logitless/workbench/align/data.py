@@ -168,7 +168,7 @@ def _parquet(path: Path) -> list[Row]:
 def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
     """One sampled continuation of each prompt."""
     padding = model.generation_config.pad_token_id
-    ids = tokenizer.encode(prompts)
+    ids = [[*tokenizer.opening, *x] for x in tokenizer.encode(prompts)]
     longest = max(map(len, ids))
     left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
     mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)
