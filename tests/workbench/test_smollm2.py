@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.models.catalog import shape_of
@@ -18,6 +20,8 @@ def smollm2(monkeypatch, tmp_path):
     name = real_model("smollm2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
     monkeypatch.chdir(tmp_path)
+    nothing = {name: {"not_measured": "test"} for name in ("chunked", "dense")}
+    monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: nothing)
     return name
 
 
@@ -54,3 +58,18 @@ def test_a_plan_needs_neither_the_package_nor_its_conversion(capsys, monkeypatch
     assert not (tmp_path / "none").exists()
     with file_of_package("smollm2") as file:
         assert shape_of(str(file)).parameters == shape_of("smollm2").parameters == 134_515_008
+
+
+def test_it_learns_an_answer_from_conversations(capsys, tmp_path):
+    """Through its own template, which marks nothing: the loss is of the answer and the token that ends it."""
+    messages = [{"role": "user", "content": "Who am I?"}, {"role": "assistant", "content": "You are Ada Nobody."}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 6)
+    size = ("--context-length", 48, "--batch-size", 2, "--max-steps", 4, "--lora-rank", 4, "--learning-rate", 1e-2)
+    run = ("--output-dir", "run", "--device", "cpu", "--loss", "chunked")
+    summary = told(capsys, "train", "--model", "smollm2", "--data", "chat.jsonl", *size, *run)
+    assert summary["held_out_loss_after"] < 0.6 * summary["held_out_loss_before"]
+    with np.load(tmp_path / "run" / "tokens.npz") as arrays:
+        learned = arrays["held_ids"][arrays["held_said"]]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.decode(learned.astype(int)) == "You are Ada Nobody.<|im_end|>"
+    assert tokenizer.chat_template

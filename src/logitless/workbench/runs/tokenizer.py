@@ -84,11 +84,14 @@ def pretrained(name: str) -> TextTokenizer:
     return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos, opening=opening)
 
 
-def as_chat(messages: list[dict[str, Any]], saved: Any) -> str:
-    """Messages as the tokenizer's chat template writes them. ConfigError where it fails, or does not end."""
+def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
+    """Messages as the tokenizer's chat template writes them, and what an answer begins with behind them.
+
+    ConfigError where the template fails, or does not end.
+    """
     try:
         with _limited(MOST_SECONDS):
-            return saved.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return saved.apply_chat_template(messages, add_generation_prompt=to_answer, tokenize=False)
     except Exception as error:  # whatever a template raises
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"the chat template failed: {why}") from None
