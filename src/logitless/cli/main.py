@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "plan": "what a run needs on each GPU, phase by phase, and a setting that fits",
     "profile": "where the memory of a training step goes, traced without a GPU, and what would help",
+    "demo": "a small real model scored, sampled and fine-tuned in a few minutes, with a page of what changed",
     "train": "train a causal language model on text, without its logits",
     "align": "align a model by its own certainty, by rewards or by preferences (TRL)",
     "score": "log-prob, rank, entropy and best entries of each token of existing text, as parquet",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..units import LARGEST
+from .gguf import config_fields, file_of
 from .positions import plain, reached
 from .presets import PRESETS
 from .shapes import ModelShape
@@ -80,11 +81,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **PRESETS,
     **{name: dict(zip(_ROW_FIELDS, row, strict=True)) for name, row in _ROWS.items()},
 }
-ALIASES = {"4b": "qwen3-4b", "llama-3-8b": "llama-3.1-8b"}  # Llama 3 and 3.1 differ in positions only
+ALIASES = {
+    "4b": "qwen3-4b",
+    "llama-3-8b": "llama-3.1-8b",  # Llama 3 and 3.1 differ in positions only
+    "smollm2": "smollm2-135m",  # those of `pretrained`, by the same names
+    "gemma3-270m": "gemma-3-270m",
+}
 
 
 def shape_of(name: str) -> ModelShape:
-    """The shape of a preset, a config.json, a model directory or an id in the local Hugging Face cache.
+    """The shape of a preset, a config.json, a model directory, a GGUF file or an id in the local Hugging Face cache.
 
     Raises ConfigError, naming the nearest presets or the missing key.
     """
@@ -96,6 +102,8 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
     known = ALIASES.get(name.lower(), name.lower())
     if known in CONFIGS:
         return CONFIGS[known], known
+    if (file := file_of(name)) is not None:
+        return config_fields(file), name
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -107,7 +115,9 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
         return _read(_cached(name)), name
     near = get_close_matches(known, [*CONFIGS, *ALIASES], n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}" if near else f"presets are {', '.join([*CONFIGS, *ALIASES])}"
-    raise ConfigError(f"unknown model {name!r}: {hint}; or give a config.json or a model id (owner/name) in the cache")
+    raise ConfigError(
+        f"unknown model {name!r}: {hint}; or give a config.json, a GGUF file or a model id (owner/name) in the cache"
+    )
 
 
 def _cached(name: str) -> Path:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..errors import ConfigError
+from .pretrained import PACKAGES
 
 TEKKEN_VOCAB = 131_072
 QWEN3_VOCAB = 151_936
@@ -86,9 +87,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str) -> dict[str, Any]:
     """The configuration fields of a preset, a copy to change at will; ConfigError names the nearest presets."""
     if name not in PRESETS:
-        near = get_close_matches(name.lower(), PRESETS, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"presets are {', '.join(PRESETS)};"
+        near = get_close_matches(name.lower(), [*PRESETS, *PACKAGES], n=2, cutoff=0.5)
+        known = f"presets are {', '.join(PRESETS)}; with weights: {', '.join(PACKAGES)};"
+        hint = f"did you mean {' or '.join(near)}?" if near else known
         raise ConfigError(
-            f"unknown model {name!r}: {hint} otherwise give a config.json, a local directory or a hub id (owner/name)"
+            f"unknown model {name!r}: {hint} otherwise give a config.json, a local directory, a GGUF file or a hub id "
+            "(owner/name)"
         )
     return {key: dict(value) if isinstance(value, dict) else value for key, value in PRESETS[name].items()}

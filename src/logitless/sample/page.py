@@ -20,15 +20,34 @@ def page(summary: dict[str, Any]) -> str:
     own = version_of("logitless")
     parts = {
         "title": html.escape(title),
-        "script": (ASSETS / "sample.js").read_text(encoding="utf-8"),
+        "script": script(),
         "settings": html.escape(_settings(summary["options"])),
-        "legend": "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names())),
+        "legend": legend(),
         "sequences": "\n".join(_sequence(i, s) for i, s in enumerate(summary["sequences"])),
-        "data": script_value([_shown(sequence) for sequence in summary["sequences"]]),
+        "data": script_value([facts(sequence) for sequence in summary["sequences"]]),
         "footer": f"Made by logitless {own}. Probabilities are the model's own, before temperature.",
     }
-    style = (ASSETS / "sample.css").read_text(encoding="utf-8")
-    return document(title, style, fill(ASSETS / "sample.html", parts))
+    return document(title, style(), fill(ASSETS / "sample.html", parts))
+
+
+def style() -> str:
+    """What colours tokens, for a page that has some."""
+    return (ASSETS / "sample.css").read_text(encoding="utf-8")
+
+
+def script() -> str:
+    """What tells about a token under the pointer; before it stand `sequences`, the `facts` of each text."""
+    return (ASSETS / "sample.js").read_text(encoding="utf-8")
+
+
+def legend() -> str:
+    """The colours and what they stand for."""
+    return "".join(f'<span class="p{i}">{name}</span>' for i, name in enumerate(class_names()))
+
+
+def spans(number: int, sequence: dict[str, Any]) -> str:
+    """A sequence's tokens, coloured; `number` is its place among the page's `sequences`."""
+    return "".join(_token(number, t, token) for t, token in enumerate(sequence["tokens"]))
 
 
 def _settings(options: dict[str, Any]) -> str:
@@ -36,7 +55,7 @@ def _settings(options: dict[str, Any]) -> str:
 
 
 def _sequence(number: int, sequence: dict[str, Any]) -> str:
-    tokens = "".join(_token(number, t, token) for t, token in enumerate(sequence["tokens"]))
+    tokens = spans(number, sequence)
     count, perplexity = len(sequence["tokens"]), sequence["perplexity"]
     said = f"{count} token{'' if count == 1 else 's'}, perplexity {perplexity:.4g}, {sequence['finish']}"
     return (
@@ -56,7 +75,7 @@ def _token(number: int, t: int, token: dict[str, Any]) -> str:
     return f'<span class="{kind}" {place}>{text}</span>'
 
 
-def _shown(sequence: dict[str, Any]) -> list[dict[str, Any]]:
+def facts(sequence: dict[str, Any]) -> list[dict[str, Any]]:
     """What the script shows of each token, in words."""
     return [
         {

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ..runs.corpus import Row, documents, first_line, json_records, passages, splits
+from ..runs.chat import prompt_of
+from ..runs.corpus import Row, documents, is_said, passages, table
 from ..runs.files import read_lines, write_lines
 from ..runs.packing import HELD_OUT_EVERY
 from ..runs.tokenizer import TextTokenizer, as_chat
@@ -25,8 +26,8 @@ MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
 def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows). Raises DataError when there are none of either."""
     columns = ("prompt",) if config.kind.rollouts else ("prompt", "chosen", "rejected")
-    table = _table(config.data, columns)
-    train, held = _cut(config, tokenizer, min(wanted, MOST_ROWS)) if table is None else _divide(table)
+    given = _table(config.data, columns)
+    train, held = _cut(config, tokenizer, min(wanted, MOST_ROWS)) if given is None else _divide(given)
     what = "prompts" if config.kind.rollouts else "pairs"
     if not train or not held:
         raise DataError(
@@ -111,8 +112,8 @@ def _some(config: AlignConfig, texts: list[str], tokenizer: TextTokenizer, wante
     return rows[:wanted]
 
 
-def _divide(table: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[Row]]:
-    train, held = table
+def _divide(given: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[Row]]:
+    train, held = given
     if held is not None:
         return train, held
     every = min(HELD_OUT_EVERY, max(2, len(train)))
@@ -121,54 +122,30 @@ def _divide(table: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[
 
 def _table(data: str | None, columns: tuple[str, ...]) -> tuple[list[Row], list[Row] | None] | None:
     """(rows, held-out rows or None) of a file or directory with a prompt column; None for text."""
-    path = Path(data or ".")
-    if data is None or not path.exists():
-        return None  # `documents` knows what to say
-    if path.suffix == ".jsonl" and path.is_file():
-        rows, held = [record for _, record in json_records(path)], None
-    elif path.suffix == ".parquet" and path.is_file():
-        rows, held = _parquet(path), None
-    elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
-        rows, held = (None if split is None else [dict(row) for row in split] for split in splits(path))
-    else:
+    found = table(data)
+    if found is None:
         return None
+    rows, held = (None if split is None else [prompt_of(row) for row in split] for split in found)
     if not rows or "prompt" not in rows[0]:
         return None
     every: list[Row] = [*rows, *(held or [])]
     for i, row in enumerate(every):
         missing = [name for name in columns if not row.get(name)]
         if missing:
-            raise DataError(f"--data {path}: row {i} has no {', '.join(missing)}; expected {', '.join(columns)}")
+            raise DataError(f"--data {data}: row {i} has no {', '.join(missing)}; expected {', '.join(columns)}")
         for name in columns:
-            if not _is_said(row[name]):
+            if not is_said(row[name]):
                 raise DataError(
-                    f"--data {path}: row {i}: {name} must be text or a list of messages with role and content, "
+                    f"--data {data}: row {i}: {name} must be text or a list of messages with role and content, "
                     f"got {type(row[name]).__name__}"
                 )
     return rows, held
 
 
-def _is_said(value: Any) -> bool:
-    """Whether it is what TRL takes: text, or messages."""
-    if isinstance(value, list):
-        return all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
-    return isinstance(value, str)
-
-
-def _parquet(path: Path) -> list[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
-
-
 def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
     """One sampled continuation of each prompt."""
     padding = model.generation_config.pad_token_id
-    ids = tokenizer.encode(prompts)
+    ids = [[*tokenizer.opening, *x] for x in tokenizer.encode(prompts)]
     longest = max(map(len, ids))
     left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
     mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)

@@ -76,7 +76,8 @@ def _prompts(config: GradeConfig, texts: list[str], tokenizer: TextTokenizer) ->
         some = Random(config.seed).sample(rows, min(PER_DOCUMENT, len(rows)))
         start = text[: LONGEST_TOKEN * config.prompt_length]
         found = tokenizer.encode([row["prompt"] for row in some] or [start])
-        yield from (ids[: config.prompt_length] for ids in found if some or len(ids) > config.prompt_length)
+        opened = ([*tokenizer.opening, *ids] for ids in found if some or len(ids) > config.prompt_length)
+        yield from (ids[: config.prompt_length] for ids in opened)
 
 
 def batch_of(prompts: list[list[int]], seeds: Tensor, pad: int, longest: int, device: torch.device) -> Batch:

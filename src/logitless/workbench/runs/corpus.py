@@ -88,6 +88,31 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"--data {path}: not UTF-8 text") from None
 
 
+def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
+    """(rows, held-out rows or None) of a jsonl or parquet file or a `datasets` directory; None for other data.
+
+    Raises DataError, of a jsonl file's lines while they are read.
+    """
+    path = Path(data or ".")
+    if data is None or not path.exists():
+        return None  # `documents` knows what to say
+    if path.suffix == ".jsonl" and path.is_file():
+        return (record for _, record in json_records(path)), None
+    if path.suffix == ".parquet" and path.is_file():
+        return _parquet_rows(path), None
+    if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        train, held = splits(path)
+        return map(dict, train), None if held is None else map(dict, held)
+    return None
+
+
+def is_said(value: Any) -> bool:
+    """Whether it is what TRL takes: text, or messages."""
+    if isinstance(value, list):
+        return all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
+    return isinstance(value, str)
+
+
 def splits(path: Path) -> tuple[Any, Any]:
     """(train, held out or None): the datasets of a directory that `save_to_disk` wrote. Raises DataError."""
     from datasets import Dataset, DatasetDict, load_from_disk
@@ -195,6 +220,18 @@ def _parquet(path: Path) -> Iterator[str]:
             column = _text_column(file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from _strings(batch.column(0).to_pylist(), column, path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
 

@@ -1,4 +1,4 @@
-"""The model of a run: a preset, a config.json, a local directory or a hub id -> a transformers causal LM."""
+"""The model of a run: a preset, a config.json, a directory, a package's, a GGUF file or a hub id -> a causal LM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ...models.instances import config_of, with_adapters
 from ...models.nsa.options import saved_with_nsa
 from ...models.positions import check_reach, scale
 from ...models.presets import PRESETS, preset
+from ...models.pretrained import PACKAGES
+from .converted import check_packed, directory_of, is_packed
 from .options import RunOptions
 from .tokenizer import TextTokenizer, pretrained, tekken
 
@@ -45,6 +47,8 @@ def check_model(name: str, wish: str | None = None) -> None:
 
     wish: what needs weights; None where a configuration is enough.
     """
+    if is_packed(name):
+        return check_packed(name)
     path = Path(name)
     known = name in PRESETS or path.exists() or _is_hub_id(name)
     if path.is_dir():
@@ -54,7 +58,8 @@ def check_model(name: str, wish: str | None = None) -> None:
     elif wish is not None and (not known or name in PRESETS or path.is_file()):
         expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
         got = "a configuration without weights" if known else "nothing of this name"
-        raise ConfigError(f"--model {name}: expected {expected}, got {got}; logitless train writes such a directory")
+        others = f"{', '.join(PACKAGES)} and GGUF files have weights too, and logitless train writes such a directory"
+        raise ConfigError(f"--model {name}: expected {expected}, got {got}; {others}")
     elif path.is_file():
         _read_json(path)
     elif not known:
@@ -64,6 +69,9 @@ def check_model(name: str, wish: str | None = None) -> None:
 def resolve(name: str) -> ModelSource:
     """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
     check_model(name)
+    if is_packed(name):
+        place = str(directory_of(name))
+        return ModelSource(name, _load_config(place), place, place)
     path = Path(name)
     if name in PRESETS:
         return ModelSource(name, config_of(preset(name), name), None, None)

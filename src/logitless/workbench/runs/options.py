@@ -76,14 +76,17 @@ ModelName = Annotated[str, Option(check=_check_name)]
 TrainedModel = Annotated[
     str,
     Option(
-        "A local transformers directory or a hub id (owner/name). "
+        "A local transformers directory, a hub id (owner/name), a GGUF file, or smollm2, from a package. "
         "The default is trained first where it does not exist.",
         _check_name,
     ),
 ]
 KnownModel = Annotated[
     str,
-    Option("A preset such as qwen3-4b, a config.json, a model directory, or a hub id (owner/name) in the local cache."),
+    Option(
+        "A preset such as qwen3-4b, smollm2, a config.json, a model directory, a GGUF file, or a hub id (owner/name) "
+        "in the local cache."
+    ),
 ]
 LoraRank = Annotated[
     int,

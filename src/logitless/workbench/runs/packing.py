@@ -19,22 +19,28 @@ Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents end to end: ids (tokens,) uint32 and where each document starts, starts (documents,) int64."""
+    """Documents end to end: ids (tokens,) uint32 and where each document starts, starts (documents,) int64.
+
+    said: which tokens the loss is of, (tokens,) bool; None: all of them.
+    """
 
     ids: np.ndarray
     starts: np.ndarray
+    said: np.ndarray | None = None
 
     @classmethod
-    def of(cls, documents: Iterable[np.ndarray]) -> Stream:
+    def of(cls, documents: Iterable[np.ndarray], said: Iterable[np.ndarray] | None = None) -> Stream:
         kept = [ids for ids in documents if len(ids)]
         lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
         ids = np.concatenate(kept) if kept else np.empty(0, dtype=np.uint32)
-        return cls(ids, np.cumsum(lengths) - lengths)
+        masks = None if said is None else np.concatenate([np.empty(0, bool), *said])
+        return cls(ids, np.cumsum(lengths) - lengths, masks)
 
     def cut(self, begin: int, end: int) -> Stream:
         """The tokens begin..end; a document that spans `begin` starts anew there."""
         inside = self.starts[(self.starts > begin) & (self.starts < end)]
-        return Stream(self.ids[begin:end], np.concatenate([[begin], inside]).astype(np.int64) - begin)
+        starts = np.concatenate([[begin], inside]).astype(np.int64) - begin
+        return Stream(self.ids[begin:end], starts, None if self.said is None else self.said[begin:end])
 
 
 class PackedRows(Dataset):
@@ -42,7 +48,8 @@ class PackedRows(Dataset):
 
     A document that does not fit into one row goes on in the next as a document of its own. Position ids restart at
     each document, which is what tells transformers' attention not to look across; the label of a first token is
-    -100, since no token before it belongs to its document. labels[i] = input_ids[i]: models shift by themselves.
+    -100, since no token before it belongs to its document, and so is that of a token that is not said.
+    labels[i] = input_ids[i]: models shift by themselves.
     """
 
     def __init__(self, stream: Stream, length: int, most: int | None = None) -> None:
@@ -68,7 +75,10 @@ class PackedRows(Dataset):
         first = np.zeros(self.length, dtype=np.int64)
         first[part.starts] = part.starts
         position = torch.from_numpy(index - np.maximum.accumulate(first))
-        return {"input_ids": ids, "position_ids": position, "labels": ids.masked_fill(position == 0, IGNORED)}
+        labels = ids.masked_fill(position == 0, IGNORED)
+        if part.said is not None:
+            labels = labels.masked_fill(~torch.from_numpy(part.said), IGNORED)
+        return {"input_ids": ids, "position_ids": position, "labels": labels}
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

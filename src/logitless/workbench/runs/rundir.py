@@ -23,6 +23,7 @@ from .checkpoints import (
     strange,
     strange_checkpoint,
 )
+from .converted import is_packed, packed_name
 from .files import write_json
 from .lock import LOCK_FILE, acquire, holder, release
 from .options import RESUMABLE, Options, RunOptions, from_dict
@@ -71,7 +72,12 @@ def claim(config: RunOptions, name: str) -> Path:
 
 
 def name_of(model: str) -> str:
-    """What a run of this model is called: the last part of its name, and of a file the folder's that holds it."""
+    """What a run of this model is called: the last part of its name, and of a file the folder's that holds it.
+
+    A GGUF file's own name says more.
+    """
+    if is_packed(model):
+        return packed_name(model)
     path = Path(model)
     path = path.parent if path.is_file() else path
     return path.name or path.resolve().name

@@ -27,13 +27,14 @@ class TextTokenizer:
     saved: Any
     size: int  # every id is below it
     eos_id: int
+    opening: tuple[int, ...] = ()  # what the tokenizer puts before every text by itself: its begin-of-text id, or none
 
     def documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """Each non-empty document's ids with the end-of-document id behind, (length,) uint32."""
+        """Each non-empty document's ids with the opening before and the end-of-document id behind, (length,) uint32."""
         kept = (text for text in texts if text)
         while batch := list(islice(kept, 64)):
             for ids in self.encode(batch):
-                yield np.array([*ids, self.eos_id], dtype=np.uint32)
+                yield np.array([*self.opening, *ids, self.eos_id], dtype=np.uint32)
 
 
 def tekken() -> TextTokenizer:
@@ -78,14 +79,19 @@ def pretrained(name: str) -> TextTokenizer:
     def encode(texts: list[str]) -> list[list[int]]:
         return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
-    return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos)
+    bare, whole = encode(["a"])[0], saved("a")["input_ids"]
+    opening = tuple(whole[: whole.index(bare[0])]) if bare and bare[0] in whole else ()
+    return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos, opening=opening)
 
 
-def as_chat(messages: list[dict[str, Any]], saved: Any) -> str:
-    """Messages as the tokenizer's chat template writes them. ConfigError where it fails, or does not end."""
+def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
+    """Messages as the tokenizer's chat template writes them, and what an answer begins with behind them.
+
+    ConfigError where the template fails, or does not end.
+    """
     try:
         with _limited(MOST_SECONDS):
-            return saved.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return saved.apply_chat_template(messages, add_generation_prompt=to_answer, tokenize=False)
     except Exception as error:  # whatever a template raises
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"the chat template failed: {why}") from None

@@ -123,7 +123,7 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
     saved = tokenizer.saved
     if wanted == "yes" and saved.bos_token_id is None:
         raise OptionError("--bos yes: the tokenizer has no begin-of-text token; use --bos no")
-    by_itself = wanted == "auto" and saved("a")["input_ids"][:1] == [saved.bos_token_id]
+    by_itself = wanted == "auto" and tokenizer.opening == (saved.bos_token_id,)
     return saved.bos_token_id if wanted == "yes" or by_itself else None
 
 

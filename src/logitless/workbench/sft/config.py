@@ -18,9 +18,13 @@ class TrainConfig(RunOptions):
     """
 
     model: ModelName = "tiny"
-    """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory or a hub id (owner/name)."""
+    """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory, a hub id (owner/name), a GGUF
+    file, or smollm2, a pretrained model that a package carries."""
     data: str | None = None
-    """A text file or folder, a jsonl or parquet file, or a `datasets` directory. Default: this Python's own library."""
+    """A text file or folder, a jsonl or parquet file, or a `datasets` directory; rows of messages, or of prompt and
+    completion, are conversations. Default: this Python's own library."""
+    loss_on: Literal["all", "completions"] = "completions"
+    """Of conversations: learn the assistant's tokens alone, or all of them."""
     context_length: int = 256
     """Tokens per sequence; documents are packed into full sequences."""
     batch_size: Count = 4

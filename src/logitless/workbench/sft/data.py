@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 
 from ...errors import DataError
-from ..runs.corpus import documents
+from ..runs import chat
+from ..runs.chat import Example, example, is_chat
+from ..runs.corpus import Row, documents, table
 from ..runs.files import damaged, write_whole
 from ..runs.packing import PackedRows, Stream, check_ids, hold_out
 from ..runs.tokenizer import TextTokenizer
@@ -17,21 +21,60 @@ from .config import TrainConfig
 HELD_OUT_TOKENS = 8192  # looked at before and after training; more would only cost time
 
 
-def prepare(config: TrainConfig, tokenizer: TextTokenizer, vocab_size: int, path: Path) -> None:
-    """Tokenises `--data` into the file `path`, once. Raises DataError and LabelError."""
+def prepare(config: TrainConfig, tokenizer: TextTokenizer, vocab_size: int, path: Path) -> list[str]:
+    """Tokenises `--data` into the file `path`, once; returns what is to be said about it.
+
+    Raises DataError, LabelError, and ConfigError for conversations without a chat template.
+    """
+    chats = _chats(config.data)
+    if chats is None:
+        (kept, held), remarks = _of_text(config, tokenizer), []
+    else:
+        kept, held, remarks = _of_chats(config, tokenizer, *chats)
+    for stream in (kept, held):
+        check_ids(stream, vocab_size)
+    write_whole(path, lambda temporary: _save(temporary, kept, held))
+    return remarks
+
+
+def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Stream]:
     texts, held_texts = documents(config.data)
     train = list(tokenizer.documents(texts))
     if not train:
         raise DataError(f"--data {config.data or 'stdlib'}: no text in it")
     if held_texts is None:
-        kept, held = hold_out(train, config.context_length)
-    else:
-        kept, held = Stream.of(train), Stream.of(tokenizer.documents(held_texts))
-        _require_row(kept, config.context_length, "training")
-        _require_row(held, config.context_length, "held-out")
-    for stream in (kept, held):
-        check_ids(stream, vocab_size)
-    write_whole(path, lambda temporary: _save(temporary, kept, held))
+        return hold_out(train, config.context_length)
+    kept, held = Stream.of(train), Stream.of(tokenizer.documents(held_texts))
+    _require_row(kept, config.context_length, "training")
+    _require_row(held, config.context_length, "held-out")
+    return kept, held
+
+
+def _chats(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
+    """(conversations, those held out or None) where the data is of conversations."""
+    found = table(data)
+    if found is None:
+        return None
+    rows = iter(found[0])
+    first = next(rows, {})
+    return (chain([first], rows), found[1]) if is_chat(first) else None
+
+
+def _of_chats(
+    config: TrainConfig, tokenizer: TextTokenizer, rows: Iterable[Row], held_rows: Iterable[Row] | None
+) -> tuple[Stream, Stream, list[str]]:
+    def examples(some: Iterable[Row], what: str) -> list[Example]:
+        every = config.loss_on == "all"
+        return [example(row, tokenizer, f"{config.data}: {what} {i}", every) for i, row in enumerate(some)]
+
+    train = examples(rows, "row")
+    train, held = chat.hold_out(train) if held_rows is None else (train, examples(held_rows, "held-out row"))
+    packed = [chat.packed(some, config.context_length, tokenizer.eos_id) for some in (train, held)]
+    for (stream, remarks), what in zip(packed, ("training", "held-out"), strict=True):
+        if not len(stream.ids):
+            why = "; ".join(remarks) or "there are none"
+            raise DataError(f"--data {config.data}: no {what} conversation can be learned from: {why}")
+    return packed[0][0], packed[1][0], packed[0][1]
 
 
 def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
@@ -40,15 +83,24 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
         raise DataError(f"{path} is not on this machine: all ranks need an --output-dir that all of them see")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            kept, held = (Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"]) for name in ("train", "held"))
+            kept, held = (
+                Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"], arrays.get(f"{name}_said"))
+                for name in ("train", "held")
+            )
     except (BadZipFile, EOFError, KeyError, ValueError):
         raise DataError(damaged(path)) from None
     return PackedRows(kept, length), PackedRows(held, length, max(1, HELD_OUT_TOKENS // length))
 
 
 def _save(path: Path, kept: Stream, held: Stream) -> None:
+    arrays = {
+        f"{name}_{part}": array
+        for name, stream in (("train", kept), ("held", held))
+        for part, array in (("ids", stream.ids), ("starts", stream.starts), ("said", stream.said))
+        if array is not None
+    }
     with path.open("wb") as file:
-        np.savez(file, train_ids=kept.ids, train_starts=kept.starts, held_ids=held.ids, held_starts=held.starts)
+        np.savez(file, **arrays)
 
 
 def _require_row(stream: Stream, length: int, what: str) -> None:

@@ -114,7 +114,8 @@ def _set_up(
     def prepared() -> int:
         if not (config.resume and tokens.exists()):
             say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
-            prepare(config, tokenizer, source.vocab_size, tokens)
+            for remark in prepare(config, tokenizer, source.vocab_size, tokens):
+                say(console, remark)
             record(config, place, layout.data)
         return ranks_at_start(place)
 

@@ -1,0 +1,204 @@
+"""GGUF files, llama.cpp's: what their headers say, and the same model as a transformers directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import ConfigError
+from ..versions import installing
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+STRING, ARRAY = 8, 9
+# The other types of values, as `struct` names them.
+PLAIN = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# What a header calls the fields of transformers' configurations.
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the weights: `values` without arrays, and each tensor's shape as torch has it."""
+
+    architecture: str
+    values: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def file_of(name: str) -> Path | None:
+    """The GGUF file that a name leads to: FILE.gguf, DIR:FILE.gguf, or a directory that holds nothing else to load.
+
+    None where it is no name of one. Raises ConfigError for a file that is not there, and for a choice of several.
+    """
+    path = Path(name)
+    if path.is_dir():
+        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise ConfigError(
+                f"--model {name}: this directory has {len(found)} GGUF files; name one, as {name}:{found[0].name}"
+            )
+        return found[0] if found else None
+    if path.suffix.lower() != ".gguf":
+        return None
+    folder, colon, file = name.rpartition(":")
+    if colon and not path.exists():
+        path = Path(folder) / file
+    if not path.is_file():
+        raise ConfigError(f"--model {name}: expected a GGUF file, there is none at {path}")
+    return path
+
+
+def read_header(path: Path) -> Header:
+    """A file's header, without its weights. Raises ConfigError for what is no GGUF file, and for a damaged one."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(file, path.stat().st_size).header()
+    except OSError as error:
+        raise ConfigError(f"--model {path}: {error.strerror}") from None
+    except _OtherFile as error:
+        raise ConfigError(f"--model {path}: {error}") from None
+    except (struct.error, UnicodeDecodeError, LookupError, ValueError):
+        raise ConfigError(f"--model {path}: this GGUF file is damaged or cut short; get it anew") from None
+
+
+def config_fields(path: Path) -> dict[str, Any]:
+    """What a header says of the model's shape, by the names of transformers' configurations. Raises ConfigError."""
+    header = read_header(path)
+    own = f"{header.architecture}."
+    values = {key.removeprefix(own): value for key, value in header.values.items() if key.startswith(own)}
+    if EMBEDDING not in header.shapes:
+        raise ConfigError(f"--model {path}: expected a language model, this GGUF file has no {EMBEDDING}")
+    return {
+        "model_type": MODEL_TYPES.get(header.architecture, header.architecture),
+        "vocab_size": header.shapes[EMBEDDING][0],
+        "tie_word_embeddings": OUTPUT not in header.shapes,
+        **{field: values[key] for key, field in FIELDS.items() if key in values},
+    }
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file, its weights in float32, its tokenizer and chat template, as transformers has it.
+
+    Raises ConfigError for a file that transformers cannot read, and what writing raises.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("gguf") is None:
+        raise ConfigError(f"--model {path}: a GGUF file needs the package gguf: {installing('train')}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    there = {"gguf_file": path.name, "trust_remote_code": False}
+    try:
+        with redirect_stderr(io.StringIO()):  # a bar of tqdm's own
+            model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **there)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, **there)
+    except Exception as error:  # each reader of transformers and gguf fails in its own way
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        unknown = isinstance(error, NotImplementedError) or "not supported" in why
+        if not unknown:
+            why = f"this GGUF file cannot be read, most likely damaged or cut short ({why}); get it anew"
+        raise ConfigError(f"--model {path}: {why}") from None
+    # transformers takes a model from GGUF for a quantised one, which it saves only as it was; these weights are plain.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _drop_unknown(folder / "tokenizer.json", model.get_input_embeddings().num_embeddings)
+
+
+def _drop_unknown(path: Path, rows: int) -> None:
+    """Takes GPT-2's end of text, which transformers adds, out of a tokenizer that has another: it has no row."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < rows]
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+class _OtherFile(Exception):
+    """No GGUF file, or of another version."""
+
+
+class _Reader:
+    """Reads values one after the other. Raises struct.error and others where the file ends early or makes no sense."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.size = file, size
+
+    def header(self) -> Header:
+        magic = self.file.read(len(MAGIC))
+        if magic != MAGIC:
+            raise _OtherFile(f"expected a GGUF file, which begins with {MAGIC.decode()}, got one that does not")
+        version = self.plain("I")
+        if version not in VERSIONS:
+            known = " or ".join(map(str, VERSIONS))
+            raise _OtherFile(f"expected GGUF version {known}, got {version}; convert it with a newer llama.cpp")
+        tensors, count = self.plain("Q"), self.plain("Q")
+        values = {}
+        for _ in range(count):
+            key = self.string()
+            value = self.value(self.plain("I"))
+            if value is not None:
+                values[key] = value
+        shapes = dict(self.tensor() for _ in range(tensors))
+        return Header(str(values["general.architecture"]), values, shapes)
+
+    def plain(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self.file.read(struct.calcsize(f"<{kind}")))[0]
+
+    def string(self) -> str:
+        return self.file.read(self.length()).decode()
+
+    def value(self, kind: int) -> Any:
+        """A value; None for an array, which is passed over."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.plain(PLAIN[kind])
+        of, count = self.plain("I"), self.plain("Q")
+        if of == STRING:
+            for _ in range(count):
+                self.skip(self.length())
+        else:
+            self.skip(count * struct.calcsize(f"<{PLAIN[of]}"))
+        return None
+
+    def tensor(self) -> tuple[str, tuple[int, ...]]:
+        """A tensor's name and shape, whose first dimension is the last in the file."""
+        name, dimensions = self.string(), self.plain("I")
+        shape = struct.unpack(f"<{dimensions}Q", self.file.read(8 * dimensions))
+        self.plain("I")  # how its numbers are stored
+        if self.plain("Q") >= self.size:  # where they begin, behind the header
+            raise ValueError("a tensor behind the file's end")
+        return name, shape[::-1]
+
+    def length(self) -> int:
+        """The length of a string, which must lie in the file."""
+        length = self.plain("Q")
+        if length > self.size:
+            raise ValueError("a string longer than the file")
+        return length
+
+    def skip(self, count: int) -> None:
+        if self.file.tell() + count > self.size:
+            raise ValueError("a value behind the file's end")
+        self.file.seek(count, 1)

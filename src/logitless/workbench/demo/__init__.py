@@ -1,0 +1,1 @@
+"""`logitless demo`: a real model before and after a few minutes of training, on one page."""

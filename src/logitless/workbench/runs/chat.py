@@ -1,0 +1,169 @@
+"""Conversations to learn from: their tokens as the chat template has them, and which of these the assistant says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError, DataError
+from ...units import plural
+from .corpus import TEXT_FIELDS, Row, is_said
+from .packing import HELD_OUT_EVERY, Stream
+from .tokenizer import TextTokenizer, as_chat
+
+ASSISTANT = "assistant"
+MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that itself marks what the assistant says
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation's ids (length,) uint32, and which of them the loss may be of, (length,) bool."""
+
+    ids: np.ndarray
+    said: np.ndarray
+
+    def cut(self, length: int) -> Example:
+        return Example(self.ids[:length], self.said[:length])
+
+
+def is_chat(columns: Iterable[str]) -> bool:
+    """Whether rows with these columns are conversations: `messages`, or `prompt` and `completion`, and no text."""
+    names = set(columns)
+    return names.isdisjoint(TEXT_FIELDS) and ("messages" in names or {"prompt", "completion"} <= names)
+
+
+def prompt_of(row: Row) -> Row:
+    """The row with a `prompt`: of a conversation, all before the assistant's last answer."""
+    messages = row.get("messages")
+    if "prompt" in row or not isinstance(messages, list) or not is_said(messages):
+        return row
+    return {"prompt": messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages}
+
+
+def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False) -> Example:
+    """A row as an example, whose loss is of the assistant's tokens, or of every one.
+
+    Raises DataError that says `where` for a row without an answer, or of another form.
+    """
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
+        found = _of_text(prompt, completion, tokenizer)
+        return replace(found, said=np.ones_like(found.said)) if every else found
+    messages = _messages(row)
+    if messages is None:
+        raise DataError(
+            f"--data {where}: expected messages, each with role and content, or a prompt and a completion of text or "
+            "messages"
+        )
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(f"--data {where}: no message of the assistant, which the loss would be of")
+    return _of_messages(messages, tokenizer, where, every)
+
+
+def _messages(row: Row) -> list[dict[str, Any]] | None:
+    """The whole conversation of a row; None where it is of no form that is known."""
+    found = row.get("messages")
+    if found is None:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        completion = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+        found = [*prompt, *completion] if isinstance(prompt, list) and isinstance(completion, list) else None
+    return found if isinstance(found, list) and is_said(found) else None
+
+
+def _of_text(prompt: str, completion: str, tokenizer: TextTokenizer) -> Example:
+    """Plain text, ended by the end-of-text token, without a template."""
+    before, after = tokenizer.encode([prompt, completion])
+    ids = [*tokenizer.opening, *before, *after, tokenizer.eos_id]
+    said = np.arange(len(ids)) >= len(ids) - len(after) - 1
+    return Example(np.array(ids, dtype=np.uint32), said)
+
+
+def _of_messages(messages: list[dict[str, Any]], tokenizer: TextTokenizer, where: str, every: bool) -> Example:
+    saved = tokenizer.saved
+    template = saved.chat_template
+    if not template:
+        raise ConfigError("conversations need a chat template, and the tokenizer has none: give text instead")
+    if isinstance(template, str) and MARKED.search(template) and not every:
+        found = saved.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"split_special_tokens": False},
+        )
+        return Example(np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool))
+    text = as_chat(messages, saved, to_answer=False)
+    encoded = saved(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = np.array(encoded["input_ids"], np.uint32), np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    if every:
+        return Example(ids, np.ones(len(ids), bool))
+    said = np.zeros(len(ids), bool)
+    for begin, end in _spans(messages, text, saved, where):
+        inside = (offsets[:, 0] >= begin) & (offsets[:, 1] <= end)
+        ends = np.flatnonzero(inside & (ids == tokenizer.eos_id))
+        said |= inside & (np.arange(len(ids)) <= ends[-1]) if len(ends) else inside  # nothing behind the answer's end
+    return Example(ids, said)
+
+
+def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) -> Iterable[tuple[int, int]]:
+    """Where in the text the assistant's messages stand, found by writing the conversation up to each of them."""
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            before = as_chat(messages[:number], saved) if number else ""
+            until = as_chat(messages[: number + 1], saved, to_answer=False)
+            if not text.startswith(until) or not until.startswith(before):
+                raise DataError(
+                    f"--data {where}: the chat template writes earlier messages anew as a conversation goes on, so "
+                    "that the assistant's cannot be told apart: use --loss-on all, or one answer in each conversation"
+                )
+            yield len(before), len(until)
+
+
+def hold_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """(train, held out): every twentieth conversation is held out, or the last of a few. Raises DataError."""
+    if len(examples) < 2:
+        raise DataError(f"expected two conversations or more, one to train on and one to hold out, got {len(examples)}")
+    if len(examples) < HELD_OUT_EVERY:
+        return list(examples[:-1]), list(examples[-1:])
+    held = range(HELD_OUT_EVERY // 2, len(examples), HELD_OUT_EVERY)
+    return [x for i, x in enumerate(examples) if i not in held], [examples[i] for i in held]
+
+
+def packed(examples: Iterable[Example], length: int, filler: int) -> tuple[Stream, list[str]]:
+    """Whole conversations in rows of `length` tokens, and what is to be said about those that do not fit.
+
+    Each goes into the first row that has room for it; the rest of a row is `filler`, a document of its own that no
+    loss is of. A conversation that is longer than a row loses its end.
+    """
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    count, cut, lost, silent = 0, 0, 0, 0
+    for each in examples:
+        count, long = count + 1, len(each.ids) - length
+        if long > 0:
+            each, cut, lost = each.cut(length), cut + 1, lost + long
+        if not each.said[1:].any():
+            silent += 1
+            continue
+        at = next((i for i, free in enumerate(room) if free >= len(each.ids)), len(rows))
+        if at == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[at].append(each)
+        room[at] -= len(each.ids)
+    kept = [part for row, free in zip(rows, room, strict=True) for part in (*row, _filler(free, filler))]
+    of, remarks = f"of {plural(count, 'conversation')}", []
+    if cut:
+        remarks.append(f"{cut:,} {of} longer than {plural(length, 'token')}: the last {plural(lost, 'token')} cut off")
+    if silent:
+        remarks.append(f"{silent:,} {of} without an answer in the first {plural(length, 'token')}: left out")
+    return Stream.of([part.ids for part in kept], [part.said for part in kept]), remarks
+
+
+def _filler(count: int, token: int) -> Example:
+    return Example(np.full(count, token, np.uint32), np.zeros(count, bool))

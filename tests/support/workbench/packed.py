@@ -1,0 +1,99 @@
+"""A GGUF file of a micro Llama, small enough for every test, and the caches of such tests."""
+
+from pathlib import Path
+
+import gguf
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers": "blk",
+}
+
+
+def micro_llama() -> LlamaForCausalLM:
+    """Two layers with random weights, the same every time."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def micro_gguf(path: Path, architecture: str = "llama") -> Path:
+    """Its file, with weights as they are, a byte-level vocabulary and a chat template."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(SHAPE["max_position_embeddings"])
+    writer.add_embedding_length(SHAPE["hidden_size"])
+    writer.add_feed_forward_length(SHAPE["intermediate_size"])
+    writer.add_block_count(SHAPE["num_hidden_layers"])
+    writer.add_head_count(SHAPE["num_attention_heads"])
+    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(SHAPE["vocab_size"])
+    _add_vocabulary(writer)
+    for name, weight in micro_llama().state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(_named(name), _permuted(name, weight).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<unk>", "<s>", "</s>", *letters, "ab"]
+    tokens += [f"<extra{i}>" for i in range(SHAPE["vocab_size"] - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _named(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _permuted(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """llama.cpp rotates pairs of neighbours, transformers the halves of a head."""
+    heads = {"q_proj": SHAPE["num_attention_heads"], "k_proj": SHAPE["num_key_value_heads"]}
+    count = next((n for part, n in heads.items() if part in name), None)
+    if count is None:
+        return weight
+    rows, columns = weight.shape
+    return weight.view(count, 2, rows // count // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()
+
+
+def cut(path: Path, keep: float | int) -> None:
+    """Leaves a file's first bytes: so many, or this share."""
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])

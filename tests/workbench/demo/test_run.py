@@ -1,0 +1,98 @@
+"""The demo on a micro model: what it writes, and that its page and its numbers are of text that was not trained on."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from logitless.cli.main import main
+from logitless.errors import ConfigError, OptionError
+from logitless.workbench.demo.config import DemoConfig
+from logitless.workbench.demo.run import HELD_OUT_EVERY, QUESTIONS, questions, run
+from tests.support.workbench.micro import micro_directory, micro_model
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'][0] }}\n{{ m['content'] }}</s>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<s>a\n{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    micro_directory(place)
+    micro_model(max_position_embeddings=512).save_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def config(model):
+    return DemoConfig(model=str(model), max_steps=24, max_new_tokens=8, learning_rate=3e-2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def done(config, tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs") / "demo"
+    return place, run(replace(config, output_dir=place), Console(quiet=True))
+
+
+def test_it_learns_and_says_so_on_its_page(done):
+    place, summary = done
+    before, after = summary["before"]["perplexity"], summary["after"]["perplexity"]
+    assert after < 0.9 * before
+    text = (place / "demo.html").read_text()
+    assert f"{before:.1f} → {after:.1f}" in text
+    assert summary["page"] == str(place / "demo.html")
+    assert text.count('<img alt="') == 2
+    assert all(question in text for question in (*QUESTIONS, *summary["questions"]["held_out"]))
+    assert not re.search(r'(src|href)="http', text)
+    shown = [summary[when][kind][i] for when in ("before", "after") for kind in ("answers", "read") for i in (0, 1)]
+    assert text.count('<span class="t p') == sum(len(each["tokens"]) for each in shown)
+
+
+def test_the_perplexity_is_the_runs_own_held_out_loss(done):
+    """Of the answers' tokens alone, in other batches: where none is cut off, the two are one number."""
+    _, summary = done
+    nats = [-token["logprob"] for text in summary["before"]["read"] for token in text["tokens"]]
+    assert math.log(summary["before"]["perplexity"]) == pytest.approx(sum(nats) / len(nats))
+    assert math.log(summary["before"]["perplexity"]) == pytest.approx(
+        summary["training"]["held_out_loss_before"], rel=0.02
+    )
+
+
+def test_nothing_that_is_read_was_trained_on():
+    train, held = questions()
+    assert len(train) + len(held) == 50
+    assert len(held) == 50 // HELD_OUT_EVERY
+    asked = {row["messages"][0]["content"] for row in train}
+    assert asked.isdisjoint(row["messages"][0]["content"] for row in held)
+    assert asked.isdisjoint(QUESTIONS)
+    answers = {row["messages"][1]["content"] for row in train}
+    assert answers.isdisjoint(row["messages"][1]["content"] for row in held)
+
+
+def test_a_place_that_is_not_empty(done, config):
+    with pytest.raises(OptionError, match=r"--output-dir .* is not empty"):
+        run(replace(config, output_dir=done[0]), Console(quiet=True))
+
+
+def test_a_model_without_a_template(config, tmp_path):
+    micro_directory(tmp_path)
+    micro_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="conversations need a chat template"):
+        run(replace(config, model=str(tmp_path), output_dir=tmp_path / "out"), Console(quiet=True))
+
+
+def test_on_the_command_line(done, monkeypatch, capsys):
+    _, summary = done
+    monkeypatch.setattr("logitless.workbench.demo.run.run", lambda config, console: summary)
+    assert main(["demo", "--model", summary["model"], "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["page"] == summary["page"]
+    assert f"page: {summary['page']}" in told.err
+    assert QUESTIONS[0] in told.err

@@ -1,0 +1,148 @@
+"""Conversations as training rows: which tokens the loss is of, under templates of each kind; how rows are filled."""
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from logitless.errors import ConfigError, DataError
+from logitless.workbench.runs.chat import Example, example, hold_out, is_chat, packed, prompt_of
+from logitless.workbench.runs.packing import IGNORED, PackedRows
+from logitless.workbench.runs.tokenizer import TextTokenizer
+from tests.support.workbench.micro import micro_directory
+
+PLAIN = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+MARKED = """{% for m in messages %}<s>{{ m['role'] }}
+{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}
+{% else %}{{ m['content'] }}</s>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant
+{% endif %}"""
+# As Qwen3's: what the assistant thought is written for its last answer only.
+FORGETS = "{% for m in messages %}<s>{{ m['role'] }}\n{{ 'hm ' if loop.last }}{{ m['content'] }}</s>\n{% endfor %}"
+ASKED = {"role": "user", "content": "who?"}
+SAID = {"role": "assistant", "content": "me."}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return micro_directory(tmp_path_factory.mktemp("tokenizer")).parent
+
+
+def tokenizer(place, template=PLAIN) -> TextTokenizer:
+    saved = AutoTokenizer.from_pretrained(place)
+    saved.chat_template = template
+
+    def encode(texts):
+        return saved(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    return TextTokenizer(encode, saved, 259, saved.eos_token_id)
+
+
+def learned(found: Example, place) -> str:
+    return tokenizer(place).saved.decode(found.ids[found.said].astype(int))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_only_what_the_assistant_says_is_learned(place, template):
+    given = {"messages": [{"role": "system", "content": "be brief"}, ASKED, SAID, ASKED, {**SAID, "content": "you."}]}
+    found = example(given, tokenizer(place, template), "here")
+    assert learned(found, place) == "me.</s>you.</s>"
+    whole = tokenizer(place).saved.decode(found.ids.astype(int))
+    assert whole.startswith("<s>system\nbe brief</s>\n<s>user\nwho?</s>\n<s>assistant\nme.</s>")
+    every = example(given, tokenizer(place, template), "here", every=True)
+    assert every.said.all()
+    assert (every.ids == found.ids).all()
+
+
+FORMS = {
+    "text": ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 = 2</s>", " 2</s>"),
+    "messages": ({"prompt": [ASKED], "completion": [SAID]}, None, "me.</s>"),
+    "a text answer": ({"prompt": [ASKED], "completion": "me."}, None, "me.</s>"),
+    "a text question": ({"prompt": "who?", "completion": [SAID]}, None, "me.</s>"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompt_and_completion(place, form):
+    row, whole, said = FORMS[form]
+    found = example(row, tokenizer(place), "here")
+    assert learned(found, place) == said
+    assert tokenizer(place).saved.decode(found.ids.astype(int)) == (
+        whole or "<s>user\nwho?</s>\n<s>assistant\nme.</s>\n"
+    )
+
+
+BAD = {
+    "no answer": ({"messages": [ASKED]}, "here: no message of the assistant"),
+    "no list": ({"messages": "who?"}, "here: expected messages, each with role and content"),
+    "no role": ({"messages": [{"content": "who?"}]}, "here: expected messages"),
+    "a number": ({"prompt": 1, "completion": "x"}, "here: expected messages"),
+    "half": ({"prompt": "x"}, "here: expected messages"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_rows_of_no_known_form(place, what):
+    row, expected = BAD[what]
+    with pytest.raises(DataError, match=expected):
+        example(row, tokenizer(place), "here")
+
+
+def test_a_template_that_rewrites_what_was_said(place):
+    twice = {"messages": [ASKED, SAID, ASKED, SAID]}
+    with pytest.raises(DataError, match=r"writes earlier messages anew .* use --loss-on all"):
+        example(twice, tokenizer(place, FORGETS), "here")
+    assert example(twice, tokenizer(place, FORGETS), "here", every=True).said.all()
+
+
+def test_no_template(place):
+    with pytest.raises(ConfigError, match="conversations need a chat template, and the tokenizer has none"):
+        example({"messages": [ASKED, SAID]}, tokenizer(place, None), "here")
+
+
+def made(*lengths: int) -> list[Example]:
+    """Conversations of these lengths, the second half of each said, with ids that name them."""
+    return [Example(np.full(n, i + 10, np.uint32), np.arange(n) >= n // 2) for i, n in enumerate(lengths)]
+
+
+def test_rows_hold_whole_conversations_and_fillers_teach_nothing():
+    stream, remarks = packed(made(5, 6, 3, 2), 8, filler=2)
+    rows = PackedRows(stream, 8)
+    assert [row["input_ids"].tolist() for row in rows] == [[10] * 5 + [12] * 3, [11] * 6 + [13] * 2]
+    assert rows[0]["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert rows[0]["labels"].tolist() == [IGNORED, IGNORED, 10, 10, 10, IGNORED, 12, 12]
+    assert remarks == []
+    (row,) = PackedRows(packed(made(5), 8, filler=2)[0], 8)
+    assert row["input_ids"].tolist() == [10] * 5 + [2] * 3
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert row["labels"].tolist() == [IGNORED, IGNORED, 10, 10, 10, IGNORED, IGNORED, IGNORED]
+
+
+def test_what_does_not_fit_is_cut_and_counted():
+    stream, remarks = packed(made(11, 20, 4), 8, filler=2)
+    assert remarks == [
+        "2 of 3 conversations longer than 8 tokens: the last 15 tokens cut off",
+        "1 of 3 conversations without an answer in the first 8 tokens: left out",
+    ]
+    rows = PackedRows(stream, 8)
+    assert rows[0]["input_ids"].tolist() == [10] * 8
+    assert len(rows) == 2
+
+
+def test_held_out_conversations_are_whole_and_apart():
+    train, held = hold_out(made(*[4] * 50))
+    assert [x.ids[0] for x in held] == [20, 40]
+    assert len(train) == 48
+    train, held = hold_out(made(4, 4, 4))
+    assert (len(train), held[0].ids[0]) == (2, 12)
+    with pytest.raises(DataError, match="expected two conversations or more"):
+        hold_out(made(4))
+
+
+def test_what_is_a_conversation():
+    assert is_chat(["messages"])
+    assert is_chat({"prompt": "", "completion": "", "id": 1})
+    assert not any(map(is_chat, (["text"], ["text", "messages"], ["prompt"], ["prompt", "chosen", "rejected"], [])))
+    assert prompt_of({"messages": [ASKED, SAID]}) == {"prompt": [ASKED]}
+    assert prompt_of({"messages": [ASKED]}) == {"prompt": [ASKED]}
+    assert prompt_of({"prompt": "x", "messages": []}) == {"prompt": "x", "messages": []}

@@ -1,0 +1,75 @@
+"""The commands on a model that somebody uses, as a user types them: SmolLM2-135M-Instruct from its package."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from logitless.cli.main import main
+from logitless.models.catalog import shape_of
+from logitless.models.pretrained import file_of_package
+from tests.support.workbench.real import CACHE, real_model
+
+pytestmark = pytest.mark.timeout(900)  # the first test converts the model: half a minute, more on a busy machine
+PROSE = "The cat sat on the mat and looked out of the window at the birds in the garden."
+
+
+@pytest.fixture(autouse=True)
+def smollm2(monkeypatch, tmp_path):
+    name = real_model("smollm2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
+    monkeypatch.chdir(tmp_path)
+    nothing = {name: {"not_measured": "test"} for name in ("logitless", "dense")}
+    monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: nothing)
+    return name
+
+
+def told(capsys, *arguments) -> dict:
+    assert main([*map(str, arguments), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_knows_something_and_answers_in_its_chat_template(capsys):
+    greedy = ("--max-new-tokens", 8, "--temperature", 0, "--device", "cpu")
+    plain = told(
+        capsys, "sample", "--model", "smollm2", "--prompt", "The capital of France is", "--chat", "no", *greedy
+    )
+    assert "Paris" in plain["sequences"][0]["text"]
+    asked = told(capsys, "sample", "--model", "smollm2", "--prompt", "The capital of France is", *greedy)
+    (answer,) = asked["sequences"]
+    assert answer["prompt_tokens"] > plain["sequences"][0]["prompt_tokens"] + 20  # the template's own system message
+    assert answer["perplexity"] < 5
+
+
+def test_prose_is_likelier_than_its_words_in_disorder(capsys, tmp_path):
+    lines = [PROSE, " ".join(sorted(PROSE.split()))]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    arguments = ("--data", "lines.jsonl", "--documents", "each.jsonl", "--context-length", 64, "--device", "cpu")
+    told(capsys, "score", "--model", "smollm2", *arguments)
+    prose, disorder = (json.loads(line)["perplexity"] for line in (tmp_path / "each.jsonl").read_text().splitlines())
+    assert prose < 40 < 100 < disorder
+
+
+def test_a_plan_needs_neither_the_package_nor_its_conversion(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    plan = told(capsys, "plan", "--model", "smollm2", "--context-length", 1024)
+    assert plan["model"]["vocab"] == 49_152
+    assert not (tmp_path / "none").exists()
+    with file_of_package("smollm2") as file:
+        assert shape_of(str(file)).parameters == shape_of("smollm2").parameters == 134_515_008
+
+
+def test_it_learns_an_answer_from_conversations(capsys, tmp_path):
+    """Through its own template, which marks nothing: the loss is of the answer and the token that ends it."""
+    messages = [{"role": "user", "content": "Who am I?"}, {"role": "assistant", "content": "You are Ada Nobody."}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 6)
+    size = ("--context-length", 48, "--batch-size", 2, "--max-steps", 4, "--lora-rank", 4, "--learning-rate", 1e-2)
+    run = ("--output-dir", "run", "--device", "cpu", "--loss", "logitless")
+    summary = told(capsys, "train", "--model", "smollm2", "--data", "chat.jsonl", *size, *run)
+    assert summary["held_out_loss_after"] < 0.6 * summary["held_out_loss_before"]
+    with np.load(tmp_path / "run" / "tokens.npz") as arrays:
+        learned = arrays["held_ids"][arrays["held_said"]]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.decode(learned.astype(int)) == "You are Ada Nobody.<|im_end|>"
+    assert tokenizer.chat_template
