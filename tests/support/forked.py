@@ -9,6 +9,7 @@ tests of how Python starts or ends.
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +27,20 @@ FORKED.set_forkserver_preload([f"logitless.workbench.{name}.run" for name in ("s
 
 
 def module(name: str, *arguments: Any, timeout: float = 300, **environment: str) -> tuple[int, str]:
-    """Exit status and output of `python -m NAME ARGUMENTS` with one thread."""
-    return modules(name, *arguments, timeout=timeout, environments=[environment])
+    """Exit status and output of `python -m NAME ARGUMENTS`, one thread; in another environment a new interpreter."""
+    if environment.items() <= os.environ.items():
+        return modules(name, *arguments, timeout=timeout, environments=[{}])
+    done = subprocess.run(
+        [sys.executable, "-m", name, *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return done.returncode, done.stdout
 
 
 def ranks(name: str, *arguments: Any, size: int = 2, timeout: float = 150) -> None:
@@ -44,8 +57,8 @@ def ranks(name: str, *arguments: Any, size: int = 2, timeout: float = 150) -> No
 def modules(name: str, *arguments: Any, timeout: float, environments: Sequence[dict[str, str]]) -> tuple[int, str]:
     """The first status other than 0 of a module in some processes, which ends them all, and what they wrote."""
     with tempfile.NamedTemporaryFile() as output:
-        given = (output.name, name, [str(x) for x in arguments])
-        started = [begin(_module, {**os.environ, "OMP_NUM_THREADS": "1", **more}, *given) for more in environments]
+        streams = (os.devnull, output.name, output.name)
+        started = [_begin_module(streams, more, name, *map(str, arguments)) for more in environments]
         try:
             status = _first_failure(started, time.monotonic() + timeout)
         finally:
@@ -55,11 +68,35 @@ def modules(name: str, *arguments: Any, timeout: float, environments: Sequence[d
         return status, Path(output.name).read_text(errors="replace")
 
 
+def run(
+    command: Sequence[str], *, input: str = "", capture_output: bool = False, text: bool = False, check: bool = False
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of a command `python -m NAME ARGUMENTS`; what is not captured goes nowhere."""
+    python, option, *module = command
+    assert (python, option) == (sys.executable, "-m")
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder) / name for name in ("in", "out", "err")]
+        for stream in streams:
+            stream.write_text(input if stream.name == "in" else "")
+        process = _begin_module(streams, {}, *module)
+        process.join()
+        written = [stream.read_text() if text else stream.read_bytes() for stream in streams[1:]]
+    done = subprocess.CompletedProcess(command, process.exitcode or 0, *(written if capture_output else ()))
+    if check:
+        done.check_returncode()
+    return done
+
+
 def begin(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
     """A function in a forked process."""
     process = FORKED.Process(target=work, args=arguments)
     process.start()
     return process
+
+
+def _begin_module(streams: Sequence[str | Path], more: dict[str, str], name: str, *arguments: str) -> ForkServerProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return begin(_module, streams, environment, os.getcwd(), name, *arguments)
 
 
 def _first_failure(started: list[ForkServerProcess], deadline: float) -> int:
@@ -71,12 +108,15 @@ def _first_failure(started: list[ForkServerProcess], deadline: float) -> int:
     return max((process.exitcode or 0 for process in started), key=abs)
 
 
-def _module(environment: dict[str, str], output: str, name: str, arguments: list[str]) -> None:
-    written = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(written, stream)
+def _module(
+    streams: Sequence[str | Path], environment: dict[str, str], folder: str, name: str, *arguments: str
+) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(os.open(stream, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND), number)
+    sys.stdin = os.fdopen(0)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
     torch.set_num_threads(1)
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
