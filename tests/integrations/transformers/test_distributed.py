@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.integrations.transformers.test_trainer import losses
+from tests.support import forked
 from tests.support.integrations.launching import torchrun
 from tests.support.integrations.trainer_ranks import trained
 
@@ -17,7 +18,7 @@ ADAPTED = ("ddp, adapted", "root, adapted", "norm and head, adapted", "head, ada
 def test_however_the_model_is_wrapped(tmp_path):
     """One launch for all: starting two ranks takes longer than what they do."""
     place = tmp_path / "results.json"
-    torchrun("tests.support.integrations.ranks", str(place))
+    forked.ranks("tests.support.integrations.ranks", place)
     results = json.loads(place.read_text())
     for how in (*WRAPPED, *ADAPTED):
         found, loss = results[how]["loss"]

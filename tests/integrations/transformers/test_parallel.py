@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.integrations.launching import torchrun
+from tests.support import forked
 from tests.support.integrations.tiny import WIDTH, randomised
 
 ROUNDING = 1e-6  # of float64 models, whose norms and rotary embeddings are float32
@@ -17,7 +17,7 @@ def results(tmp_path_factory):
     for name, tied in (("own head", False), ("tied head", True)):
         config = Qwen3Config(**{**WIDTH, "vocab_size": 97, "num_key_value_heads": 2, "tie_word_embeddings": tied})
         randomised(Qwen3ForCausalLM(config)).save_pretrained(folder / name)
-    torchrun("tests.support.integrations.parallel_ranks", str(folder / "results.json"), str(folder))
+    forked.ranks("tests.support.integrations.parallel_ranks", folder / "results.json", folder)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -1,9 +1,8 @@
-"""Several real processes for tests of sharded heads, forked from one that has imported torch: they start fast."""
+"""Several real processes for tests of sharded heads, forked from one that has imported their cases."""
 
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,20 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[3]
+from tests.support import forked
+
 RANKS = 4
 Case = Callable[[Any], None]
 
 
-def launch(module: str, folder: Path, timeout: int = 300, **more: str) -> dict[str, dict[str, str]]:
+def launch(module: str, folder: Path, **more: str) -> dict[str, dict[str, str]]:
     """Run `module`, which calls `run`, with `more` in its environment; returns what became of each case, by rank."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(folder)], cwd=ROOT, env=environment, timeout=timeout,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+    status, written = forked.module(module, folder, **more)
+    assert status == 0, written[-4000:]
     ranks = {str(rank): folder / f"{rank}.json" for rank in range(RANKS)}
     return {rank: json.loads(place.read_text()) for rank, place in ranks.items()}
 

@@ -1,6 +1,5 @@
 """Runs in processes of their own that are killed: in the middle of writing a file, or at any moment."""
 
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -17,6 +16,7 @@ from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.scoring.run import run
 from logitless.workbench.sft import run as sft
+from tests.support.forked import FORKED, begin
 
 TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "step_time", "memory/peak_bytes", "held_out"}
 RUNS = {"train": sft.run, "align": align, "score": run}
@@ -56,12 +56,8 @@ def _untimed(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ended(work: Any, *arguments: Any, after: float | None = None) -> int:
-    """Forked from a server that has imported everything: that takes longer than the run, and this one has threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    begun = context.Event()
-    process = context.Process(target=work, args=(begun, *arguments))
-    process.start()
+    begun = FORKED.Event()
+    process = begin(work, begun, *arguments)
     begun.wait(120)
     process.join(120 if after is None else after)
     process.kill()

@@ -6,23 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-from logitless.workbench.runs.options import RunOptions
-
-KILLED = """
-import os, signal, sys
 from logitless.cli.main import main
 from logitless.workbench.runs import callbacks
+from logitless.workbench.runs.options import RunOptions
 from logitless.workbench.sft import run as sft
-
-log = callbacks.Records.on_log
-def on_log(self, args, state, control, **kw):
-    log(self, args, state, control, **kw)
-    if state.global_step == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-callbacks.Records.on_log = on_log
-sft.measure = lambda config, tokens: {m: {"not_measured": "test"} for m in ("logitless", "dense")}
-raise SystemExit(main(sys.argv[2:]))
-"""
+from tests.support import forked
 
 
 def flags(config: RunOptions) -> list[str]:
@@ -38,8 +26,8 @@ def _flag(name: str, value: Any) -> list[str]:
 
 def killed_at(step: int, *arguments: Any) -> None:
     """`logitless ARGUMENTS`, killed when this step has been recorded."""
-    done = _ended([sys.executable, "-c", KILLED, step, *arguments])
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    status, written = forked.module(__name__, step, *arguments)
+    assert status == -signal.SIGKILL, written
 
 
 def finished(*command: Any, **environment: str) -> str:
@@ -52,3 +40,21 @@ def finished(*command: Any, **environment: str) -> str:
 def _ended(command: list[Any], **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False, env=environment)
+
+
+def _kill_at(step: int) -> None:
+    """Ends this process when it has recorded a training step, whose memory it does not measure."""
+    log = callbacks.Records.on_log
+
+    def on_log(self, args, state, control, **rest):
+        log(self, args, state, control, **rest)
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    callbacks.Records.on_log = on_log
+    sft.measure = lambda config, tokens: {method: {"not_measured": "test"} for method in ("logitless", "dense")}
+
+
+if __name__ == "__main__":
+    _kill_at(int(sys.argv[1]))
+    raise SystemExit(main(sys.argv[2:]))

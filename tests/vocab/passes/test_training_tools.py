@@ -1,16 +1,12 @@
 """The pass under the tools that people train with: compile, autocast, checkpointing, accumulation, DDP."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
+from tests.support import forked
 
 V, H = 61, 16
 
@@ -185,43 +181,5 @@ def test_without_gradients(what):
         torch.testing.assert_close(got, expected.detach())
 
 
-WORKER = """
-    import os
-    import sys
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    sys.path.insert(0, sys.argv[1])
-    from test_training_tools import Model, batch, model
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    for what in ("cross_entropy", "token_stats", "token_loss"):
-        x, labels = batch(12)
-        labels[1] = 3
-        module = model(what)
-        wrapped = DDP(module)
-        rows = slice(6 * rank, 6 * rank + 6)
-        for _ in range(2):  # the second step uses the buckets that the first one built
-            module.zero_grad()
-            wrapped(x[rows], labels[rows]).backward()
-        got = [p.grad.clone() for p in module.parameters()]
-        alone = model(what)
-        loss = (alone(x[:6], labels[:6]) + alone(x[6:], labels[6:])) / 2
-        for a, b in zip(got, torch.autograd.grad(loss, list(alone.parameters())), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    dist.destroy_process_group()
-    open(f"{__file__}.{rank}", "x").close()  # the ranks' standard output would mix
-    os._exit(0)  # gloo's threads may abort a Python that shuts down
-"""
-
-
-def test_two_ranks_give_the_gradient_of_one_process(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    here = os.path.dirname(__file__)
-    done = subprocess.run([*command, here], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert {path.suffix for path in tmp_path.glob("worker.py.*")} == {".0", ".1"}
+def test_two_ranks_give_the_gradient_of_one_process():
+    forked.ranks("tests.support.vocab.data_ranks")

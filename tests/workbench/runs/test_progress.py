@@ -64,7 +64,7 @@ def test_a_terminal_shows_what_runs_now():
         (["verify", "--vocab-size", "500"], {"float32, mean", "float32, none", "bfloat16, mean", "bfloat16, none"}),
         (
             ["profile", "--model", "tiny", "--context-length", "64", "--savings", "lora"],
-            {"dense loss", "chunked loss", "lora"},
+            {"dense loss", "logitless loss", "lora"},
         ),
     ],
 )

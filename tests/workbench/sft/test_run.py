@@ -24,6 +24,7 @@ from logitless.workbench.runs.rundir import WRITTEN, Interrupted, OutOfSpace, ex
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load
 from logitless.workbench.sft.run import run
+from tests.support import forked
 from tests.support.workbench.micro import CONTEXT
 from tests.support.workbench.processes import killed_at
 
@@ -51,7 +52,9 @@ def dense_held_out_loss(place: Path, length: int = CONTEXT) -> float:
 def finished(micro, tmp_path_factory) -> tuple[Path, dict]:
     """One run with everything, its memory measured."""
     place = tmp_path_factory.mktemp("runs") / "finished"
-    summary = run(replace(micro.config, output_dir=place), QUIET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logitless.workbench.sft.stepcost.subprocess.run", forked.run)
+        summary = run(replace(micro.config, output_dir=place), QUIET)
     return place, summary
 
 
