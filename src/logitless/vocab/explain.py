@@ -117,7 +117,7 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
     weight = call.head.weight
     widths = [weight.shape[1], *(x.shape[1] for x in (i.lora_b,) if x is not None)]
     ref_widths = [x.shape[1] for x in (i.ref_hidden, i.ref_lora_b) if x is not None]
-    gathered = entries_at_a_time(call) * (3 * sum(widths) + sum(ref_widths)) * itemsize
+    gathered = min(entries, entries_at_a_time(call)) * (3 * sum(widths) + sum(ref_widths)) * itemsize
     return Explanation(
         price=price,
         backend=call.options.backend,
