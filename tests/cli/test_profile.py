@@ -83,8 +83,8 @@ def test_json(model, capsys):
         "name",
         "predicted_bytes",
         "predicted_peak_bytes",
-        "counted_bytes",
-        "counted_peak_bytes",
+        "allocated_bytes",
+        "allocated_peak_bytes",
         "measured_bytes",
         "measured_peak_bytes",
     }

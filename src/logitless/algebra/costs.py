@@ -268,7 +268,7 @@ class Traffic:
         return (ranks - 1) * self.gathered + 2 * (ranks - 1) * self.summed // max(1, ranks)
 
 
-MEETING = 128  # bytes by which ranks see that they make the same call
+AGREEMENT = 128  # bytes of the agreement across ranks on the call that they make
 
 
 def traffic_of(
@@ -293,5 +293,5 @@ def traffic_of(
     floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
     ints = top_k + ("above" in sums)
     each = 1 + (label and "above" in sums) + ("jsd" in sums)
-    gathered = MEETING + n_tokens * (itemsize * floats + 8 * ints)
+    gathered = AGREEMENT + n_tokens * (itemsize * floats + 8 * ints)
     return Traffic(1 + chunks * each + len(widths), gathered, n_tokens * sum(widths) * itemsize)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import DataError
+from ..errors import DataError, OptionError
 from ..workbench.runs.model import check_model
 from ..workbench.runs.options import DEFAULT_MODEL, SMALL_MODEL
 
@@ -18,3 +20,34 @@ def check_inputs(model: str, wish: str | None = None, data: str | None = None) -
         raise DataError(f"--data {data}: no such file or directory")
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model).exists():
         check_model(model, wish)
+
+
+def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The prompts in order; standard input where none are given. OptionError, DataError for an empty one or no text."""
+    if not given and not files:
+        piped = sys.stdin is not None and not sys.stdin.isatty()
+        text = _read(Path("-"), "standard input") if piped else ""
+        if not text:
+            raise OptionError("no prompt: expected --prompt TEXT, --prompt-file FILE, or text on standard input")
+        return [text]
+    named = [(f"--prompt {i}", text) for i, text in enumerate(given, 1)]
+    named += [(f"--prompt-file {path}", _read(path, f"--prompt-file {path}")) for path in files]
+    for name, text in named:
+        if not text:
+            raise OptionError(f"{name}: expected some text to go on from, got none")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{name}: not UTF-8 text") from None
+    return [text for _, text in named]
+
+
+def _read(path: Path, name: str) -> str:
+    """A file's text without the line break at its end."""
+    stdin = str(path) == "-"
+    data = sys.stdin.buffer.read() if stdin else path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import options
-from .inputs import check_inputs
+from .inputs import check_inputs, read_prompts
 from .output import deliver
 from .sample_config import SampleConfig
 
@@ -19,8 +19,6 @@ def main(arguments: Sequence[str]) -> int:
     """Samples, shows the text, writes the files that are asked for, whole or not at all."""
     config = options.parse(SampleConfig, prog="logitless sample", description=DESCRIPTION, arguments=arguments).check()
     check_inputs(config.model, "sample from")
-    from .prompts import read_prompts
-
     prompts = read_prompts(config.prompt, config.prompt_file)
     from ..sample.page import page
     from ..sample.terminal import show

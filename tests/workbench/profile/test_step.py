@@ -75,11 +75,11 @@ def combinations():
 def test_prediction_against_a_real_run(kind, setting, loss, model_file):
     step = Step(model_file(kind), context_length=96, batch_size=2, loss=loss, **SETTINGS[setting])
     found = measure(step, "cpu")
-    for predicted, counted in zip(found.predicted.stages, found.counted.stages, strict=True):
-        assert predicted.name == counted.name
-        assert predicted.nbytes == counted.nbytes, predicted.name
-        assert predicted.peak == counted.peak, predicted.name
-    assert len(found.readings) == len(found.counted.stages)
+    for predicted, allocated in zip(found.predicted.stages, found.allocated.stages, strict=True):
+        assert predicted.name == allocated.name
+        assert predicted.nbytes == allocated.nbytes, predicted.name
+        assert predicted.peak == allocated.peak, predicted.name
+    assert len(found.readings) == len(found.allocated.stages)
     assert found.as_json()["predicted_peak_bytes"] == found.predicted.peak.nbytes
 
 
@@ -102,9 +102,9 @@ def test_sparse_attention_against_a_real_run(context_length, model_file, monkeyp
     name = model_file("qwen3", num_hidden_layers=1, vocab_size=64)
     step = Step(name, context_length=context_length, attention="nsa", gradient_checkpointing=True, optimizer="none")
     found = measure(step, "cpu")
-    for predicted, counted in zip(found.predicted.stages, found.counted.stages, strict=True):
-        assert predicted.nbytes == counted.nbytes, predicted.name
-        assert predicted.peak == counted.peak, predicted.name
+    for predicted, allocated in zip(found.predicted.stages, found.allocated.stages, strict=True):
+        assert predicted.nbytes == allocated.nbytes, predicted.name
+        assert predicted.peak == allocated.peak, predicted.name
 
 
 def test_a_trace_of_sparse_attention_does_not_grow_with_the_context(model_file):
@@ -118,7 +118,7 @@ def test_a_trace_of_sparse_attention_does_not_grow_with_the_context(model_file):
 def test_a_mixture_of_experts(checkpointing, model_file):
     name = model_file("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     found = measure(Step(name, context_length=96, gradient_checkpointing=checkpointing), "cpu")
-    assert found.predicted.peak.nbytes == pytest.approx(found.counted.peak.nbytes, rel=0.001)
+    assert found.predicted.peak.nbytes == pytest.approx(found.allocated.peak.nbytes, rel=0.001)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -126,8 +126,8 @@ def test_a_mixture_of_experts(checkpointing, model_file):
 def test_other_dtypes_and_optimizers(dtype, optimizer, model_file):
     step = Step(model_file("qwen3"), context_length=64, optimizer=optimizer, dtype=dtype)
     found = measure(step, "cpu")
-    assert found.predicted.peak.nbytes == pytest.approx(found.counted.peak.nbytes, rel=0.001)
-    assert ("optimizer" in {s.name for s in found.counted.stages}) == (optimizer != "none")
+    assert found.predicted.peak.nbytes == pytest.approx(found.allocated.peak.nbytes, rel=0.001)
+    assert ("optimizer" in {s.name for s in found.allocated.stages}) == (optimizer != "none")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -1,4 +1,4 @@
-"""The same step run for real: predicted bytes beside counted ones, and beside what the machine says."""
+"""The same step run for real: predicted bytes beside allocated ones, and beside what the machine says."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Measured:
 
     device: str
     predicted: Recording
-    counted: Recording
+    allocated: Recording
     readings: list[tuple[int, int]]
     reserved: int = 0
     context: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The comparison for machines."""
-        rows = zip(self.predicted.stages, self.counted.stages, self.readings, strict=True)
+        rows = zip(self.predicted.stages, self.allocated.stages, self.readings, strict=True)
         return {
             "device": self.device,
             "stages": [
@@ -40,15 +40,15 @@ class Measured:
                     "name": p.name,
                     "predicted_bytes": p.nbytes,
                     "predicted_peak_bytes": p.peak,
-                    "counted_bytes": c.nbytes,
-                    "counted_peak_bytes": c.peak,
+                    "allocated_bytes": c.nbytes,
+                    "allocated_peak_bytes": c.peak,
                     "measured_bytes": now,
                     "measured_peak_bytes": most,
                 }
                 for p, c, (now, most) in rows
             ],
             "predicted_peak_bytes": self.predicted.peak.nbytes,
-            "counted_peak_bytes": self.counted.peak.nbytes,
+            "allocated_peak_bytes": self.allocated.peak.nbytes,
             "measured_peak_bytes": max(most for _, most in self.readings),
             "reserved_bytes": self.reserved,
             "context_bytes": self.context,

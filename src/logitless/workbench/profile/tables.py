@@ -50,13 +50,13 @@ def show_savings(found: Sequence[Saving], base: Recording, console: Console, uni
 
 
 def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
-    """Predicted against counted and measured peaks, stage by stage."""
+    """Predicted against allocated and measured peaks, stage by stage."""
     machine = "resident set" if measured.device == "cpu" else "allocator"
-    table = columns("<stage", ">predicted peak", ">counted", ">error", f">{machine}")
-    rows = zip(measured.predicted.stages, measured.counted.stages, measured.readings, strict=True)
-    for predicted, counted, (_, most) in rows:
-        error = f"{100 * (predicted.peak / counted.peak - 1):+.2f} %"
-        cells = (format_bytes(n, units) for n in (predicted.peak, counted.peak))
+    table = columns("<stage", ">predicted peak", ">allocated", ">error", f">{machine}")
+    rows = zip(measured.predicted.stages, measured.allocated.stages, measured.readings, strict=True)
+    for predicted, allocated, (_, most) in rows:
+        error = f"{100 * (predicted.peak / allocated.peak - 1):+.2f} %"
+        cells = (format_bytes(n, units) for n in (predicted.peak, allocated.peak))
         table.add_row(predicted.name, *cells, error, format_bytes(most, units))
     console.print(f"[bold]predicted against a real run on {measured.device}[/bold]")
     console.print(table, highlight=False)

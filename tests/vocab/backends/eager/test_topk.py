@@ -65,7 +65,7 @@ def test_what_waits_is_sorted_in_time(k, width, rows):
     for start in range(0, n, width):
         best.add(z[:, start : start + width].clone(), start)
         assert best.count.max() <= max(LEAST_ROOM, 2 * k)
-    values, ids = best.settle()
+    values, ids = best.flush()
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values[:, :k])
     live = values > -math.inf

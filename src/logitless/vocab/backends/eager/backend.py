@@ -197,7 +197,7 @@ class EagerBackend(Backend):
             run.add(tile, keep)
             if keep:
                 chunk.materialised.append(tile)
-        topk = None if run.topk is None else run.topk.settle()
+        topk = None if run.topk is None else run.topk.flush()
         return Partial(run.state, partial(normalised, run.products, run.state), run.zsum, topk)
 
     def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class TopK:
         row = row[hit]  # ascending, and ids ascend within a row
         new = torch.bincount(row, minlength=least.shape[0])
         if int((self.count + new).max()) > self.room:
-            self.settle()
+            self.flush()
             if int(new.max()) > self.room:
                 self._sort(blocks.flatten(1), start)
                 return
@@ -60,10 +60,10 @@ class TopK:
         self.count += new
 
     def _sort(self, z: Tensor, start: int) -> None:
-        self.settle()
+        self.flush()
         keep_topk(self.values, self.ids, z, start)
 
-    def settle(self) -> tuple[Tensor, Tensor]:
+    def flush(self) -> tuple[Tensor, Tensor]:
         """(values, ids) (C, k), best first, with nothing waiting."""
         most = int(self.count.max()) if self.count.numel() else 0
         if most:

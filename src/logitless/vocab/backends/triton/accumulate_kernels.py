@@ -62,9 +62,9 @@ def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R
 
 
 @triton.jit
-def nearest(x, z_ref, counted, near, shift):
+def nearest(x, z_ref, valid, near, shift):
     """`near` and `shift` with a block: max (z + z_ref), and z - z_ref of that entry. x, z_ref: without -inf."""
-    both = tl.where(counted, x + z_ref, MASK)
+    both = tl.where(valid, x + z_ref, MASK)
     top = tl.max(both, 1)
     own = tl.max(tl.where(both == top[:, None], x - z_ref, -float("inf")), 1)
     return tl.maximum(near, top), tl.where(top > near, own, shift)
@@ -250,7 +250,7 @@ def accumulate_slice(
             peaks = tl.max(tl.reshape(tl.where(seen, x, -float("inf")), (ROWS, BLOCK // GROUP, GROUP)), 2)
             at_group = best_keys + rows[:, None] * tl.cdiv(width, GROUP) + groups[None, :]
             tl.store(at_group, ordered(peaks), mask=live[:, None] & (groups * GROUP < stop)[None, :])
-        counted = seen & (ids[None, :] != label[:, None])
+        valid = seen & (ids[None, :] != label[:, None])
         gap = x
         z_ref = x
         moved = zero
@@ -259,9 +259,9 @@ def accumulate_slice(
             z_ref = tl.load(at_ref, mask=seen, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
             had, before = near > EMPTY, shift
-            near, shift = nearest(finite(x), finite(z_ref), counted, near, shift)
+            near, shift = nearest(finite(x), finite(z_ref), valid, near, shift)
             moved = tl.where(had, before - shift, 0.0)
-            gap = minus_e(x, z_ref, shift, counted)
+            gap = minus_e(x, z_ref, shift, valid)
             z_ref = finite(z_ref)
         x = finite(x)
         if WRITE_BACK:
@@ -269,13 +269,13 @@ def accumulate_slice(
             if REF:
                 tl.store(at_ref, z_ref, mask=seen)
         final = x
-        x = tl.where(counted, x, MASK)
+        x = tl.where(valid, x, MASK)
         s = 1.0 + rest
         w, d, grow, step, m, rest, t, r, above = add_block(x, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
         w_ref = w
         grow_ref = grow
         if REF:
-            z_ref = tl.where(counted, z_ref, MASK)
+            z_ref = tl.where(valid, z_ref, MASK)
             a += s * moved
             b = moved_b(b, s, s_ref, grow, moved, step, (m_ref - m) + shift)
             a_ref += s_ref * moved
@@ -468,8 +468,8 @@ def accumulate_products(
         seen = live[:, None] & inside[None, :]
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, z, 0.0), 1)
-        counted = seen & (ids[None, :] != label[:, None])
-        z = tl.where(counted, finite(z), MASK)
+        valid = seen & (ids[None, :] != label[:, None])
+        z = tl.where(valid, finite(z), MASK)
         _, _, _, _, m, rest, t, r, above = add_block(z, m, rest, t, r, above, label_logit, WITH_T, WITH_R, RANK)
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n

@@ -116,8 +116,8 @@ def logits_grad_slice(
         seen = live[:, None] & inside[None, :]
         x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
         x = finite(logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
-        counted = seen & (ids[None, :] != label[:, None])
-        log_p = (tl.where(counted, x, MASK) - m[:, None]) - log_s[:, None]
+        valid = seen & (ids[None, :] != label[:, None])
+        log_p = (tl.where(valid, x, MASK) - m[:, None]) - log_s[:, None]
         p = tl.exp(log_p)
         total = tl.zeros((ROWS, BLOCK), raw.dtype.element_ty) + base[:, None]
         z_ref = x
@@ -126,7 +126,7 @@ def logits_grad_slice(
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
         if PD or PM:
-            gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), counted)
+            gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), valid)
             d = load_rows(totals, 3, n, rows, live)[:, None] - gap
             if PD:
                 total += load_rows(coefficients, 2, n, rows, live)[:, None] * d
@@ -140,13 +140,13 @@ def logits_grad_slice(
         dz = times(p, total)
         if Q:
             m_ref = load_rows(totals, 4, n, rows, live)[:, None]
-            q = tl.exp((tl.where(counted, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
+            q = tl.exp((tl.where(valid, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
             dz += q * load_rows(coefficients, 5, n, rows, live)[:, None]
         if CAP:
             if ONE:
                 dz += load_rows(coefficients, 6, n, rows, live)[:, None]
             share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
-            dz = tl.where(counted, dz * (1.0 - share * share), 0.0)
+            dz = tl.where(valid, dz * (1.0 - share * share), 0.0)
         tl.debug_barrier()
         tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=seen)
 
