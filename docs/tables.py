@@ -27,7 +27,8 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 def machine(records: list[Record]) -> str:
     env = records[0]
-    return f"{env['cpu']}, {env['threads']} threads, torch {env['versions']['torch']}, {env['date'][:10]}."
+    threads = f"{env['threads']} thread{'s' * (env['threads'] != 1)}"
+    return f"{env['cpu']}, {threads}, torch {env['versions']['torch']}, {env['date'][:10]}."
 
 
 def logits(records: list[Record]) -> str:

@@ -70,7 +70,8 @@ def _weights(setting: Setting) -> Iterator[Component]:
     stored = setting.model.head if setting.quantised_head else 0
     yield model("parameters", setting.model, setting.model.parameters - stored)
     if stored:  # nothing divides it further: a sharded parameter is of one floating dtype
-        mine, (per, over) = ceil_div(stored, setting.tensor_parallel), HEAD_FORMATS[setting.head_format]
+        mine = ceil_div(stored, setting.tensor_parallel)
+        per, over = HEAD_FORMATS[setting.head_format]
         size = ceil_div(mine * per, over)
         yield Component("quantised head", f"{mine:,} {setting.head_format}", size, always, size)
     # with adapters, the base model is the reference
