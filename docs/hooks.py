@@ -11,13 +11,11 @@ from mkdocs.exceptions import PluginError
 import logitless
 from logitless import errors
 
-COLUMNS, WHOLE_COLUMNS = (
-    100,
-    120,
-)  # of code at 1,280 px, and on a page that hides its table of contents
+# Of code at 1,280 px, and on a page that hides its table of contents.
+COLUMNS, WHOLE_COLUMNS = 100, 120
 # What a search weighs a page by: people come for what to do, not for why it was decided so.
 BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
-BOOSTS |= {"decisions/": 0.01, "changelog.md": 0.01}
+BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 MODULES = (
     "losses",

@@ -238,6 +238,6 @@ def draw(path: Path, records: list[Record]) -> None:
         if key in LOGARITHMIC:
             axes.set_yscale("log")
     for axes in grid[-3:]:
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("optimizer step")
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), frameon=False)
     finish(figure, list(grid), path)
