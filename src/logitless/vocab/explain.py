@@ -38,7 +38,7 @@ class Explanation:
     buffer_bytes: int  # slices, reused
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
-    dense_bytes: int  # what cross-entropy of whole logits takes
+    dense_bytes: int  # what dense cross-entropy takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
 
@@ -54,7 +54,7 @@ class Explanation:
             f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
-            f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
+            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
         )
 
 
