@@ -34,7 +34,8 @@ test-all: .venv/dev.stamp
 
 # The pages in headless Chromium; part of test-all too, and skipped with its reason where there is none.
 test-browser: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/page/test_page_browser.py tests/sample/test_page_browser.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/page/test_page_browser.py tests/sample/test_page_browser.py \
+		tests/docs/test_site_browser.py
 
 # DeepSpeed in an environment of its own, beside the same dependencies: nothing else here needs it.
 test-deepspeed: .venv/dev.stamp

@@ -21,14 +21,24 @@ from logitless.workbench.profile.step import both as both_steps
 from logitless.workbench.profile.timeline import draw as draw_profile
 
 ROOT = Path(__file__).parents[1]
-INKS = {"light": ("#24292f", "#ffffff"), "dark": ("#d5d9e0", "#1e2129")}  # of what is written, and the page's ground
+INKS = {
+    "light": ("#24292f", "#ffffff"),
+    "dark": ("#d5d9e0", "#1e2129"),
+}  # of what is written, and the page's ground
 Draw = Callable[[Path], None]
 
 
 def scheme(name: str) -> dict[str, object]:
     """matplotlib's settings for a page: its ink, and no ground, but for the boxes behind some numbers."""
     ink, ground = INKS[name]
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    inks = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "grid.color",
+    )
     return {**dict.fromkeys(inks, ink), "axes.facecolor": ground, "savefig.transparent": True}
 
 
@@ -39,8 +49,15 @@ def bench() -> Draw:
 
 def plan() -> Draw:
     """docs/how-to/plan.md's first command."""
-    sizes = {"batch_size": 8, "responses_per_prompt": 8, "prompt_length": 2048, "response_length": 4096}
-    plans = both_plans(Setting(shape_of("qwen2.5-1.5b"), "intuitor", gpus=8, gradient_checkpointing=True, **sizes))
+    sizes = {
+        "batch_size": 8,
+        "responses_per_prompt": 8,
+        "prompt_length": 2048,
+        "response_length": 4096,
+    }
+    plans = both_plans(
+        Setting(shape_of("qwen2.5-1.5b"), "intuitor", gpus=8, gradient_checkpointing=True, **sizes)
+    )
     return lambda path: draw_plan(*plans, path)
 
 

@@ -28,7 +28,11 @@ def setting(record: Record) -> str:
 def policy(record: Record) -> str:
     """The policy and its adapters."""
     p = record["policy"]
-    trained = f"LoRA of rank {record['config']['lora_rank']}" if record["config"]["lora_rank"] else "all of it trained"
+    trained = (
+        f"LoRA of rank {record['config']['lora_rank']}"
+        if record["config"]["lora_rank"]
+        else "all of it trained"
+    )
     return f"The policy: {p['parameters'] / 1e6:.2g}M parameters, V={p['vocab']:,}, {trained}."
 
 
@@ -55,7 +59,9 @@ def memory(record: Record) -> str:
         ratios = [f"{old[key] / r[key]:.1f}×" for key in ("allocated_mb", "resident_mb")]
         kept = [f"{r[key]:,.0f} MB" for key in ("allocated_mb", "resident_mb")]
         foretold = f"{r['told_mb']:,.0f} MB" if "told_mb" in r else ""
-        cells = [kept[0], ratios[0], kept[1], ratios[1]] if old is not r else [kept[0], "", kept[1], ""]
+        cells = (
+            [kept[0], ratios[0], kept[1], ratios[1]] if old is not r else [kept[0], "", kept[1], ""]
+        )
         table.append([f"`{r['method']}`", r["carry"] or "T graphs", *cells, foretold])
     head = ["method", "carry", "allocated", "less", "resident set", "less", "foretold"]
     return "\n\n".join(
@@ -75,7 +81,9 @@ def memory(record: Record) -> str:
 
 def per_entry(record: Record) -> tuple[float, float]:
     """Bytes of soft tokens for each step and entry, over all T and k."""
-    found = [r["soft_bytes"] / (r["steps"] * r["k"] * record["sizes"]["batch"]) for r in record["rows"]]
+    found = [
+        r["soft_bytes"] / (r["steps"] * r["k"] * record["sizes"]["batch"]) for r in record["rows"]
+    ]
     return min(found), max(found)
 
 
@@ -84,7 +92,9 @@ def kept_per_entry(record: Record) -> tuple[float, float]:
     found = []
     for t in (min(r["steps"] for r in record["rows"]), max(r["steps"] for r in record["rows"])):
         row = {r["k"]: r["kept_bytes"] for r in record["rows"] if r["steps"] == t}
-        found.append((row[max(row)] - row[min(row)]) / (t * (max(row) - min(row)) * record["sizes"]["batch"]))
+        found.append(
+            (row[max(row)] - row[min(row)]) / (t * (max(row) - min(row)) * record["sizes"]["batch"])
+        )
     return found[0], found[1]
 
 
@@ -102,7 +112,15 @@ def storage(record: Record) -> str:
     kept_at = [f"kept in all, k={k:,}" for k in (ks[0], ks[-1])]
     return "\n\n".join(
         [
-            grid(["T", *(f"k={k:,}" for k in ks), f"whole, V={record['sizes']['vocab']:,}", *kept_at], table),
+            grid(
+                [
+                    "T",
+                    *(f"k={k:,}" for k in ks),
+                    f"whole, V={record['sizes']['vocab']:,}",
+                    *kept_at,
+                ],
+                table,
+            ),
             f"Bytes of ids, weights, tokens and coverage that a rollout holds: {low:.2f} to {high:.2f} for each step "
             "and entry at every T and k. Whole: the weights alone of a (T, V) tensor. Kept in all: what a rollout "
             f"holds for its backward; it grows by {kept[0]:.1f} bytes with each step and entry at the least T, by "
@@ -117,7 +135,13 @@ def storage(record: Record) -> str:
 
 def timing(record: Record) -> str:
     rows = [
-        [f"`{r['method']}`", f"{r['seconds']:.2f} s", f"{r['legacy_seconds']:.2f} s", f"{r['ratio']:.2f}", spread(r)]
+        [
+            f"`{r['method']}`",
+            f"{r['seconds']:.2f} s",
+            f"{r['legacy_seconds']:.2f} s",
+            f"{r['ratio']:.2f}",
+            spread(r),
+        ]
         for r in record["rows"]
     ]
     return "\n\n".join(
@@ -164,20 +188,40 @@ def curves(record: Record) -> str:
     table = []
     for i in some:
         r = rows[i]
-        cells = [f"{fmean(of[key]):.{digits}f}" for key, digits in (("reward", 6), ("kl", 5)) for of in three(r)]
-        table.append([str(r["step"] + 1), f"{r['tau']:.2f}", *cells, f"{1 - r['few']['outside']:.2%}"])
+        cells = [
+            f"{fmean(of[key]):.{digits}f}"
+            for key, digits in (("reward", 6), ("kl", 5))
+            for of in three(r)
+        ]
+        table.append(
+            [str(r["step"] + 1), f"{r['tau']:.2f}", *cells, f"{1 - r['few']['outside']:.2%}"]
+        )
     c = record["config"]
     k = c["top_k"]
-    head = ["step", "τ", *(f"{what}, {who}" for what in ("reward", "KL") for who in ("legacy", "k=V", f"k={k}"))]
+    head = [
+        "step",
+        "τ",
+        *(f"{what}, {who}" for what in ("reward", "KL") for who in ("legacy", "k=V", f"k={k}")),
+    ]
     return "\n\n".join(
         [
             grid([*head, f"coverage of {k}"], table),
             f"The largest difference of any sequence in {len(rows)} steps, against `ste_legacy`:",
             grid(
-                ["", "reward", "KL, relative", "gradient, relative norm", "mean reward, all steps", "mean KL"],
+                [
+                    "",
+                    "reward",
+                    "KL, relative",
+                    "gradient, relative norm",
+                    "mean reward, all steps",
+                    "mean KL",
+                ],
                 [
                     [name, *(f"{x:.0e}" for x in off(record, key)), *means(record, key)]
-                    for name, key in ((f"k=V={record['policy']['vocab']:,}", "all"), (f"k={k}", "few"))
+                    for name, key in (
+                        (f"k=V={record['policy']['vocab']:,}", "all"),
+                        (f"k={k}", "few"),
+                    )
                 ],
             ),
             f"`ste_legacy` trains; at each step `ste` gets the same parameters, prompts and noise. Batches of "
@@ -203,7 +247,9 @@ def ratios(record: Record, row: Record) -> list[float]:
 
 def variance(record: Record) -> str:
     score, halves = record["rows"][0], max(0.0, record["halves"])
-    most = (2 * halves / (1 + halves)) ** 0.5  # Spearman and Brown: from half the draws to all, to the truth
+    most = (
+        2 * halves / (1 + halves)
+    ) ** 0.5  # Spearman and Brown: from half the draws to all, to the truth
     table = []
     for r in record["rows"]:
         blocks = ratios(record, r)
@@ -216,7 +262,15 @@ def variance(record: Record) -> str:
                 noise(r), f"at most {most:.2f}" if own else f"{r['cosine']:.2f}",
             ]
         )  # fmt: skip
-    head = ["method", "τ", "variance", "reinforce's over it", "in blocks", "noise over signal", "cosine"]
+    head = [
+        "method",
+        "τ",
+        "variance",
+        "reinforce's over it",
+        "in blocks",
+        "noise over signal",
+        "cosine",
+    ]
     c = record["config"]
     return "\n\n".join(
         [
@@ -242,7 +296,11 @@ def noise(row: Record) -> str:
 def learning(record: Record) -> str:
     c, legacy = record["config"], record["legacy"]
     samples = record["steps"] * c["batch_size"] * c["gradient_accumulation_steps"]
-    out = f" Not run: {', '.join(f'`{name}`' for name in record['missing'])}." if record["missing"] else ""
+    out = (
+        f" Not run: {', '.join(f'`{name}`' for name in record['missing'])}."
+        if record["missing"]
+        else ""
+    )
     parts = [
         learned(record),
         f"{record['seeds']} seeds, {record['steps']} steps, {samples:,} continuations of {c['completion_length']} "
@@ -260,7 +318,15 @@ def learning(record: Record) -> str:
 
 
 def learned(record: Record) -> str:
-    head = ["method", "test reward", "less `ste`'s", "in training less test", "KL, nats", "seconds a step", "coverage"]
+    head = [
+        "method",
+        "test reward",
+        "less `ste`'s",
+        "in training less test",
+        "KL, nats",
+        "seconds a step",
+        "coverage",
+    ]
     rows = []
     for name, m in record["methods"].items():
         less = m.get("test_reward_minus_ste")
@@ -276,7 +342,10 @@ def learned(record: Record) -> str:
 def on_the_way(record: Record) -> str:
     found = record["validation"]
     steps = list(next(iter(found.values())))
-    return grid(["method", *steps], [[f"`{m}`", *(f"{of[n]:.3f}" for n in steps)] for m, of in found.items()])
+    return grid(
+        ["method", *steps],
+        [[f"`{m}`", *(f"{of[n]:.3f}" for n in steps)] for m, of in found.items()],
+    )
 
 
 def within(x: Record) -> str:
@@ -287,13 +356,21 @@ def learning_claims(record: Record) -> list[list[str]]:
     rows = []
     for name in ("reinforce", "ppo"):
         if (less := record["methods"].get(name, {}).get("test_reward_minus_ste")) and "low" in less:
-            shown = said(less["high"] < 0) if less["high"] < 0 or less["low"] > 0 else "not shown either way"
+            shown = (
+                said(less["high"] < 0)
+                if less["high"] < 0 or less["low"] > 0
+                else "not shown either way"
+            )
             measured = f"{-less['mean']:+.3f} ({-less['high']:+.3f} to {-less['low']:+.3f})"
-            rows.append([f"test reward, `ste` less `{name}` at equal samples", "above 0", measured, shown])
+            rows.append(
+                [f"test reward, `ste` less `{name}` at equal samples", "above 0", measured, shown]
+            )
     less = record["legacy"]["methods"].get("ste_legacy", {}).get("test_reward_minus_ste")
     if less and "low" in less:
         equal = said(less["low"] <= 0 <= less["high"])
-        rows.append(["test reward, `ste_legacy` less `ste`", "0 within its interval", within(less), equal])
+        rows.append(
+            ["test reward, `ste_legacy` less `ste`", "0 within its interval", within(less), equal]
+        )
     return rows
 
 
@@ -314,7 +391,14 @@ def claims(found: dict[str, Record]) -> list[list[str]]:
     rows = []
     if "memory" in found:
         ratio = memory_ratio(found["memory"])
-        rows.append(["peak memory above the weights, `ste`", "5× less than legacy", f"{ratio:.1f}×", said(ratio >= 5)])
+        rows.append(
+            [
+                "peak memory above the weights, `ste`",
+                "5× less than legacy",
+                f"{ratio:.1f}×",
+                said(ratio >= 5),
+            ]
+        )
     if "storage" in found:
         low, high = per_entry(found["storage"])
         cells = [f"{low:.2f} to {high:.2f} bytes per step and entry", said(high < 1.1 * low)]
@@ -332,7 +416,14 @@ def claims(found: dict[str, Record]) -> list[list[str]]:
         )
     if "time" in found:
         ratio = found["time"]["rows"][0]["ratio"]
-        rows.append(["time of a step, `ste`", "no slower than legacy", f"{ratio:.2f} of legacy's", said(ratio <= 1)])
+        rows.append(
+            [
+                "time of a step, `ste`",
+                "no slower than legacy",
+                f"{ratio:.2f} of legacy's",
+                said(ratio <= 1),
+            ]
+        )
     if "variance" in found:
         rows += [variance_claim(found["variance"])]
     return rows + (learning_claims(found["learning"]) if "learning" in found else [])
@@ -344,9 +435,18 @@ def variance_claim(record: Record) -> list[str]:
     times = [score["variance"] / r["variance"] for r in ours]
     measured = f"{min(times):.3g} to {max(times):.3g}× lower, by τ"
     if all(r["mean_square"] for r in (score, *ours)):
-        worth = [x * r["mean_square"] / score["mean_square"] for x, r in zip(times, ours, strict=True)]
-        measured += f"; in units of the mean gradient's square {min(worth):.2g} to {max(worth):.2g}×"
-    return ["gradient variance, `ste` against `reinforce`", "reported: over 14× lower", measured, said(min(times) > 14)]
+        worth = [
+            x * r["mean_square"] / score["mean_square"] for x, r in zip(times, ours, strict=True)
+        ]
+        measured += (
+            f"; in units of the mean gradient's square {min(worth):.2g} to {max(worth):.2g}×"
+        )
+    return [
+        "gradient variance, `ste` against `reinforce`",
+        "reported: over 14× lower",
+        measured,
+        said(min(times) > 14),
+    ]
 
 
 def grade(records: list[Record]) -> str:
@@ -356,6 +456,8 @@ def grade(records: list[Record]) -> str:
     for kind, (title, make) in SECTIONS.items():
         parts.append(f"## {title}")
         parts.append(
-            make(found[kind]) if kind in found else f"Not measured yet: `python -m bench.grade --part {kind}`."
+            make(found[kind])
+            if kind in found
+            else f"Not measured yet: `python -m bench.grade --part {kind}`."
         )
     return "\n\n".join(parts)

@@ -11,20 +11,37 @@ from mkdocs.exceptions import PluginError
 import logitless
 from logitless import errors
 
-COLUMNS, WHOLE_COLUMNS = 100, 120  # of code at 1,280 px, and on a page that hides its table of contents
+# Of code at 1,280 px, and on a page that hides its table of contents.
+COLUMNS, WHOLE_COLUMNS = 100, 120
 # What a search weighs a page by: people come for what to do, not for why it was decided so.
 BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
-BOOSTS |= {"decisions/": 0.01, "changelog.md": 0.01}
+BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
-MODULES = ("losses", "relax", "sample", "memory", "jax", "integrations.trl")  # whose names are public
+MODULES = (
+    "losses",
+    "relax",
+    "sample",
+    "memory",
+    "jax",
+    "integrations.trl",
+)  # whose names are public
 
 
 def public_names() -> dict[str, str]:
     """What the API page must hold: each name, and where it is defined."""
     modules = [logitless, *(import_module(f"logitless.{name}") for name in MODULES)]
-    found = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
-    found |= {f"logitless.errors.{name}": x for name, x in vars(errors).items() if isinstance(x, type)}
-    return {name: f"{x.__module__}.{x.__qualname__}" if callable(x) else name for name, x in found.items()}
+    found = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in modules
+        for name in module.__all__
+    }
+    found |= {
+        f"logitless.errors.{name}": x for name, x in vars(errors).items() if isinstance(x, type)
+    }
+    return {
+        name: f"{x.__module__}.{x.__qualname__}" if callable(x) else name
+        for name, x in found.items()
+    }
 
 
 def undocumented(html: str) -> list[str]:
@@ -39,13 +56,17 @@ def decisions(folder: Path) -> str:
     pages = sorted(folder.glob("[0-9]*.md"))
     if not pages:
         return "None is recorded yet."
-    titles = {page: page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for page in pages}
+    titles = {
+        page: page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for page in pages
+    }
     return "\n".join(f"- [{title}]({page.name})" for page, title in titles.items())
 
 
 def too_wide(html: str, columns: int) -> list[str]:
     """The lines of a rendered page's code blocks that are longer than `columns`."""
-    lines = (line for block in CODE.findall(html) for line in unescape(TAG.sub("", block)).splitlines())
+    lines = (
+        line for block in CODE.findall(html) for line in unescape(TAG.sub("", block)).splitlines()
+    )
     return [line for line in lines if len(line) > columns]
 
 
@@ -61,7 +82,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     columns = WHOLE_COLUMNS if "toc" in page.meta.get("hide", ()) else COLUMNS
     if wide := too_wide(html, columns):
-        raise PluginError(f"{page.file.src_uri}: {columns} columns of code fit, {len(wide)} lines have more: {wide[0]}")
+        raise PluginError(
+            f"{page.file.src_uri}: {columns} columns of code fit, {len(wide)} lines have more: {wide[0]}"
+        )
     if page.file.src_uri == "api.md" and (missing := undocumented(html)):
         raise PluginError(f"public names without documentation on api.md: {', '.join(missing)}")
     return html

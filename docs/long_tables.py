@@ -12,7 +12,15 @@ def steps(records: list[Record]) -> str:
     what, *rows = records
     table = grid(
         ["", "peak on the GPU", "during", "on the host"],
-        [[r["step"], f"{r['peak_bytes'] / GIB:.2f} GiB", r["stage"], f"{r['host_bytes'] / GIB:.2f} GiB"] for r in rows],
+        [
+            [
+                r["step"],
+                f"{r['peak_bytes'] / GIB:.2f} GiB",
+                r["stage"],
+                f"{r['host_bytes'] / GIB:.2f} GiB",
+            ]
+            for r in rows
+        ],
     )
     said = f"`{what['model']}`, one sequence of {what['context_length']:,} tokens, bf16, AdamW with bf16 state"
     return f"{table}\n\n{said}; traced on fake tensors with torch {what['versions']['torch']}."

@@ -42,7 +42,9 @@ def logits(records: list[Record]) -> str:
         copy = batch * length * vocab * (2 if dtype == "bf16" else 4) / 1e6
         title = f"**{dtype} logits**, B={batch}, L={length:,}, V={vocab:,}: {copy:,.0f} MB"
         parts.append(title + "\n\n" + grid(_LOGITS_HEAD, [_logits_row(r, dense) for r in some]))
-    return "\n\n".join([*parts, _guidance(found), f"{machine(records)} Memory is above the logits themselves."])
+    return "\n\n".join(
+        [*parts, _guidance(found), f"{machine(records)} Memory is above the logits themselves."]
+    )
 
 
 _LOGITS_HEAD = [
@@ -82,7 +84,9 @@ def _guidance(found: list[Record]) -> str:
 
 def benchmark(records: list[Record]) -> str:
     alt = "Time over the bare GEMMs, and peak memory"
-    images = "\n".join(f"![{alt}](images/bench-{page}.png#only-{page})" for page in ("light", "dark"))
+    images = "\n".join(
+        f"![{alt}](images/bench-{page}.png#only-{page})" for page in ("light", "dark")
+    )
     return f"{images}\n\n{caption(records)}.\n\n{full_table(records)}"
 
 
@@ -109,12 +113,19 @@ def precision(records: list[Record]) -> str:
     values = [[f"`{n}`", *(f"{numbers[n, d][k]:.0e}" for d, k in keys)] for n in names]
     slopes = {(r["name"], r["dtype"]): r for r in of["gradient"]}
     keys = [(dtype, key) for dtype in ("fp32", "bf16") for key in ("relative", "plain_relative")]
-    grads = [[f"gradient of {n}", *(f"{slopes[n, d][k]:.0e}" for d, k in keys)] for n in ("hidden", "weight")]
+    grads = [
+        [f"gradient of {n}", *(f"{slopes[n, d][k]:.0e}" for d, k in keys)]
+        for n in ("hidden", "weight")
+    ]
     both = ["fp32: the pass", "fp32: whole logits", "bf16: the pass", "bf16: whole logits"]
     sure = [
-        [f"{r['margin']:g}", *(f"{r[k]:.0e}" for k in ("loss", "relative", "plain_relative"))] for r in of["margin"]
+        [f"{r['margin']:g}", *(f"{r[k]:.0e}" for k in ("loss", "relative", "plain_relative"))]
+        for r in of["margin"]
     ]
-    near = [[f"{r[k]:.0e}" for k in ("kl", "relative", "plain_relative", "moments_relative")] for r in of["kl"]]
+    near = [
+        [f"{r[k]:.0e}" for k in ("kl", "relative", "plain_relative", "moments_relative")]
+        for r in of["kl"]
+    ]
     return "\n\n".join(
         [
             f"Largest error of a token in nats (`sum_sq_prob`: in probability), N={tokens}, H={hidden}, V={vocab:,}:",
@@ -124,7 +135,15 @@ def precision(records: list[Record]) -> str:
             "A sure token, float32: relative error of its loss, the label leading all others together by a margin:",
             grid(["margin (nat)", "loss", "the pass", "`F.cross_entropy`"], sure),
             "KL to a reference, float32: largest relative error of a token:",
-            grid(["KL (median)", "the pass", "Σ p·(log p - log q)", "two moments and two log-sum-exps"], near),
+            grid(
+                [
+                    "KL (median)",
+                    "the pass",
+                    "Σ p·(log p - log q)",
+                    "two moments and two log-sum-exps",
+                ],
+                near,
+            ),
             machine(records),
         ]
     )
@@ -137,10 +156,20 @@ def in_jax(records: list[Record]) -> str:
     rows = []
     for (work, method), r in of.items():
         ratio = r["seconds"] / of[work, "dense"]["seconds"]
-        rows.append([work, method, f"{1e3 * r['seconds']:,.0f} ms", f"{ratio:.2f}", f"{r['temporaries_mb']:,.0f} MB"])
+        rows.append(
+            [
+                work,
+                method,
+                f"{1e3 * r['seconds']:,.0f} ms",
+                f"{ratio:.2f}",
+                f"{r['temporaries_mb']:,.0f} MB",
+            ]
+        )
     env, sizes = records[0], records[0]["sizes"]
     where = f"{env['cpu']}, {env['cores']} cores, jax {env['versions']['jax']}, {env['date'][:10]}"
-    what = "N={tokens:,}, steps of {step}, H={hidden}, V={vocab:,}, {keep} best entries".format(**sizes)
+    what = "N={tokens:,}, steps of {step}, H={hidden}, V={vocab:,}, {keep} best entries".format(
+        **sizes
+    )
     return f"{grid(head, rows)}\n\n{what}; {where}: `python -m bench.jax_loss`."
 
 
@@ -202,12 +231,16 @@ def wanted() -> Iterator[tuple[Path, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 where a page is out of date"
+    )
     check, status = parser.parse_args(argv).check, 0
     for page, text in wanted():
         if page.is_file() and page.read_text("utf-8") == text:
             continue
-        print(f"{page.relative_to(ROOT)}: {'out of date, run python -m docs.tables' if check else 'written'}")
+        print(
+            f"{page.relative_to(ROOT)}: {'out of date, run python -m docs.tables' if check else 'written'}"
+        )
         status = int(check)
         if not check:
             page.parent.mkdir(parents=True, exist_ok=True)

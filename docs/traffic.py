@@ -24,7 +24,9 @@ class Sent:
 def traffic(setting: Setting) -> list[Sent]:
     """What a supervised step sends, largest first; rows of nothing are left out."""
     rows = [*_sharding(setting), *_tensor(setting), *_context(setting)]
-    return sorted((Sent(name, nbytes) for name, nbytes in rows if nbytes), key=lambda row: -row.nbytes)
+    return sorted(
+        (Sent(name, nbytes) for name, nbytes in rows if nbytes), key=lambda row: -row.nbytes
+    )
 
 
 def _ring(nbytes: int, ranks: int) -> int:
@@ -43,8 +45,13 @@ def _sharding(setting: Setting) -> Iterator[tuple[str, int]]:
     if "parameters" in divided:
         shape = setting.model
         whole = BF16 * ceil_div(shape.parameters, setting.tensor_parallel)
-        head = BF16 * ceil_div(shape.embedding if shape.head == 0 else shape.head, setting.tensor_parallel)
-        yield "weights of the layers, all-gather twice", setting.accumulation * 2 * _ring(whole - head, ranks)
+        head = BF16 * ceil_div(
+            shape.embedding if shape.head == 0 else shape.head, setting.tensor_parallel
+        )
+        yield (
+            "weights of the layers, all-gather twice",
+            setting.accumulation * 2 * _ring(whole - head, ranks),
+        )
         yield "weights of the head, all-gather once", setting.accumulation * _ring(head, ranks)
     elif "optimizer" in divided:
         yield "weights after the step, all-gather", _ring(trained, ranks)
@@ -63,7 +70,9 @@ def _tensor(setting: Setting) -> Iterator[tuple[str, int]]:
     layers = setting.model.layers * (4 * hidden + again)
     yield "hidden states of the layers, all-reduce", setting.accumulation * (hidden + layers)
     n, vocab = setting.response_tokens, ceil_div(setting.model.vocab, ranks)
-    tokens = slices_of(n, vocab, budget=setting.memory_budget, device="gpu", itemsize=FP32, whole=True).tokens
+    tokens = slices_of(
+        n, vocab, budget=setting.memory_budget, device="gpu", itemsize=FP32, whole=True
+    ).tokens
     head = traffic_of(("logprob",), n, chunks=ceil_div(n, tokens), widths=(setting.model.hidden,))
     yield "the split head", setting.accumulation * head.sent(ranks)
 
@@ -74,4 +83,7 @@ def _context(setting: Setting) -> Iterator[tuple[str, int]]:
     key = ceil_div(setting.model.key, setting.tensor_parallel)
     passes = 3 if setting.gradient_checkpointing else 2
     nbytes = 2 * BF16 * setting.tokens * key * setting.model.layers
-    yield "keys and values, all-gather and reduce-scatter", setting.accumulation * passes * (ranks - 1) * nbytes
+    yield (
+        "keys and values, all-gather and reduce-scatter",
+        setting.accumulation * passes * (ranks - 1) * nbytes,
+    )

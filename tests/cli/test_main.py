@@ -1,5 +1,6 @@
 """Commands, help and exit statuses."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -129,6 +130,22 @@ def test_a_defect_is_not_hidden(monkeypatch):
     monkeypatch.setattr("logitless.cli.train.main", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         main(["train"])
+
+
+@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["align", "--method", "all"]])
+def test_help_says_what_is_left_out_in_words(command, monkeypatch, capsys):
+    """No option shows Python's None, or a default twice, and what has to be given is said to be required."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    text = " ".join(line.strip("│ ") for line in out.splitlines())
+    assert "None" not in text
+    options = re.split(r" (?=--[a-z-]+[ ,])", text)
+    assert len(options) > 3
+    assert [option for option in options if "Default: " in option and "(default: " in option] == []
+    (data,) = [option for option in options if option.startswith("--data STR")] or [""]
+    assert data.endswith("(required)") is (command == ["score"])
 
 
 @pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["align", "--method", "all"]])

@@ -41,7 +41,7 @@ class Explanation:
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     head_bytes: int  # its weight as it is stored, of a sharded head the rows here
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
-    dense_bytes: int  # what cross-entropy of whole logits takes
+    dense_bytes: int  # what dense cross-entropy takes
     quantised: str | None = None  # the format of a weight whose slices are dequantised
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
@@ -64,7 +64,7 @@ class Explanation:
             f"backend {self.backend}; {parts}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
-            f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
+            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
         )
 
 

@@ -14,7 +14,7 @@ from tests.integrations.transformers.test_trainer import losses, trainer
 from tests.support.integrations.launching import leave
 from tests.support.integrations.tiny import TINY
 
-ROWS = 8  # of one optimiser step, over all ranks and both of its forward passes
+ROWS = 8  # of one optimizer step, over all ranks and both of its forward passes
 
 
 def trained(place: str, ranks: int, smoothing: float, ours: bool = True):

@@ -159,7 +159,7 @@ def plot(path: Path, method: str, records: list[dict[str, Any]]) -> None:
         axes.set_ylabel(f"{title}\n{UNITS[name]}" if name in UNITS else title)
         axes.margins(y=0.18)
     grid[0].legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    grid[-1].set_xlabel("optimiser step")
+    grid[-1].set_xlabel("optimizer step")
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(f"{method}: {METHODS[method].what}", fontsize=11, color=GREY)
     finish(figure, list(grid), path)

@@ -74,7 +74,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
         _frame(axes, [x for points in found.values() for point in points for x in point["values"]], key)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in grid[-3:-1]:
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("optimizer step")
     handles, names = grid[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
     finish(figure, list(grid), path)

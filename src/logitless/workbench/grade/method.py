@@ -95,7 +95,7 @@ class Method:
         raise NotImplementedError
 
     def step(self, batches: Sequence[Batch], tau: float, apply: Callable[[], None]) -> list[Outcome]:
-        """Takes one optimiser step: `apply` clips the gradients, moves the parameters and clears the gradients."""
+        """Takes one optimizer step: `apply` clips the gradients, moves the parameters and clears the gradients."""
         outcomes = [self.backward(batch, tau, 1 / len(batches)) for batch in batches]
         apply()
         self.learn(outcomes)
@@ -109,7 +109,7 @@ class Method:
         return []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the policy and the optimiser."""
+        """What a checkpoint keeps beside the policy and the optimizer."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from .ranks import first
 
 
 class Records(TrainerCallback):
-    """One line of metrics.jsonl per optimiser step; lines past the checkpoint that a run resumes from are dropped."""
+    """One line of metrics.jsonl per optimizer step; lines past the checkpoint that a run resumes from are dropped."""
 
     def __init__(self, path: Path, tokens_per_step: int, resumed_at: int, every_metric: bool = False) -> None:
         self.path, self.tokens_per_step, self.every_metric = path, tokens_per_step, every_metric

@@ -152,10 +152,10 @@ class RunOptions:
     model: ModelName = ""
     batch_size: Count = 1
     gradient_accumulation_steps: Count = 1
-    """Forward passes per optimiser step."""
+    """Forward passes per optimizer step."""
     gradient_checkpointing: Checkpointing = False
     max_steps: Count = 1
-    """Optimiser steps."""
+    """Optimizer steps."""
     learning_rate: float | None = None
     lora_rank: LoraRank = 0
     memory_budget: MemoryBudget = MEMORY_BUDGET

@@ -1,0 +1,39 @@
+"""Each figure in the README's sentences is the one that a result file or the code gives."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.harness import read_lines
+from docs.grade_tables import memory_ratio
+from docs.tables import BEGIN, END, RESULTS
+from logitless.algebra.costs import DEFAULT_BUDGET
+
+ROOT = Path(__file__).parents[2]
+GRADE = {record["kind"]: record for record in read_lines(RESULTS / "grade.jsonl")}
+
+
+def sentences() -> str:
+    """The README without its generated table, each paragraph on one line."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return " ".join((text.split(BEGIN)[0] + text.split(END)[1]).split())
+
+
+def test_every_ratio_is_measured():
+    found = [float(number) for number in re.findall(r"([\d.]+) ×", sentences())]
+    assert found == [float(f"{memory_ratio(GRADE['memory']):.0f}")]
+
+
+def test_its_time_is_measured():
+    ratios = {row["method"]: row["ratio"] for row in GRADE["time"]["rows"]}
+    assert ratios["ste"] == pytest.approx(0.25, abs=0.03)
+    assert "a quarter of its time" in sentences()
+
+
+def test_sizes_are_computed():
+    found = re.search(r"(\d+) GiB for ([\d,]+) tokens and ([\d,]+) vocabulary entries", sentences())
+    assert found is not None
+    tokens, vocab = (int(number.replace(",", "")) for number in found.groups()[1:])
+    assert int(found[1]) == round(tokens * vocab * (2 + 4 + 4) / 2**30)
+    assert f"slices of at most {DEFAULT_BUDGET >> 20} MiB" in sentences()
