@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import logitless
-from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, ShapeError
+from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.transformers.install import choose
 from logitless.integrations.transformers.lm_head import causal_lm, forward_with, output_head, through_head
 from tests.support.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
