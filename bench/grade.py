@@ -1,11 +1,11 @@
 """GRADE measured: soft tokens over k entries against whole distributions, and against the score function.
 
-python -m bench.grade --part memory|storage|time|curves|variance|learning [...] [--out FILE]
+python -m bench.grade --part memory|storage|time|curves|variance|learning|legacy [...] [--out FILE]
 
 memory, storage and time are of random models with a real vocabulary; curves, variance and learning of the embedded
-task of `logitless align`, on the policy that --model names; learning reads what `logitless align --method all` left in
-the folder --run. Each part is one line of the file, with the machine and
-versions; a part that is measured again replaces its line.
+task of `logitless align`, on the policy that --model names. learning and legacy read what `align --method all` left in
+the folder --run; legacy also runs of single methods there, each in a folder METHOD-SEED. Each part is one line
+of the file, with the machine and versions; a part that is measured again replaces its line.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.grade_runs import curves, learning, variance
+from bench.grade_runs import curves, learning, legacy, variance
 from bench.grade_sizes import Sizes, memory, storage, timing
 from bench.harness import SCHEMA, environment, read_lines
 from logitless.workbench.grade.config import GradeConfig
@@ -51,6 +51,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "curves": lambda o: curves(config_of(o), o.rounds),
     "variance": lambda o: variance(config_of(o), o.samples, o.blocks),
     "learning": lambda o: learning(o.run),
+    "legacy": lambda o: legacy(o.run),
 }
 
 

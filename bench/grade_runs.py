@@ -15,6 +15,8 @@ from torch import Tensor
 from bench.harness import read_lines
 from logitless.relax import anneal, generate, online_kl
 from logitless.workbench.grade.config import LEGACY, METHODS_COMPARED, GradeConfig
+from logitless.workbench.grade.criteria import LEGACY_OF
+from logitless.workbench.grade.intervals import SAID
 from logitless.workbench.grade.method import Batch, Method, Outcome
 from logitless.workbench.grade.methods import METHODS
 from logitless.workbench.grade.report import table
@@ -171,6 +173,26 @@ def learning(place: Path) -> Record:
     ours = compared(tuple(name for name in METHODS_COMPARED if name not in LEGACY))
     legacy = compared(("ste", "ste_legacy"))
     return {"config": told(config), "policy": size, "steps": config.max_steps, **ours, "legacy": legacy}
+
+
+def legacy(place: Path) -> Record:
+    """Each new method beside its own legacy, of the runs METHOD-SEED in a folder: of the seeds that have both."""
+    found = {path.parent.name: json.loads(path.read_text("utf-8")) for path in place.glob(f"*-*/{SUMMARY_FILE}")}
+    pairs: Record = {}
+    for new, old in LEGACY_OF.items():
+        seeds = sorted(n for m, _, n in (run.rpartition("-") for run in found) if m == new and f"{old}-{n}" in found)
+        if seeds:
+            compared = table([found[f"{method}-{n}"] for method in (new, old) for n in seeds])
+            verdicts = [x for x in compared["criteria"] if x["method"] == new]
+            pairs[new] = {**compared["beside_legacy"][new], "seeds": len(seeds), "criteria": verdicts}
+            pairs[new]["rewards"] = {name: x["test_reward"] for name, x in compared["methods"].items()}
+    if not pairs:
+        raise SystemExit(f"{place}: expected runs of a method and its legacy, such as ste-0 and ste_legacy-0")
+    config = stored(next(place.glob(f"*-*/{SUMMARY_FILE}")).parent, GradeConfig())
+    one = next(iter(found.values()))
+    adapters = one["trainable_parameters"] if config.lora_rank else 0
+    size = {"parameters": one["parameters"] - adapters, "vocab": one["vocab_size"]}
+    return {"config": told(config), "policy": size, "steps": config.max_steps, "intervals": SAID, "pairs": pairs}
 
 
 def _validation(runs: list[Path]) -> Record:

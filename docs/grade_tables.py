@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from docs.markdown import grid
+from logitless.workbench.grade.report import MORE, TIMES
 
 Record = dict[str, Any]
 
@@ -374,6 +375,39 @@ def learning_claims(record: Record) -> list[list[str]]:
     return rows
 
 
+def beside_legacy(record: Record) -> str:
+    """A column for each new method."""
+    pairs, c = record["pairs"], record["config"]
+    rows = [[title, *(times(x.get(key)) for x in pairs.values())] for key, title in TIMES.items()]
+    rows += [[name, *(more_or_less(x[name]) for x in pairs.values())] for name in MORE]
+    rewards = "; ".join(f"`{name}` {within(x)}" for of in pairs.values() for name, x in of["rewards"].items())
+    verdicts = [
+        [f"`{x['method']}`: {x['criterion']} {x['expected']}", f"**{x['verdict']}**", x["why"]]
+        for of in pairs.values()
+        for x in of["criteria"]
+    ]
+    seeds = " and ".join(f"{of['seeds']} seeds of `{new}`" for new, of in pairs.items())
+    return "\n\n".join(
+        [
+            grid(["", *(f"`{new}` beside `{of['legacy']}`" for new, of in pairs.items())], rows),
+            f"{seeds}, {record['steps']} steps, batches of {c['batch_size']}, {c['completion_length']} tokens, "
+            f"k={c['top_k']}; means, and {record['intervals']}, paired; times: of the legacy's. "
+            f"Test rewards: {rewards}. {policy(record)}",
+            grid(["promise", "verdict", ""], verdicts),
+            "±: what two seeds of the legacy differ by.",
+            machine(record),
+        ]
+    )
+
+
+def times(x: Record | None) -> str:
+    return "" if x is None else f"{x['mean']:.3g} ×" + (f" ({x['low']:.3g} to {x['high']:.3g})" if "low" in x else "")
+
+
+def more_or_less(x: Record) -> str:
+    return f"{x['mean']:+.3f}" + (f" ({x['low']:+.3f} to {x['high']:+.3f})" if "low" in x else "")
+
+
 # all of it
 
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
@@ -383,6 +417,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "curves": ("The same curves", curves),
     "variance": ("Gradient variance", variance),
     "learning": ("What is learned", learning),
+    "legacy": ("Each new method beside its own legacy", beside_legacy),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen3ForSequenceClassification
 
 from bench.grade import main, write
-from bench.grade_runs import cosine, curves, draw, gradient, learning, method_of, opened, variance
+from bench.grade_runs import cosine, curves, draw, gradient, learning, legacy, method_of, opened, variance
 from bench.grade_sizes import PAIRS, Sizes, storage, timing
 from bench.harness import read_lines
 from docs.grade_tables import grade, off
@@ -131,6 +131,8 @@ def test_what_is_learned_is_read_from_a_comparison(small):
                 "method": name, "before": {"val/reward_mean": 0.25}, "after": after | {"test/samples": 8},
                 "generalisation_gap": 0.01, "seconds_per_step": 2.0, "peak_memory_bytes": 1, "coverage": 0.9,
                 "parameters": 1200, "trainable_parameters": 200, "vocab_size": 259,
+                "memory_bytes": 60 if name == "ste_legacy" else 10, "training": {"reward": x, "kl": 2 * x},
+                "grad_variances": [], "grad_mean_squares": [],
             }  # fmt: skip
             (place / f"{name}-{seed}").mkdir(parents=True)
             (place / f"{name}-{seed}" / "summary.json").write_text(json.dumps(run))
@@ -148,6 +150,12 @@ def test_what_is_learned_is_read_from_a_comparison(small):
     claims = [line for line in text.splitlines() if line.startswith("| test reward")]
     assert ["| holds |" in line for line in claims] == [True, False, True]
     assert "not shown either way" in claims[1]
+    for path in place.glob("*-*/summary.json"):
+        (path.parent / "run.json").write_text(json.dumps({"schema": 1, "config": config.to_dict()}))
+    text = page("legacy", legacy(place))
+    assert "| memory of a batch | 0.167 × (0.167 to 0.167) |" in text
+    assert "3 seeds of `ste`, 10 steps, batches of 2, 4 tokens, k=40" in text
+    assert "| `ste`: memory 4× less than ste_legacy | **met** |" in text
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
         "method": "dense",
         "logits_bytes": TrainConfig().batch_size * 32 * 259 * 4,
         "memory_budget_bytes": 2**28,
+        "threshold_bytes": 2**28,
     }
 
 
@@ -80,6 +81,18 @@ def test_json_on_standard_output_stands_alone(micro, tmp_path, capsys):
     assert main(arguments(micro, tmp_path / "run", "--memory-budget", "16KiB", "--json", "-")) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["loss"]["method"] == "logitless"  # auto, above the budget
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_threshold_beside_the_budget(micro, tmp_path, capsys):
+    sizes = ["--memory-budget", "16KiB", "--loss-threshold", "10GB", "--json", "-"]
+    assert main(arguments(micro, tmp_path / "run", *sizes)) == 0
+    found = json.loads(capsys.readouterr().out)["loss"]
+    assert (found["method"], found["memory_budget_bytes"], found["threshold_bytes"]) == ("dense", 2**14, 10**10)
+    for more, words in ((["--loss", "chunked"], "where --loss auto changes"), ([], "must be a size such as")):
+        size = "10GB" if more else "ten"
+        assert main(arguments(micro, tmp_path / "bad", "--loss-threshold", size, *more)) == 2
+        assert words in capsys.readouterr().err
 
 
 def write(path: Path, text: str) -> Path:

@@ -81,6 +81,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **PRESETS,
     **{name: dict(zip(_ROW_FIELDS, row, strict=True)) for name, row in _ROWS.items()},
 }
+HUB = {  # where weights of a published shape are
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b")},
+    **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("0.5b", "1.5b", "3b", "7b")},
+    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.1-8b", "3.2-1b", "3.2-3b")},
+    **{f"gemma-{size}": f"google/gemma-{size}" for size in ("2-2b", "2-9b", "3-270m")},
+    **{f"gemma-{size}": f"google/gemma-{size}-pt" for size in ("3-1b", "3-4b")},
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+}
 ALIASES = {
     "4b": "qwen3-4b",
     "llama-3-8b": "llama-3.1-8b",  # Llama 3 and 3.1 differ in positions only

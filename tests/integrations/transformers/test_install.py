@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import logitless
-from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, ShapeError
+from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.transformers.install import choose
 from logitless.integrations.transformers.lm_head import causal_lm, forward_with, output_head, through_head
 from tests.support.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
@@ -36,6 +36,11 @@ def test_auto_is_dense_up_to_the_budget():
     assert installed(loss="auto", memory_budget=logits)(**batch).logits is not None
     assert installed(loss="auto", memory_budget=logits - 1)(**batch).logits is None
     assert installed(loss="dense")(**batch).logits is not None
+    both = {"loss": "auto", "memory_budget": 4096}  # a threshold beside the budget
+    assert installed(**both, threshold=logits)(**batch).logits is not None
+    assert installed(**both, threshold=logits - 1)(**batch).logits is None
+    with pytest.raises(OptionError, match="threshold: expected a positive number of bytes or None, got 0"):
+        installed(threshold=0)
 
 
 def test_calls_that_ask_for_logits_are_unchanged():

@@ -12,7 +12,15 @@ import pytest
 
 from logitless.models.catalog import from_config, shape_of
 from logitless.models.presets import PRESETS
-from logitless.workbench.plan.commands import ALIGN, flags, hint, logitless_align, logitless_train, trl
+from logitless.workbench.plan.commands import (
+    ALIGN,
+    flags,
+    hint,
+    logitless_align,
+    logitless_train,
+    trl,
+    with_its_own_step,
+)
 from logitless.workbench.plan.fit import LADDER, fit
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import GIB, Setting
@@ -64,6 +72,24 @@ def test_nothing_cheaper_would_fit(wish):
             assert plan(replace(s, **change)).peak > result.allowed, change
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_where_all_that_is_asked_for_fits_the_aggressive_setting_takes_more(accumulate):
+    wish = replace(SMALL_GPU, model=shape_of("smollm2-135m"), batch_size=6)
+    if accumulate:
+        wish = replace(INTUITOR, batch_size=8, gradient_checkpointing=True)
+    careful, bold = (found.plan.setting for found in fit(wish).values())
+    assert careful.batch_size == wish.batch_size
+    assert bold.batch_size > wish.batch_size
+    assert bold.accumulation == careful.accumulation
+    allowed = fit(wish)["aggressive"].allowed
+    rows = -(-(bold.batch_size + 1) * bold.responses_per_prompt // (bold.gpus * bold.accumulation))
+    more = replace(bold, batch_size=bold.batch_size + 1, micro_batch=rows)
+    assert plan(bold).peak <= allowed < plan(more).peak
+    why = fit(wish)["aggressive"].reasons[0][2]
+    assert why.startswith(f"{wish.batch_size} were asked for; {more.batch_size} in as many passes would need ")
+    assert f"{plan(more).peak / GIB:.1f} GiB" in why
+
+
 def test_reasons_carry_the_numbers():
     result = fit(LONG)["aggressive"]
     rows = {option: (value, why) for option, value, why in result.reasons}
@@ -108,7 +134,7 @@ TRAIN, ALIGNED = replace(SMALL_GPU, **OWN), replace(INTUITOR, **OWN)
 def test_command_lines():
     single = replace(SMALL_GPU, lora_rank=16, gradient_checkpointing=True, micro_batch=4)
     assert logitless_train(single) == (
-        "logitless train --model DIR --context-length 2048 --loss logitless --batch-size 4 "
+        "logitless train --model google/gemma-2-2b --context-length 2048 --loss logitless --batch-size 4 "
         "--gradient-accumulation-steps 16 --gradient-checkpointing --lora-rank 16 --memory-budget 256MiB "
         "--dtype bfloat16"
     )
@@ -152,16 +178,27 @@ def test_a_model_is_what_the_command_can_start_from(tmp_path):
     def model(line):
         return shlex.split(line)[3]
 
-    for name, trained in (("tiny", "tiny"), ("qwen3-4b", "qwen3-4b"), ("smollm2-135m", "DIR"), ("gemma-3-1b", "DIR")):
+    for name, trained, aligned in (
+        ("tiny", "tiny", "runs/tiny/model"),
+        ("qwen3-4b", "qwen3-4b", "Qwen/Qwen3-4B"),
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
+        ("gemma-3-1b", "google/gemma-3-1b-pt", "google/gemma-3-1b-pt"),
+    ):
+        short = {"gpus": 1, "prompt_length": 64, "response_length": 64}
         assert model(logitless_train(replace(TRAIN, model=shape_of(name)))) == trained
-        assert model(logitless_align(replace(ALIGNED, model=shape_of(name), gpus=1, response_length=64))) == "DIR"
+        assert model(logitless_align(replace(ALIGNED, model=shape_of(name), **short))) == aligned
+    assert logitless_align(replace(ALIGNED, model=shape_of("small"), **short)) is None
     place = tmp_path / "a model"
     place.mkdir()
     (place / "config.json").write_text(json.dumps(PRESETS["tiny"]))
     for path, weights in ((place / "config.json", False), (place, False), (place, True)):
         (place / "model.safetensors").touch() if weights else None
-        found = model(logitless_train(replace(TRAIN, model=shape_of(str(path)))))
-        assert found == ("DIR" if path == place and not weights else str(path))
+        setting = replace(TRAIN, model=shape_of(str(path)))
+        if path == place and not weights:
+            assert logitless_train(setting) is None
+            assert hint(setting).startswith(f"{path} names no weights to start from")
+        else:
+            assert model(logitless_train(setting)) == str(path)
     assert model(logitless_train(replace(TRAIN, model=replace(TRAIN.model, name="Qwen/Qwen3-4B")))) == "Qwen/Qwen3-4B"
 
 
@@ -186,6 +223,9 @@ def test_the_optimizer_is_what_the_commands_step_with(change, own):
         options = "adamw-fp32" if setting.lora_rank else "adamw-bf16"
         options += " --no-master-weights" * setting.master_weights
         assert hint(setting) == (None if own else f"{tool} steps otherwise: --optimizer {options} plans it")
+        assert with_its_own_step(setting).keys() <= (set() if own else {tool})
+    assert with_its_own_step(SMALL_GPU) == {"logitless train": logitless_train(TRAIN)}  # bf16 state, no fp32 copy
+    assert not with_its_own_step(replace(SMALL_GPU, optimizer="sgd", master_weights=False))  # has no state to keep
     assert hint(replace(TRAIN, algorithm="ppo")) is None  # no optimizer would make it one of these
 
 
@@ -195,7 +235,7 @@ def test_contexts_beyond_the_positions():
     assert "--rope-scaling" not in logitless_train(replace(long, response_length=40_960))
     assert logitless_train(replace(long, model=shape_of("llama-3.2-1b"), response_length=131_073)) is None
     older = {key: x for key, x in PRESETS["qwen3-0.6b"].items() if key != "rope_parameters"} | {"rope_theta": 1e6}
-    assert "yarn:4" in logitless_train(replace(long, model=from_config(older, "older")))
+    assert "yarn:4" in logitless_train(replace(long, model=from_config(older, "someone/older")))
     aligned = replace(ALIGNED, model=LONG.model, response_length=40_960 - 2048)
     assert logitless_align(aligned) is not None
     assert logitless_align(replace(aligned, response_length=40_960)) is None
@@ -256,14 +296,15 @@ def test_own_command_lines_parse_and_pass_the_commands_checks():
         words = shlex.split(line)
         config = {"train": train, "align": align}[command].parse(words[words.index(command) + 1 :])
         assert config.memory_budget_bytes in (256 << 20, 1000)
-        if config.model != "DIR":
+        if config.model in PRESETS:
             source = resolve(config.model)
             reaching(source, config.context_length, config.rope_scaling)
             if config.model not in loaded:
                 load_tokenizer(source)
             loaded.add(config.model)
         tools.add((tool, config.model))
-    assert {("logitless train", "tiny"), ("logitless train", "DIR"), ("logitless align", "DIR")} <= tools
+    assert {("logitless train", "tiny"), ("logitless train", "Qwen/Qwen2.5-1.5B")} <= tools
+    assert {("logitless align", "meta-llama/Llama-3.2-1B"), ("logitless align", "Qwen/Qwen2.5-1.5B")} <= tools
 
 
 def test_logitless_train_knows_its_flags():

@@ -39,6 +39,7 @@ class Installed:
     on: bool = True
     verified: bool = False  # the model changes its logits as its LMHead says
     watch: Watch = field(default_factory=Watch)
+    threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
 
     def dense(self, model: Any) -> Callable[..., Any]:
         return self.previous or functools.partial(type(model).forward, model)
@@ -57,6 +58,7 @@ def install(
     loss: Method | Literal["auto"] = "logitless",
     memory_budget: int | None = None,
     label_smoothing: float | None = None,
+    threshold: int | None = None,
 ) -> None:
     """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
 
@@ -72,14 +74,15 @@ def install(
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
     transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get the
-    logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where
-    the logits fit the budget. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing: in 0..1.
+    logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit the
+    threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing:
+    in 0..1.
     Installing again changes these options.
     Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
     ForCausalLMLoss) and OptionError; then the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
-    _check_options(loss, memory_budget, label_smoothing)
+    _check_options(loss, memory_budget, label_smoothing, threshold)
     trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
     inner = causal_lm(model)
     _check(inner)
@@ -90,10 +93,12 @@ def install(
         label_smoothing = _take_over(trainer, loss, label_smoothing)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
+        state.threshold = threshold
         return
     names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
     previous = inner.__dict__.get("forward") if _is_installed(inner) else None
-    setattr(inner, STATE, Installed(loss, memory_budget, float(label_smoothing), names, previous))
+    found = Installed(loss, memory_budget, float(label_smoothing), names, previous, threshold=threshold)
+    setattr(inner, STATE, found)
     inner.forward = MethodType(_forward_like(type(inner)), inner)
 
 
@@ -130,11 +135,14 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return forward_with(model, dict(batch), lambda _, hidden: hidden)
 
 
-def _check_options(loss: str, memory_budget: float | None, smoothing: float | None) -> None:
+def _check_options(
+    loss: str, memory_budget: float | None, smoothing: float | None, threshold: float | None = None
+) -> None:
     if loss not in ("auto", "dense", "logitless"):
         raise OptionError(f"loss: expected 'auto', 'dense' or 'logitless', got {loss!r}")
-    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
-        raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
+    for name, size in (("memory_budget", memory_budget), ("threshold", threshold)):
+        if size is not None and not (isinstance(size, Real) and 0 < size < math.inf):
+            raise OptionError(f"{name}: expected a positive number of bytes or None, got {size!r}")
     if smoothing is not None and not (isinstance(smoothing, Real) and 0 <= smoothing <= 1):
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {smoothing!r}")
     if loss == "dense" and smoothing:
@@ -264,7 +272,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         head: Any = output_head(model)
         vocab = model.config.get_text_config().vocab_size
         size = logits_bytes(labels.numel(), vocab, head.weight.dtype.itemsize)
-        if choose(state.method, size, state.budget or DEFAULT_BUDGET) == "dense":
+        if choose(state.method, size, state.threshold or state.budget or DEFAULT_BUDGET) == "dense":
             return dense(**given)
     return _streamed(model, state, dense, given)
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+from ...models.catalog import HUB
 from ...models.presets import PRESETS, TEKKEN_VOCAB
 from ...models.shapes import ModelShape
+from ..runs.options import DEFAULT_MODEL
+from .plan import plan
 from .setting import GIB, Setting, ceil_div
 
 TRL = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "intuitor": "grpo", "reinforce": "rloo"}
@@ -107,16 +110,18 @@ def logitless_align(setting: Setting) -> str | None:
     return _own("align", _named(shape), setting, parts)
 
 
-def _named(shape: ModelShape, fresh: bool = False) -> str:
-    """--model: what a command can start from; else DIR, for a directory or hub id with weights of this shape."""
+def _named(shape: ModelShape, fresh: bool = False) -> str | None:
+    """--model: what a command can start from; None where the name is of a shape alone."""
     path = Path(shape.name)
     saved = any(path.glob("*.safetensors")) or (shape.name.count("/") == 1 and not path.exists())
-    return shlex.quote(shape.name) if fresh or saved else "DIR"
+    if fresh or saved:
+        return shlex.quote(shape.name)
+    return DEFAULT_MODEL if shape.name == "tiny" else HUB.get(shape.name)  # the first is trained where there is none
 
 
-def _own(command: str, model: str, setting: Setting, parts: list[str], *shardings: str) -> str | None:
+def _own(command: str, model: str | None, setting: Setting, parts: list[str], *shardings: str) -> str | None:
     """A command of logitless with the options that they share; None for what it leaves to others."""
-    if setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
+    if model is None or setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
     words = [f"{start} {command} --model {model}", *parts, f"--batch-size {setting.micro_rows}"]
@@ -227,8 +232,18 @@ def planned(setting: Setting) -> str:
 def hint(setting: Setting) -> str | None:
     """The options by which the plan would be of what a command of logitless runs, where its optimizer alone differs."""
     own = _stepped(setting)
+    there = replace(own, model=replace(own.model, name=next(iter(HUB.values()))))
+    if set(flags(there)) - set(flags(own)):
+        return f"{setting.model.name} names no weights to start from: give --model a directory or hub id that has them"
     new = [tool for tool in flags(own) if tool not in flags(setting)]
     options = f"--optimizer {own.optimizer}"
     if setting.master_weights and not own.master_weights:
         options += " --no-master-weights"
     return f"{new[0]} steps otherwise: {options} plans it" if new else None
+
+
+def with_its_own_step(setting: Setting) -> dict[str, str]:
+    """The commands of logitless whose optimizer alone differs from the plan's, where they take no more than it."""
+    own = _stepped(setting)
+    found = {tool: line for tool, line in flags(own).items() if tool not in flags(setting)}
+    return found if plan(own).peak <= plan(setting).peak else {}

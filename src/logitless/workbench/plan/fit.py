@@ -15,6 +15,7 @@ HEADROOM = {"conservative": (1, 5), "aggressive": (1, 50)}  # of a GPU's memory,
 LADDER = ("ddp", "zero1", "zero2", "fsdp2")  # each divides more, and communicates more
 SHORTEST = 128  # tokens of a response below which nobody trains
 LORA_RANK = 16
+MOST_GROWTH = 64  # times the batch that is asked for
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,15 @@ class Fit:
 def fit(setting: Setting) -> dict[str, Fit | None]:
     """A conservative and an aggressive setting; None where even the smallest does not fit.
 
-    `setting` says what is wished for: its batch and lengths are never exceeded, and what it already turns on stays.
+    `setting` says what is wished for: its batch and lengths are not exceeded, and what it already turns on stays. Where
+    the conservative setting holds all of it, the aggressive one takes the largest batch that fits in as many passes.
     """
     setting.check()
-    return {name: _fit(setting, name) for name in HEADROOM}
+    found = {name: _fit(setting, name) for name in HEADROOM}
+    careful, bold = found["conservative"], found["aggressive"]
+    if careful is not None and bold is not None and bold.plan == careful.plan:
+        found["aggressive"] = _grown(bold, setting)
+    return found
 
 
 def _fit(wish: Setting, name: str) -> Fit | None:
@@ -55,6 +61,26 @@ def _fit(wish: Setting, name: str) -> Fit | None:
             if found is not None:
                 return Fit(name, plan(found), allowed, tuple(_reasons(found, wish, allowed)))
     return None
+
+
+def _grown(found: Fit, wish: Setting) -> Fit:
+    """The same with the most prompts a step that the same knobs and the same number of forward passes hold."""
+    least, most = found.plan.setting.batch_size, MOST_GROWTH * found.plan.setting.batch_size
+    while least < most:  # the largest that fits, by bisection
+        middle = (least + most + 1) // 2
+        if plan(_of_batch(found.plan.setting, middle)).peak <= found.allowed:
+            least = middle
+        else:
+            most = middle - 1
+    larger = _of_batch(found.plan.setting, least)
+    return Fit(found.name, plan(larger), found.allowed, tuple(_reasons(larger, wish, found.allowed)))
+
+
+def _of_batch(setting: Setting, batch: int) -> Setting:
+    """The setting with another batch, in as many forward passes, generated at once where it was."""
+    whole = setting.rollout_sequences >= ceil_div(setting.batch_size * setting.responses_per_prompt, setting.shards)
+    larger = replace(setting, batch_size=batch, micro_batch=0, rollout_batch=0 if whole else setting.rollout_batch)
+    return replace(larger, micro_batch=ceil_div(larger.rows, setting.accumulation))
 
 
 def _possible(wish: Setting, allowed: int) -> bool:
@@ -126,12 +152,7 @@ def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str,
         other = plan(replace(found, **changes))  # pyright: ignore[reportArgumentType]
         return f"would need {other.peak / GIB:.1f} GiB in {other.peak_phase}, {allowed / GIB:.1f} GiB are allowed"
 
-    whole = (
-        "as asked"
-        if found.batch_size == wish.batch_size
-        else f"{found.batch_size * 2} {unless(batch_size=2 * found.batch_size)}"
-    )
-    yield "batch-size", str(found.batch_size), whole
+    yield "batch-size", str(found.batch_size), _batch_reason(found, wish, unless)
     longer = 2 * found.response_length
     asked = found.response_length == wish.response_length
     yield (
@@ -154,6 +175,16 @@ def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str,
     else:
         yield "sharding", found.sharding, "one GPU" if found.shards == 1 else "as asked"
     yield from _row_reasons(found, wish, unless)
+
+
+def _batch_reason(found: Setting, wish: Setting, unless: Callable[..., str]) -> str:
+    if found.batch_size < wish.batch_size:
+        return f"{found.batch_size * 2} {unless(batch_size=2 * found.batch_size)}"
+    if found.batch_size == wish.batch_size:
+        return "as asked"
+    more = _of_batch(found, found.batch_size + 1)
+    why = unless(batch_size=more.batch_size, micro_batch=more.micro_batch, rollout_batch=more.rollout_batch)
+    return f"{wish.batch_size} were asked for; {more.batch_size} in as many passes {why}"
 
 
 def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> Iterator[tuple[str, str, str]]:

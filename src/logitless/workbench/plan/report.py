@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, one_unit, plural
-from .commands import flags, hint, planned
+from .commands import flags, hint, planned, with_its_own_step
 from .components import Component
 from .fit import Fit
 from .plan import Plan
@@ -182,7 +182,7 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             continue
         same = [other for other, before in found.items() if before is not None and before.plan == fit.plan]
         if same[0] != name:
-            console.print(f"[bold]{name}[/bold]: as {same[0]}, all that is asked for fits; ask for more")
+            console.print(f"[bold]{name}[/bold]: as {same[0]}, one prompt more a step would not fit")
             continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
         console.print(verdict(fit.plan, units), highlight=False)
@@ -194,6 +194,8 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             console.print(f"[dim]{tool}[/dim]  {line}", highlight=False, soft_wrap=True)
         if (other := hint(fit.plan.setting)) is not None:
             console.print(f"[dim]{other}[/dim]", highlight=False, soft_wrap=True)
+        for tool, line in with_its_own_step(fit.plan.setting).items():
+            console.print(f"[dim]{tool}, which takes no more[/dim]  {line}", highlight=False, soft_wrap=True)
         console.print()
 
 

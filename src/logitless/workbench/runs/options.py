@@ -123,6 +123,7 @@ JsonFile = Annotated[Path | None, Option("Write the results as JSON to this file
 RESUMABLE = {
     "max_steps",
     "loss",
+    "loss_threshold",
     "memory_budget",
     "device",
     "gradient_checkpointing",

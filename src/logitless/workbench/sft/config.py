@@ -7,6 +7,7 @@ from typing import Literal
 
 from ...errors import OptionError
 from ...models.positions import parse_scaling
+from ...units import parse_bytes
 from ..runs.options import MOST, Count, MlpTiles, ModelName, Offloading, ReportTo, RunOptions, require
 
 
@@ -47,8 +48,16 @@ class TrainConfig(RunOptions):
     rank_timeout: Count = 1800
     """Seconds that a rank waits for the others before it gives up."""
     loss: Literal["auto", "dense", "logitless"] = "auto"
-    """auto: dense where one forward pass's logits fit --memory-budget, logitless above it."""
+    """auto: dense where one forward pass's logits fit --loss-threshold, logitless above it."""
+    loss_threshold: str | None = None
+    """Logits up to this size are made whole, such as 10GB. Default: --memory-budget, so that they never take more."""
     report_to: ReportTo = "none"
+
+    @property
+    def loss_threshold_bytes(self) -> int:
+        """Of one forward pass's logits."""
+        given = self.loss_threshold
+        return self.memory_budget_bytes if given is None else parse_bytes(given, "--loss-threshold")
 
     @property
     def loss_on_ranks(self) -> Literal["auto", "dense", "logitless"]:
@@ -60,6 +69,10 @@ class TrainConfig(RunOptions):
         self.check_shared()
         expected = "at least 2 (a token and its successor), less than 2^31"
         require(2 <= self.context_length < MOST, "context_length", expected, self.context_length)
+        if self.loss_threshold is not None:
+            parse_bytes(self.loss_threshold, "--loss-threshold")
+            if self.loss != "auto":
+                raise OptionError(f"--loss-threshold is where --loss auto changes, got it with --loss {self.loss}")
         self._check_split()
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")

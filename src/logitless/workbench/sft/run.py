@@ -85,7 +85,8 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = together(lambda: build(config, source))
         align_tokens(model, tokenizer)
-        install(model, loss=config.loss_on_ranks, memory_budget=config.memory_budget_bytes)
+        budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
+        install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
         weights = train_steps(parts, model)
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
 
@@ -233,9 +234,10 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         **numbers(records),
         "loss": {
             "asked": config.loss,
-            "method": choose(config.loss_on_ranks, size, budget),
+            "method": choose(config.loss_on_ranks, size, config.loss_threshold_bytes),
             "logits_bytes": size,
             "memory_budget_bytes": budget,
+            "threshold_bytes": config.loss_threshold_bytes,
         },
         "step_memory": {name: {k: v for k, v in r.items() if k != "curve"} for name, r in step_memory.items()},
         "versions": versions("torch", "transformers"),
