@@ -87,7 +87,8 @@ def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[st
     if needed > free:
         return {"not_measured": does_not_fit}
     try:
-        _step(model, {name: tensor[:1, :8] for name, tensor in batch.items()})  # libraries allocate on their first call
+        few = {name: tensor[:1, :8] for name, tensor in batch.items()}
+        _step(model, {**few, "labels": few["input_ids"]})  # libraries allocate on their first call
         model.zero_grad(set_to_none=True)
         start = time.perf_counter()
         with Watch(device) as watch:

@@ -1,0 +1,113 @@
+"""Conversations as `--data` of train and align: files of each kind, which tokens are learned, and what is said."""
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
+
+from logitless.errors import ConfigError, DataError
+from logitless.workbench.align.config import AlignConfig
+from logitless.workbench.align.data import rows_of
+from logitless.workbench.runs.packing import IGNORED
+from logitless.workbench.runs.tokenizer import pretrained
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sft.data import load, prepare
+from tests.support.workbench.micro import micro_directory
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<s>a:{% endif %}"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"q{i}?"}, {"role": "assistant", "content": f"a{i}." + "!" * i}]}
+    for i in range(24)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    place = micro_directory(tmp_path_factory.mktemp("chat")).parent
+    saved = AutoTokenizer.from_pretrained(place)
+    saved.chat_template = TEMPLATE
+    saved.save_pretrained(place)
+    return pretrained(str(place))
+
+
+def jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainConfig(data=str(path), context_length=24)
+
+
+def prepared(config, tokenizer, tmp_path):
+    remarks = prepare(config, tokenizer, 259, tmp_path / "tokens.npz")
+    return *load(tmp_path / "tokens.npz", config.context_length), remarks
+
+
+def learned(rows, tokenizer) -> str:
+    return "".join(tokenizer.saved.decode(row["labels"][row["labels"] != IGNORED]) for row in rows)
+
+
+def answers(rows) -> str:
+    return "".join(row["messages"][1]["content"] + "</s>" for row in rows)
+
+
+def test_the_answers_alone_are_learned_and_some_held_out(tokenizer, tmp_path):
+    """One of i answers has 16 + i tokens with its question, from i = 10 on: those from 13 on do not fit."""
+    config = replace(jsonl(tmp_path / "chat.jsonl"), context_length=28)
+    train, held, remarks = prepared(config, tokenizer, tmp_path)
+    assert learned(held, tokenizer) == answers(ROWS[10:11])
+    found = learned(train, tokenizer)
+    assert all(answers([row]) in found for row in ROWS[:10] + ROWS[11:13])
+    assert answers(ROWS[13:14]) not in found
+    assert "q" not in found
+    assert remarks == ["11 of 23 conversations longer than 28 tokens: the last 66 tokens cut off"]
+
+
+def test_all_tokens_where_that_is_asked_for(tokenizer, tmp_path):
+    config = replace(jsonl(tmp_path / "chat.jsonl", ROWS[:4]), loss_on="all")
+    train, held, _ = prepared(config, tokenizer, tmp_path)
+    assert learned(held, tokenizer) == "u:q3?</s><s>a:a3.!!!</s>"  # a first token has nothing before it
+    assert "q0?" in learned(train, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_tables_of_other_kinds(tokenizer, tmp_path, kind):
+    config = jsonl(tmp_path / "chat.jsonl", ROWS[:6])
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS[:6]), tmp_path / "chat.parquet")
+        other, expected = tmp_path / "chat.parquet", ROWS[5:6]
+    else:
+        parts = {"train": Dataset.from_list(ROWS[:6]), "validation": Dataset.from_list(ROWS[6:8])}
+        DatasetDict(parts).save_to_disk(str(tmp_path / "table"))
+        other, expected = tmp_path / "table", ROWS[6:8]
+    _, held, _ = prepared(replace(config, data=str(other)), tokenizer, tmp_path)
+    assert learned(held, tokenizer) == answers(expected)
+
+
+def test_rows_of_text_stay_text(tokenizer, tmp_path):
+    config = jsonl(tmp_path / "text.jsonl", [{"text": "abcdefgh" * 4, "messages": []}] * 8)
+    train, _, remarks = prepared(config, tokenizer, tmp_path)
+    assert set(learned(train, tokenizer).replace("</s>", "")) <= set("abcdefgh")
+    assert remarks == []
+
+
+def test_what_cannot_be_learned_from(tokenizer, tmp_path):
+    question = {"messages": [{"role": "user", "content": "q"}]}
+    with pytest.raises(DataError, match=r"bad.jsonl: row 1: no message of the assistant"):
+        prepared(jsonl(tmp_path / "bad.jsonl", [ROWS[0], question]), tokenizer, tmp_path)
+    long = [{"messages": [{"role": "user", "content": "q" * 50}, *ROWS[0]["messages"][1:]]}] * 3
+    with pytest.raises(DataError, match=r"no training conversation can be learned from: .* 2 of 2 conversations with"):
+        prepared(jsonl(tmp_path / "long.jsonl", long), tokenizer, tmp_path)
+    plain = pretrained(str(micro_directory(tmp_path / "plain").parent))
+    with pytest.raises(ConfigError, match="conversations need a chat template"):
+        prepared(jsonl(tmp_path / "chat.jsonl"), plain, tmp_path)
+
+
+def test_align_asks_what_was_asked(tokenizer, tmp_path):
+    config = AlignConfig(method="grpo", data=jsonl(tmp_path / "chat.jsonl").data)
+    train, held = rows_of(config, tokenizer, 8)
+    assert held == [{"prompt": ROWS[10]["messages"][:1]}]
+    assert train[0] == {"prompt": ROWS[0]["messages"][:1]}
+    assert len(train) == 23
