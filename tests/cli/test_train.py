@@ -89,7 +89,7 @@ def test_a_threshold_beside_the_budget(micro, tmp_path, capsys):
     assert main(arguments(micro, tmp_path / "run", *sizes)) == 0
     found = json.loads(capsys.readouterr().out)["loss"]
     assert (found["method"], found["memory_budget_bytes"], found["threshold_bytes"]) == ("dense", 2**14, 10**10)
-    for more, words in ((["--loss", "chunked"], "where --loss auto changes"), ([], "must be a size such as")):
+    for more, words in ((["--loss", "logitless"], "where --loss auto changes"), ([], "must be a size such as")):
         size = "10GB" if more else "ten"
         assert main(arguments(micro, tmp_path / "bad", "--loss-threshold", size, *more)) == 2
         assert words in capsys.readouterr().err
