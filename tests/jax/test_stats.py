@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
-from logitless.jax import LMHead, linear_topk, token_stats  # noqa: E402
+from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_token_stats  # noqa: E402
 from tests.support.jax.comparing import array, compare, head_of, near  # noqa: E402
 from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, operands  # noqa: E402
@@ -144,3 +144,19 @@ def test_labels_that_cannot_be_checked_give_nan():
     head = LMHead(jnp.eye(3))
     stats = jax.jit(lambda labels: token_stats(jnp.ones((2, 3)), head, labels))(jnp.array([1, 3]))
     assert np.isnan(stats.logprob).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0, 1e8])
+def test_an_offset_takes_no_digits(offset):
+    """Of log-probs and what else an offset of all logits does not change, and of cross-entropy."""
+    z = torch.randn(12, 70).mul(64).round() / 64 if offset < 1e8 else torch.randn(12, 70).sign() * 8
+    head = LMHead(array(torch.cat([z.T, torch.full((70, 1), offset)], 1)))
+    hidden, labels = array(torch.cat([torch.eye(12), torch.ones(12, 1)], 1)), np.arange(12)
+    logp = z.double().log_softmax(-1)
+    got = token_stats(hidden, head, labels, want=("logprob", "entropy"), memory_budget=SMALL)
+    near(got.logprob, logp[labels, labels], 1e-6, "logprob")
+    near(got.entropy, -(logp.exp() * logp).sum(-1), 1e-6, "entropy")
+    near(-linear_cross_entropy(hidden, head, labels, reduction="none"), logp[labels, labels], 1e-6, "loss")
+    record = sample_tokens(hidden, head, temperature=0, keep=2)
+    exact, rounding = logp.max(-1).values, 2.0**-22 * (offset + 20)
+    assert np.abs(record.logprob - exact.numpy()).max() <= rounding  # of two fields, as its docstring says

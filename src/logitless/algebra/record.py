@@ -34,7 +34,10 @@ class Derived:
 
     @property
     def logprob(self) -> Array:
-        """The token's raw log-prob, (...)."""
+        """The token's raw log-prob, (...), right to the rounding of the two fields: 1e-7 of the larger one in fp32.
+
+        Logits that share a large offset so leave it fewer digits than `token_stats` has, which never adds them up.
+        """
         return self.token_logit - self.logsumexp
 
     @property

@@ -38,3 +38,18 @@ def test_an_offset_of_logits_takes_no_slope_from_self_certainty():
     exact = z.detach().double().requires_grad_()
     slopes = [torch.autograd.grad(chunked_self_certainty(x + 10**6, 100).sum(), x)[0] for x in (z, exact)]
     torch.testing.assert_close(slopes[0].double(), slopes[1], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("offset", [0, 1_000, 10**6])
+def test_a_record_keeps_the_digits_that_its_fields_have(offset):
+    z = torch.randn(12, 700).mul(16).round() / 16
+    head = ll.LMHead(torch.cat([z.T, torch.full((700, 1), float(offset))], 1))
+    record = ll.sample_tokens(torch.cat([torch.eye(12), torch.ones(12, 1)], 1), head, temperature=0.7, keep=3)
+    logp = z.double().log_softmax(-1)
+    rounding = 2.0**-22 * (offset + 20)
+    for got, exact in (
+        (record.logprob, logp.gather(1, record.token.long()[:, None])[:, 0]),
+        (record.topk_logprob, logp.topk(3).values),
+        (record.behaviour_logprob, (z.double() / 0.7).log_softmax(-1).gather(1, record.token.long()[:, None])[:, 0]),
+    ):
+        assert float((got - exact).abs().max()) <= 2 * rounding

@@ -15,6 +15,8 @@ from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
 from .skip import logits_grad_of_some
 from .topk import TopK
 
+NEARER = 2.0  # nats, of both heads' logits together, from which on differences are measured from another entry
+
 
 class _Running:
     """The accumulation of a chunk, updated in place slice by slice."""
@@ -73,14 +75,15 @@ class _Running:
         f.m_tail = m
 
     def _move_shift(self, tile: Tile, gap: Tensor, peak: Tensor, peak_ref: Tensor) -> None:
-        """Measure differences from the slice's nearest entry, where it is nearer than those before.
+        """Measure differences from the slice's nearest entry, where it is much nearer than those before.
 
-        Looks only at the tokens of which both heads' maxima say that it may be: few, but in the first slices.
+        Looks only at the tokens of which both heads' maxima say that it may be: few, but in the first slice. A little
+        nearer is not worth the look: an entry that hides the others' digits stands far out.
         """
         f = self.state
         assert tile.z_ref is not None
         shift, near = f.shift.clone(), f.near.clone()
-        rows = (peak + peak_ref > near).nonzero().squeeze(1)
+        rows = (peak + peak_ref > near + NEARER).nonzero().squeeze(1)
         if rows.numel():
             rows, both = self._sums_of_logits(tile.z, tile.z_ref, rows)
             found, at = both.max(1)
