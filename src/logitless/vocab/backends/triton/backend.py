@@ -18,6 +18,7 @@ from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
+from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised
 from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, rows
@@ -183,8 +184,7 @@ def overlaps(chunk: Chunk, bases: int, keep: str | None) -> bool:
 def accumulate_products(chunk: Chunk) -> Partial:
     """The accumulation of all rows here with no slice of logits in memory."""
     first, sizes = chunk.policy.factors[0], table_for(chunk.inputs.hidden.device)["gemm"]
-    entries = first.entries
-    assert isinstance(entries, Tensor)
+    entries = plain(first.entries)  # which it is where `in_one_kernel` says so
     width, depth = entries.shape
     parts = triton.cdiv(width, sizes["entries"] * sizes["group"])
     run = Running(chunk, (), None, parts)
