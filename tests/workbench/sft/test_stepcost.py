@@ -1,5 +1,7 @@
 """The measurement of one step where memory ends: it says what did not fit, in words for a table."""
 
+import re
+
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ def test_what_does_not_fit_is_said_in_words(error, where, micro, tokens, monkeyp
     for result in found.values():
         assert result["not_measured"].startswith("does not fit: ")
         assert result["not_measured"].endswith("that are free")
+        assert re.search(r"(the model|a step) of [1-9][\d.]* [KMG]iB or more into the ", result["not_measured"])
         assert "llocat" not in result["not_measured"]
         assert len(result["not_measured"]) < 90
 

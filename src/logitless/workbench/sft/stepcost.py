@@ -65,25 +65,29 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
     batch = collate([rows[i] for i in range(min(config.batch_size, len(rows)))])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     free = free_bytes(device)
+    source = resolve(config.model)
     try:
-        model = build(config, resolve(config.model)).to(device)
+        model = build(config, source).to(device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        yield from ((method, {"not_measured": _does_not_fit("the model", free)}) for method in METHODS)
+        why = _does_not_fit("the model", _weights(config, source), free)
+        yield from ((method, {"not_measured": why}) for method in METHODS)
         return
     inner = model.get_base_model() if config.lora_rank else model
     for method in METHODS:
         install(model, loss=method, memory_budget=config.memory_budget_bytes)
-        needed = DENSE_COPIES * 4 * batch["input_ids"].numel() * inner.get_output_embeddings().weight.shape[0]
-        yield method, _one(model, batch, device, needed if method == "dense" else 0)
+        needed = sum(p.nbytes for p in model.parameters() if p.requires_grad)  # their gradients
+        if method == "dense":
+            needed += DENSE_COPIES * 4 * batch["input_ids"].numel() * inner.get_output_embeddings().weight.shape[0]
+        yield method, _one(model, batch, device, needed)
 
 
 def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
     from ...resident import Watch, free_bytes, thin
 
     free = free_bytes(device)
-    does_not_fit = _does_not_fit(f"{format_bytes(needed)} or more, by arithmetic," if needed else "a step", free)
+    does_not_fit = _does_not_fit("a step", needed, free)
     if needed > free:
         return {"not_measured": does_not_fit}
     try:
@@ -102,8 +106,18 @@ def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[st
     return {"peak_bytes": watch.peak, "seconds": round(seconds, 3), "loss": loss, "curve": thin(watch.curve)}
 
 
-def _does_not_fit(what: str, free: int) -> str:
-    return f"does not fit: {what} into the {format_bytes(free)} that are free"
+def _weights(config: TrainConfig, source: Any) -> int:
+    """Bytes of the parameters, by their number."""
+    from ...models.catalog import from_config
+
+    known = {"bfloat16": 2, "float32": 4}
+    itemsize = known.get(config.dtype) or getattr(getattr(source.config, "dtype", None), "itemsize", 4)
+    return itemsize * from_config(source.config.to_dict(), config.model).parameters
+
+
+def _does_not_fit(what: str, needed: int, free: int) -> str:
+    """needed: the least, by arithmetic."""
+    return f"does not fit: {what} of {format_bytes(needed)} or more into the {format_bytes(free)} that are free"
 
 
 def _step(model: Any, batch: dict[str, Any]) -> float:
