@@ -12,6 +12,7 @@ from torch.utils._device import _device_constructors
 
 from tests.support.allocations import poison
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # a model that is nowhere is refused at once, not after five tries
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton's first import, which is torch._dynamo's
 
