@@ -143,9 +143,8 @@ def linear_cross_entropy(
 
     Dense equivalent:
 
-        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
-        loss = F.cross_entropy(z, labels, weight, label_smoothing=label_smoothing)
-        loss = loss + z_loss * z.logsumexp(-1).square().mean()
+        z, s = softcap(scale * F.linear(hidden, weight, bias)) / temperature, label_smoothing
+        F.cross_entropy(z, labels, weight, label_smoothing=s) + z_loss * z.logsumexp(-1).square().mean()
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
     weight: a constant per class; as in torch, "mean" then divides by the sum of the labels' weights (0 where that is
