@@ -6,6 +6,7 @@ Drawn by the same functions as `--png` of the commands and of `bench.plot`, on n
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 
@@ -28,7 +29,7 @@ INKS = {
 Draw = Callable[[Path], None]
 
 
-def scheme(name: str) -> dict[str, object]:
+def scheme(name: str) -> dict[Any, Any]:
     """matplotlib's settings for a page: its ink, and no ground, but for the boxes behind some numbers."""
     ink, ground = INKS[name]
     inks = (
@@ -49,7 +50,7 @@ def bench() -> Draw:
 
 def plan() -> Draw:
     """docs/how-to/plan.md's first command."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch_size": 8,
         "responses_per_prompt": 8,
         "prompt_length": 2048,

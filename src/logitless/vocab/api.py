@@ -162,9 +162,9 @@ def linear_cross_entropy(
 
     Dense equivalent:
 
-        z = softcap(scale * F.linear(hidden, weight, bias)) / temperature
+        z, s = softcap(scale * F.linear(hidden, weight, bias)) / temperature, label_smoothing
         w = weight[labels]  # 1 without weights, 0 where ignored
-        each = F.cross_entropy(z, labels, weight, reduction="none", label_smoothing=label_smoothing)
+        each = F.cross_entropy(z, labels, weight, reduction="none", label_smoothing=s)
         (each + z_loss * w * z.logsumexp(-1).square()).sum() / w.sum()
 
     hidden: (..., H); labels: (...) integer, not shifted, `ignore_index` (-100) where a token does not count.
