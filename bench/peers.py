@@ -204,13 +204,17 @@ _STATISTICS = {
 }
 
 
-def logitless(case: Case, tensors: Tensors) -> Step:
+def logitless_compiled(case: Case, tensors: Tensors) -> Step:
+    return logitless(case, tensors, backend="compiled")
+
+
+def logitless(case: Case, tensors: Tensors, backend: str | None = "eager") -> Step:
     import logitless as ll
 
     def forward(hidden: Tensor, weight: Tensor, labels: Tensor, **t: Tensor) -> Tensors:
         head = ll.LMHead(weight)
         if case.name == "loss":
-            return {"loss": ll.linear_cross_entropy(hidden, head, labels)}
+            return {"loss": ll.linear_cross_entropy(hidden, head, labels, backend=backend)}
         reference = (t["ref_hidden"], ll.LMHead(t["ref_weight"])) if "ref_hidden" in t else None
         if case.name == "ppo":
             loss = ll.token_loss(
@@ -221,10 +225,11 @@ def logitless(case: Case, tensors: Tensors) -> Step:
                 inputs=(t["advantages"], t["old_logprob"]),
                 want=("logprob", "entropy", "kl"),
                 reference=reference,
+                backend=backend,
             )
             return {"loss": loss}
         want = _STATISTICS[case.name]
-        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference)
+        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference, backend=backend)
         return {name: getattr(stats, name) for name in want}
 
     return _bind(case, forward, tensors)
@@ -233,6 +238,7 @@ def logitless(case: Case, tensors: Tensors) -> Step:
 _OURS = Method("logitless", logitless, "ours")
 _ALWAYS = (
     _OURS,
+    Method("logitless, compiled", logitless_compiled, "ours"),
     Method("bare GEMMs", bare_gemms, "floor"),
     Method("bare GEMMs, vocabulary slices", vocab_gemms, "floor"),
     Method("bare GEMMs, vocabulary tiles", tile_gemms, "floor"),

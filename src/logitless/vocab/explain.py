@@ -18,9 +18,10 @@ from ..algebra.costs import (
     weight_gradient_bytes,
 )
 from .call.call import Call, Inputs, Needs
+from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
-from .call.validate import check_sparse, flatten
+from .call.validate import check_sparse, compilable, flatten
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import slices_for
@@ -41,6 +42,7 @@ class Explanation:
     dense_bytes: int  # what cross-entropy of whole logits takes
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
+    passed_over: str = ""  # the backends that are preferred where they run and fit, and why this call gets another
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -48,10 +50,11 @@ class Explanation:
         told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
+        why = f" ({self.passed_over})" if self.passed_over else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
-            f"backend {self.backend}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
+            f"backend {self.backend}{why}; slices of {self.slices.tokens} tokens x {self.slices.width} entries; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}"
             f"cross-entropy of whole logits would take {self.dense_bytes / mib:.1f} MiB"
@@ -94,6 +97,7 @@ def explain(
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
+        passed_over=passed_over(call.options.backend, hidden.device.type, compilable(hidden, head)),
     )
 
 

@@ -19,6 +19,7 @@ from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFi
 from ..devices import autocast_dtype, capturing
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED
+from ..sizing import current_sizing
 from .call import Call, Inputs
 from .choice import choose
 from .lora import lora_b_of
@@ -49,7 +50,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
-        backend=choose(o["backend"] or ("eager" if sparse else None), hidden.device.type),
+        backend=choose(o["backend"] or ("eager" if sparse else None), hidden.device.type, compilable(hidden, head)),
         autocast=cast,
         sparse=sparse,
     )
@@ -72,6 +73,12 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
     return Call(checked, head, inputs, _beside(head, ref_head, inputs))
+
+
+def compilable(hidden: Tensor, head: LMHead) -> int:
+    """The call's logits; 0 where nothing is to be compiled: in a caller's graph, or of tensors without numbers."""
+    plain = type(hidden) is Tensor and current_sizing() is None and not torch.compiler.is_compiling()
+    return hidden.shape[:-1].numel() * head.rows if plain else 0
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
