@@ -11,7 +11,7 @@ from torch import Tensor
 from ....algebra.online_softmax import MASK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Chunk, Partial, SliceMass, Tile
-from ..eager.backend import EagerBackend, Running
+from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import SURE, Form, Moves, add_slice, logits_grad, without_maximum
 from . import kernels
 from .kernels import Tensors
@@ -30,6 +30,9 @@ class Traced(Form):
     def room(self, name: str, like: Tensor) -> None:
         return None
 
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        return torch.exp(x)  # the exponential that Inductor computes once where it is both stored and summed
+
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         gap = z_ref - z
         if not self.infinite:
@@ -42,7 +45,7 @@ class Traced(Form):
 
     def give(self, basis: str, weights: Tensor) -> None:
         if basis in self.bases:
-            self.weights[basis] = weights.clone()  # the formulas go on in its place
+            self.weights[basis] = weights
 
     def others(self, rest: Tensor, w: Tensor, newest: Tensor) -> Tensor:
         return torch.where(newest & (rest < SURE), without_maximum(w), rest)
@@ -59,7 +62,8 @@ def _accumulate(tensors: Tensors, bases: frozenset[str], infinite: bool) -> Tens
     """`add_slice` of named tensors: the state's, the slice's, buffers for weights; p's may take the slice's place."""
     form = Traced(bases, infinite)
     state = Accumulation(**{name[6:]: x for name, x in tensors.items() if name.startswith("state.")})
-    out, mass = add_slice(state, tensors["z"], tensors.get("z_ref"), tensors.get("label"), form)
+    maxima = tensors["peak"], tensors.get("peak_ref")
+    out, mass = add_slice(state, tensors["z"], tensors.get("z_ref"), *maxima, tensors.get("label"), form)
     for basis, weights in form.weights.items():
         tensors.get(basis, tensors["z"]).copy_(weights)
     found = {f"state.{name}": x for name, x in out.items()} | {"mass": mass.w}
@@ -92,8 +96,9 @@ class CompiledRunning(Running):
         if not self.compiles:
             return super().add_slice(tile)
         tensors = {f"state.{name}": x for name, x in self.state.items()} | {"z": tile.z}
-        if tile.z_ref is not None:
-            tensors["z_ref"] = tile.z_ref
+        tensors["peak"], peak_ref = peaks(tile)  # a plain maximum is the faster one
+        if tile.z_ref is not None and peak_ref is not None:
+            tensors |= {"z_ref": tile.z_ref, "peak_ref": peak_ref}
         if self.label is not None:
             tensors["label"] = self.label
         buffered = self.bases if self.keep else self.bases - {"p"}

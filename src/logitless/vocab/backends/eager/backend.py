@@ -10,7 +10,7 @@ from torch import Tensor
 from ....algebra.online_softmax import EMPTY, Accumulation, Totals
 from ....algebra.stats import Coefficients, mixture_shares
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
-from ..logits import Operands, add_product, exp_, logits_grad_dtype
+from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
 from .formulas import SURE, Form, Moves, add_slice, logits_grad, without_maximum
 from .skip import logits_grad_of_some
 from .topk import TopK
@@ -66,13 +66,16 @@ class Running(Form):
 
     def add_slice(self, tile: Tile) -> tuple[Accumulation, SliceMass]:
         """The running sums with this slice, and the slice's part."""
-        out, mass = add_slice(self.state, tile.z, tile.z_ref, self.label, self)
+        out, mass = add_slice(self.state, tile.z, tile.z_ref, *peaks(tile), self.label, self)
         if self.keep == "weights":
             tile.m = out.m
         return out, mass
 
     def room(self, name: str, like: Tensor) -> Tensor:
         return like if name == "x" and self.keep != "logits" else self.chunk.scratch.take(name, like)
+
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        return torch.mul(x, LOG2E, out=self.room(name, x)).exp2_() if name else exp_(x)
 
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         assert self.known_gap is not None
@@ -117,6 +120,11 @@ class Running(Form):
             weights = weights * self.flat
         for w, part in zip(self.w, self.products[basis].split(self.widths, 1), strict=True):
             add_product(weights.to(w.dtype), w, part)
+
+
+def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """The maxima of a slice's rows and of its reference's."""
+    return tile.z.amax(1), None if tile.z_ref is None else tile.z_ref.amax(1)
 
 
 class EagerBackend(Backend):

@@ -58,6 +58,10 @@ class Form(ABC):
         """Where an operation's result goes: a buffer, which may be the slice itself; None for a new tensor."""
 
     @abstractmethod
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        """e^x, in x's place or, where a name is given, in the room of that name."""
+
+    @abstractmethod
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         """z_ref - z, infinite where one of them is and 0 where both are; used up."""
 
@@ -84,13 +88,19 @@ def without_maximum(w: Tensor) -> Tensor:
 
 
 def add_slice(
-    f: Accumulation, z: Tensor, z_ref: Tensor | None, label: Tensor | None, form: Form
+    f: Accumulation,
+    z: Tensor,
+    z_ref: Tensor | None,
+    peak: Tensor,
+    peak_ref: Tensor | None,
+    label: Tensor | None,
+    form: Form,
 ) -> tuple[Accumulation, SliceMass]:
     """The running sums with one slice more, and the slice's own part.
 
-    z, z_ref: (C, S), the label's entry masked; label: the label's logit where entries above it are counted.
+    z, z_ref: (C, S), the label's entry masked, and their maxima; label: the label's logit where entries above it are
+    counted.
     """
-    peak = z.amax(1)
     m = torch.maximum(f.m, peak)
     out = Accumulation(m=m, rest=f.rest, above=f.above)
     if f.above is not None and label is not None:
@@ -99,8 +109,10 @@ def add_slice(
         out.above = f.above + higher.to(z.dtype).sum(1).long()
     moves = Moves(torch.exp(f.m - m), f.m - m)
     gap = None if z_ref is None else form.gap(z, z_ref)
-    if z_ref is not None and gap is not None:
-        _move_reference(f, z, z_ref, gap, peak, out, moves, form)
+    if z_ref is not None and peak_ref is not None and gap is not None:
+        out.near, out.shift = form.nearest(f, z, z_ref, gap, peak + peak_ref)
+        out.m_ref = torch.maximum(f.m_ref, peak_ref)
+        _move_reference(f, out, moves)
     form.move(moves)
     w, mass = _add_policy(f, z, peak, out, moves, form)
     if z_ref is not None and gap is not None:
@@ -108,13 +120,8 @@ def add_slice(
     return out, mass
 
 
-def _move_reference(
-    f: Accumulation, z: Tensor, z_ref: Tensor, gap: Tensor, peak: Tensor, out: Accumulation, moves: Moves, form: Form
-) -> None:
-    """The sums of KL before this slice, relative to its maxima and measured from its nearest entry if nearer."""
-    peak_ref = z_ref.amax(1)
-    out.near, out.shift = form.nearest(f, z, z_ref, gap, peak + peak_ref)
-    out.m_ref = torch.maximum(f.m_ref, peak_ref)
+def _move_reference(f: Accumulation, out: Accumulation, moves: Moves) -> None:
+    """The sums of KL before this slice, relative to its maxima and measured from its d0."""
     moves.grow_ref, moves.shift = torch.exp(f.m_ref - out.m_ref), step_to(f, out.shift, torch)
     out.a = times(moves.grow, f.a + (1 + f.rest) * moves.shift, torch)
     out.b = moved_b(f, out.m, out.shift, torch)
@@ -128,7 +135,7 @@ def _add_policy(
 ) -> tuple[Tensor, SliceMass]:
     """The sums over the policy alone; returns the weights e^(z-m) and the slice's part."""
     x = torch.sub(z, out.m[:, None], out=form.room("x", z))
-    w = exp_(x) if f.t is None else torch.mul(x, LOG2E, out=form.room("w", z)).exp2_()
+    w = form.exp(x, "" if f.t is None else "w")
     new, newest = w.sum(1), peak > f.m
     rest, sharp = new - 1, None
     if f.t is not None:
@@ -153,7 +160,7 @@ def _add_reference(
     out.a = out.a - y.sum(1)
     if "pD" in form.bases:
         form.give("pD", y.neg_())
-    w_ref = exp_(torch.sub(z_ref, out.m_ref[:, None], out=form.room("y", z_ref)))
+    w_ref = form.exp(torch.sub(z_ref, out.m_ref[:, None], out=form.room("y", z_ref)), "")
     out.s_ref = out.s_ref + w_ref.sum(1)
     form.give("q", w_ref)
     if f.a_ref is not None:
