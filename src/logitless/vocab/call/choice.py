@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...errors import BackendError
 from . import compiled_support, triton_support
 
-WORTH_COMPILING = 1 << 31  # logits of a call, from which on what is compiled or loaded for it has paid for itself
+WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or loaded for it has paid for itself
 
 
 @dataclass(frozen=True)
