@@ -16,6 +16,7 @@ Step = Callable[[], Tensors]
 Forward = Callable[..., Tensors]
 TOKEN_SLICE = 256  # rows of logits in the bare GEMMs' reused buffer
 VOCAB_SLICE = 2048
+TILE = 512  # rows of the vocabulary, times all tokens: what the pass streams
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,20 @@ def bare_gemms(case: Case, t: Tensors) -> Step:
     return run
 
 
-def vocab_gemms(case: Case, t: Tensors) -> Step:
+def tile_gemms(case: Case, t: Tensors) -> Step:
+    """`vocab_gemms` into a tile that stays in the caches."""
+    return vocab_gemms(case, t, TILE)
+
+
+def vocab_gemms(case: Case, t: Tensors, width: int = VOCAB_SLICE) -> Step:
     """The same products in slices of the vocabulary: on this kind of machine the faster order."""
     n, v = t["hidden"].shape[0], t["weight"].shape[0]
-    buffer = torch.empty(n * min(v, VOCAB_SLICE))
+    buffer = torch.empty(n * min(v, width))
     grads = {name: torch.empty_like(t[name]) for name in case.wrt}
 
     def run() -> Tensors:
-        for start in range(0, v, VOCAB_SLICE):
-            rows = slice(start, start + VOCAB_SLICE)
+        for start in range(0, v, width):
+            rows = slice(start, start + width)
             w = t["weight"][rows]
             z = buffer[: n * len(w)].view(n, len(w))
             if "ref_weight" in case.takes:
@@ -198,13 +204,17 @@ _STATISTICS = {
 }
 
 
-def logitless(case: Case, tensors: Tensors) -> Step:
+def logitless_compiled(case: Case, tensors: Tensors) -> Step:
+    return logitless(case, tensors, backend="compiled")
+
+
+def logitless(case: Case, tensors: Tensors, backend: str | None = "eager") -> Step:
     import logitless as ll
 
     def forward(hidden: Tensor, weight: Tensor, labels: Tensor, **t: Tensor) -> Tensors:
         head = ll.LMHead(weight)
         if case.name == "loss":
-            return {"loss": ll.linear_cross_entropy(hidden, head, labels)}
+            return {"loss": ll.linear_cross_entropy(hidden, head, labels, backend=backend)}
         reference = (t["ref_hidden"], ll.LMHead(t["ref_weight"])) if "ref_hidden" in t else None
         if case.name == "ppo":
             loss = ll.token_loss(
@@ -215,10 +225,11 @@ def logitless(case: Case, tensors: Tensors) -> Step:
                 inputs=(t["advantages"], t["old_logprob"]),
                 want=("logprob", "entropy", "kl"),
                 reference=reference,
+                backend=backend,
             )
             return {"loss": loss}
         want = _STATISTICS[case.name]
-        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference)
+        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference, backend=backend)
         return {name: getattr(stats, name) for name in want}
 
     return _bind(case, forward, tensors)
@@ -227,8 +238,10 @@ def logitless(case: Case, tensors: Tensors) -> Step:
 _OURS = Method("logitless", logitless, "ours")
 _ALWAYS = (
     _OURS,
+    Method("logitless, compiled", logitless_compiled, "ours"),
     Method("bare GEMMs", bare_gemms, "floor"),
     Method("bare GEMMs, vocabulary slices", vocab_gemms, "floor"),
+    Method("bare GEMMs, vocabulary tiles", tile_gemms, "floor"),
     Method("torch", dense),
     Method("torch.compile", compiled),
     Method("TRL chunked", trl_chunked),

@@ -6,7 +6,6 @@ methods take turns in a different order each time. One process computes at a tim
 
 import argparse
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from bench.harness import (
     write_line,
 )
 from bench.peers import METHODS, Method
+from bench.ratios import add_ratios
 
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes this long
 QUIET = 0.05  # of the machine; beyond it, waiting for one another makes any ratio meaningless
@@ -132,20 +132,6 @@ def run_rounds(crew: Crew, records: list[Record], rounds: int) -> None:
                 record.setdefault("others", []).append(round(others, 3))
 
 
-def add_ratios(records: list[Record]) -> None:
-    """Medians and spreads, and per-round ratios to the bare GEMMs and to plain torch."""
-    by_name = {r["method"]: r["seconds"] for r in records if r["status"] == "ok"}
-    for record in records:
-        if record["status"] != "ok":
-            continue
-        seconds = record["seconds"]
-        record["median_s"], record["spread_s"] = statistics.median(seconds), [min(seconds), max(seconds)]
-        for key, name in (("to_bare", "bare GEMMs"), ("to_torch", "torch")):
-            if name in by_name:
-                ratios = [mine / base for mine, base in zip(seconds, by_name[name], strict=True)]
-                record[key], record[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
-
-
 def run_case(
     case: Case, shape: Shape, methods: Sequence[Method], rounds: int = 5, limit_gb: float = 20.0
 ) -> list[Record]:
@@ -187,7 +173,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small shapes: a check of the benchmark, not a result")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
-    parser.add_argument("--methods", help="comma-separated beginnings of method names; the bare GEMMs always run")
+    parser.add_argument("--methods", help="comma-separated beginnings of method names; the floors always run")
     parser.add_argument("--shape", type=_shape, help="tokens,hidden,vocabulary instead of the default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory-limit-gb", type=float, default=20.0)
@@ -217,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records, ours = [environment()], []
     for case in (CASES[name] for name in options.cases):
         print(f"{case.name}: {case.title}, {options.shape}", flush=True)
-        methods = [m for m in METHODS[case.name] if m.name.startswith(starts) or m.name == "bare GEMMs"]
+        methods = [m for m in METHODS[case.name] if m.name.startswith(starts) or m.kind == "floor"]
         found = run_case(case, options.shape, methods, options.rounds, options.memory_limit_gb)
         for record in found:
             print(f"{record['method']:>40}  {describe(record)}", flush=True)

@@ -380,7 +380,9 @@ def beside_legacy(record: Record) -> str:
     pairs, c = record["pairs"], record["config"]
     rows = [[title, *(times(x.get(key)) for x in pairs.values())] for key, title in TIMES.items()]
     rows += [[name, *(more_or_less(x[name]) for x in pairs.values())] for name in MORE]
-    rewards = "; ".join(f"`{name}` {within(x)}" for of in pairs.values() for name, x in of["rewards"].items())
+    rewards = "; ".join(
+        f"`{name}` {within(x)}" for of in pairs.values() for name, x in of["rewards"].items()
+    )
     verdicts = [
         [f"`{x['method']}`: {x['criterion']} {x['expected']}", f"**{x['verdict']}**", x["why"]]
         for of in pairs.values()
@@ -401,7 +403,11 @@ def beside_legacy(record: Record) -> str:
 
 
 def times(x: Record | None) -> str:
-    return "" if x is None else f"{x['mean']:.3g} ×" + (f" ({x['low']:.3g} to {x['high']:.3g})" if "low" in x else "")
+    return (
+        ""
+        if x is None
+        else f"{x['mean']:.3g} ×" + (f" ({x['low']:.3g} to {x['high']:.3g})" if "low" in x else "")
+    )
 
 
 def more_or_less(x: Record) -> str:

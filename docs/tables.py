@@ -189,10 +189,15 @@ def quantised(records: list[Record]) -> str:
         rows = []
         for head in dict.fromkeys(r["head"] for r in some):
             found = {r["work"]: r for r in some if r["head"] == head}
-            cells = [f"{found[work]['seconds']:.3f} s ({found[work]['ratio']:.2f} ×)" for work in works]
+            cells = [
+                f"{found[work]['seconds']:.3f} s ({found[work]['ratio']:.2f} ×)" for work in works
+            ]
             rows.append([head, f"{found[works[0]]['head_bytes'] / 1e6:,.1f} MB", *cells])
         title = f"**{shape}**, V={some[0]['vocabulary']:,}, H={some[0]['hidden']:,}"
-        columns = [f"{work}, {next(r['tokens'] for r in some if r['work'] == work):,} tokens" for work in works]
+        columns = [
+            f"{work}, {next(r['tokens'] for r in some if r['work'] == work):,} tokens"
+            for work in works
+        ]
         parts.append(f"{title}\n\n{grid(['head', 'bytes', *columns], rows)}")
     return "\n\n".join([*parts, f"{machine(records)} Processor time, the least of the rounds."])
 

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 from torch._dynamo import trace_rules
 
-from logitless.vocab.call import triton_support
+from logitless.vocab.call import compiled_support, triton_support
 
 # torch.compile and `with torch.device(...)` learn once which object is torch.empty: let them see the real one.
 trace_rules.get_torch_obj_rule_map()
@@ -48,33 +48,52 @@ def seed() -> int:
     return 0
 
 
-@pytest.fixture(params=["eager", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore::RuntimeWarning"))])
+WHY_NOT = {"triton": triton_support.why_not, "compiled": compiled_support.why_not}
+
+
+@pytest.fixture(
+    params=[
+        "eager",
+        pytest.param("triton", marks=pytest.mark.filterwarnings("ignore::RuntimeWarning")),
+        pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.compiled]),
+    ]
+)
 def backend(request) -> str:
     """Every backend that runs on a CPU; Triton's kernels are interpreted, in numpy, which warns of inf - inf."""
     for mark in request.node.iter_markers("not_on"):
         if request.param in mark.args:
             pytest.skip(mark.kwargs["reason"])
-    if request.param == "triton" and (reason := triton_support.why_not("cpu")):
+    if request.param in WHY_NOT and (reason := WHY_NOT[request.param]("cpu")):
         pytest.skip(reason)
     return request.param
 
 
-def on_triton(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The cases under Triton's interpreter, of each test."""
+def cases_on(backend: str, items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases on this backend of the fixture, of each test."""
     found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if getattr(item, "callspec", None) is not None and item.callspec.params.get("backend") == "triton":
+        if getattr(item, "callspec", None) is not None and item.callspec.params.get("backend") == backend:
             found.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return found
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """On Triton the fast suite runs the middle one of a test's parameters, and none of a test that is `slow_on` it."""
-    for cases in on_triton(items).values():
+def pytest_collection_modifyitems(config, items):
+    """On Triton the fast suite runs the middle one of a test's parameters, and none of a test that is `slow_on` it.
+
+    The compiled backend is the eager one but for its loops: it gets the middle one alone, in the slow suite.
+    """
+    for cases in cases_on("triton", items).values():
         for i, item in enumerate(cases):
             if i != len(cases) // 2 or any("triton" in mark.args for mark in item.iter_markers("slow_on")):
                 item.add_marker(pytest.mark.slow)
+    left_out = [
+        item for cases in cases_on("compiled", items).values() for i, item in enumerate(cases) if i != len(cases) // 2
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 def pytest_collection_finish():

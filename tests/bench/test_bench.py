@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import cases, gate, harness, peers, plot, run
+from bench import cases, gate, harness, peers, plot, ratios, run
 from tests.support.bench import wrong_methods
 
 TINY = cases.SHAPES["tiny"]
@@ -36,6 +36,27 @@ def test_a_right_method_is_timed_and_measured(records):
     assert records[0]["to_bare"] == 1.0
     assert set(dense["errors"]) == {"logprob", "entropy"}
     assert max(dense["errors"].values()) < 1e-5
+
+
+def test_ratios_are_over_the_fastest_bare_products():
+    def record(method, kind, *seconds):
+        return {"method": method, "method_kind": kind, "status": "ok", "seconds": list(seconds)}
+
+    found = [
+        record("bare GEMMs", "floor", 2.0, 2.0, 2.0),
+        record("bare GEMMs, vocabulary slices", "floor", 1.0, 1.0, 3.0),
+        record("logitless", "ours", 1.2, 1.1, 3.6),
+        record("torch", "peer", 4.0, 4.4, 4.0),
+    ]
+    ratios.add_ratios(found)
+    assert ratios.fastest_floor(found) is found[1]
+    assert [r["to_bare"] for r in found] == [2.0, 1.0, pytest.approx(1.2), 4.0]
+    assert found[2]["to_torch"] == pytest.approx(0.3)
+
+
+def test_a_result_file_is_read_with_todays_floor(records):
+    stale = [r | {"to_bare": 0.5} for r in records]
+    assert plot.by_case(stale)["entropy"][0]["to_bare"] == 1.0
 
 
 def test_a_wrong_method_is_reported_and_not_timed(records):
@@ -84,7 +105,7 @@ def test_ours_passes_the_gate(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-@pytest.mark.parametrize("build", [peers.bare_gemms, peers.vocab_gemms])
+@pytest.mark.parametrize("build", [peers.bare_gemms, peers.vocab_gemms, peers.tile_gemms])
 def test_floors_do_the_counted_matrix_products_and_no_more(name, build):
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -18,10 +18,11 @@ from ..algebra.costs import (
     weight_gradient_bytes,
 )
 from .call.call import Call, Inputs, Needs
+from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_sparse, flatten
+from .call.validate import check_sparse, compilable, flatten
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import slices_for
@@ -46,6 +47,7 @@ class Explanation:
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
     entries: int | None = None  # of the sampling mask, where statistics are over it
+    passed_over: str = ""  # the backends that are preferred where they run and fit, and why this call gets another
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -55,13 +57,14 @@ class Explanation:
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
         held = self.head_bytes / mib
         head = f"a head of {held:.1f} MiB in {self.quantised}, dequantised slice by slice; " if self.quantised else ""
+        why = f" ({self.passed_over})" if self.passed_over else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         parts = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries"
         if self.entries is not None:
             parts = f"{self.entries} entries of {self.slices.tokens} tokens"
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
-            f"backend {self.backend}; {parts}; "
+            f"backend {self.backend}{why}; {parts}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
             f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
@@ -108,6 +111,7 @@ def explain(
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
+        passed_over=passed_over(call.options.backend, hidden.device.type, compilable(hidden, head)),
     )
 
 

@@ -20,7 +20,13 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
-LOADERS: dict[str, Callable[[], Backend]] = {"eager": _eager, "triton": _triton}
+def _compiled() -> Backend:
+    from .compiled.backend import CompiledBackend
+
+    return CompiledBackend()
+
+
+LOADERS: dict[str, Callable[[], Backend]] = {"compiled": _compiled, "eager": _eager, "triton": _triton}
 
 
 @cache

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import BackendError
-from . import triton_support
+from . import compiled_support, triton_support
+
+WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or loaded for it has paid for itself
 
 
 @dataclass(frozen=True)
@@ -15,25 +17,30 @@ class Candidate:
     """A backend that may serve a call; `backends.load` has the backend itself.
 
     why_not: the reason why it cannot run on a type of device, None where it can, said without loading it. devices: the
-    types on which it is taken where no backend is named, None for all.
+    types on which it is taken where no backend is named, None for all. least: logits of a call for that.
     """
 
     why_not: Callable[[str], str | None]
     devices: tuple[str, ...] | None = None
+    least: int = 0
+
+    def fits(self, device: str, logits: int) -> bool:
+        """Whether it is taken where no backend is named."""
+        return logits >= self.least and (self.devices is None or device in self.devices)
 
 
 # In the order of preference.
 CANDIDATES = {
     "triton": Candidate(triton_support.why_not, ("cuda",)),
+    "compiled": Candidate(compiled_support.why_not, ("cpu",), WORTH_COMPILING),
     "eager": Candidate(lambda device: None),
 }
 
 
-def choose(name: str | None, device: str) -> str:
-    """The backend's name for tensors on `device`."""
+def choose(name: str | None, device: str, logits: int = 0) -> str:
+    """The backend's name for tensors on `device` and so many logits, 0 where nothing is to be compiled."""
     if name is None:
-        fitting = (each for each, x in CANDIDATES.items() if x.devices is None or device in x.devices)
-        return next(each for each in fitting if CANDIDATES[each].why_not(device) is None)
+        return next(x for x, c in CANDIDATES.items() if c.fits(device, logits) and c.why_not(device) is None)
     if name not in CANDIDATES:
         near = difflib.get_close_matches(str(name), CANDIDATES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -42,3 +49,15 @@ def choose(name: str | None, device: str) -> str:
     if reason is not None:
         raise BackendError(f"backend {name!r} cannot run here: {reason}; backend=None takes one that can")
     return name
+
+
+def passed_over(name: str, device: str, logits: int) -> str:
+    """Why a call gets this backend and not one that is preferred where it runs; empty where none is."""
+    reasons = []
+    for better, candidate in CANDIDATES.items():
+        if better == name:
+            break
+        if candidate.devices is None or device in candidate.devices:
+            few = f"fewer than {candidate.least:,} logits"
+            reasons.append(f"not {better}: {few if logits < candidate.least else candidate.why_not(device) or 'named'}")
+    return ", ".join(reasons)

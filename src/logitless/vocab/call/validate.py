@@ -19,6 +19,7 @@ from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFi
 from ..devices import autocast_dtype, capturing
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED
+from ..sizing import current_sizing
 from .call import Call, Inputs
 from .choice import choose
 from .lora import lora_b_of
@@ -52,7 +53,14 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
-        backend=_backend(o["backend"], want, sparse is not None, ref_rows is not None, hidden.device.type),
+        backend=_backend(
+            o["backend"],
+            want,
+            hidden.device.type,
+            sparse=sparse is not None,
+            rows=ref_rows is not None,
+            logits=0 if mask is not None else compilable(hidden, head),
+        ),
         autocast=cast,
         sparse=sparse,
     )
@@ -77,13 +85,22 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     return Call(checked, head, inputs, _beside(head, ref_head, rows, inputs), sampling_mask=mask)
 
 
-def _backend(name: str | None, want: tuple[str, ...], sparse: bool, rows: bool, device: str) -> str:
-    """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows."""
+def _backend(name: str | None, want: tuple[str, ...], device: str, *, sparse: bool, rows: bool, logits: int) -> str:
+    """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows.
+
+    logits: as `compilable` counts them.
+    """
     tail = "tail" in sums_of(want)
     if (tail or rows) and name not in (None, "eager"):
         what = "want: tail_logprob is" if tail else "reference: rows of logits are"
         raise OptionError(f"{what} for backend 'eager', got {name!r}; leave backend out")
-    return choose(name or ("eager" if sparse or tail or rows else None), device)
+    return choose(name or ("eager" if sparse or tail or rows else None), device, logits)
+
+
+def compilable(hidden: Tensor, head: LMHead) -> int:
+    """The call's logits; 0 where nothing is to be compiled: in a caller's graph, or of tensors without numbers."""
+    plain = type(hidden) is Tensor and current_sizing() is None and not torch.compiler.is_compiling()
+    return hidden.shape[:-1].numel() * head.rows if plain else 0
 
 
 def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:

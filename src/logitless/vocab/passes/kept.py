@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
 from ...algebra.stats import STATISTICS, coefficients_of, mixture_shares
 from ..backends.base import Backend, Chunk, Gradients, Scratch, Tile, is_dense, put_mixture
-from ..backends.eager.backend import logits_grad_of_tile
+from ..backends.eager.formulas import logits_grad
 from ..backends.gather import Take
 from ..backends.logits import Projection
 from ..backends.rows import add_at
@@ -267,15 +267,13 @@ def _dense_part(
 ) -> Tensor:
     """The gradient formula on a block of entries, each a token of its own with one entry; 0 at labels."""
     own = entries.tokens[block]
-    take = Take(chunk.scratch, own)
-    some = replace(take.chunk(chunk), reference=chunk.reference)
-
-    def column(x: Tensor | None) -> Tensor | None:
-        return None if x is None else entries.without_labels(x)[block, None]
-
-    each = Tile(tile.v, entries.without_labels(tile.z)[block, None], column(tile.z_ref))
+    policy = Take(chunk.scratch, own).projection(chunk.policy)
+    z = entries.without_labels(tile.z)[block, None]
+    z_ref = None if tile.z_ref is None else entries.without_labels(tile.z_ref)[block, None]
+    flat = None if policy.outer is None else policy.flatness(z)
     numbers = Totals(**{name: x[own] for name, x in totals.items()})
-    return logits_grad_of_tile(some, each, numbers, {basis: x[own] for basis, x in chained.items()})[:, 0]
+    c = {basis: x[own] for basis, x in chained.items()}
+    return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None)[:, 0]
 
 
 def _scatter(scratch: Scratch, chunk: Chunk, entries: Entries, dz: Tensor, grads: Gradients) -> None:

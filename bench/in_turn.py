@@ -1,0 +1,82 @@
+"""CPU seconds of ours and of the bare products, in turn in one process: `python -m bench.in_turn [--cases entropy]`.
+
+For machines that others use too: processor seconds of this process leave out what it waited for, and the least of many
+rounds what others took from its caches. Gives the ratio to the fastest bare product, and each first call's seconds, its
+compiler's included: those of a cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.cases import CASES, SHAPES, Shape, make_tensors
+from bench.harness import environment, write_line
+from bench.peers import METHODS
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has run."""
+    return sum(os.times()[:4])
+
+
+def least_seconds(name: str, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """Per method: the least CPU seconds of a call, and those of the first."""
+    case = CASES[name]
+    tensors = make_tensors(case, shape)
+    methods = [m for m in METHODS[name] if m.kind in ("ours", "floor")]
+    # the same memory for each, but gradients are asked of ours alone
+    steps = {m.name: m.build(case, {name: x.detach() for name, x in tensors.items()}) for m in methods}
+    found = {}
+    for method, step in steps.items():
+        own = cpu_seconds()
+        step()
+        found[method] = {"first_s": cpu_seconds() - own, "least_s": float("inf")}
+    for _ in range(rounds):
+        for method, step in steps.items():
+            own = time.process_time()
+            step()
+            found[method]["least_s"] = min(found[method]["least_s"], time.process_time() - own)
+    floor = min(found[m.name]["least_s"] for m in methods if m.kind == "floor")
+    for seconds in found.values():
+        seconds["to_bare"] = seconds["least_s"] / floor
+    return found
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.in_turn", description=__doc__)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--shape", help="tokens,hidden,vocabulary instead of 2048,512,131072")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    options = parser.parse_args(arguments)
+    options.shape = Shape(*map(int, options.shape.split(","))) if options.shape else SHAPES["full"]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    torch.set_num_threads(options.threads)
+    env = environment() | {"threads": options.threads}
+    for name in options.cases.split(","):
+        load = os.getloadavg()[0]
+        found = least_seconds(name, options.shape, options.rounds)
+        print(f"{name}: {options.shape}, {options.threads} threads, load {load:.1f}", flush=True)
+        for method, s in sorted(found.items(), key=lambda item: item[1]["least_s"]):
+            print(
+                f"{method:>40}  {s['least_s']:.3f} s, {s['to_bare']:.3f} x bare, first {s['first_s']:.1f} s", flush=True
+            )
+        if options.out:
+            s = options.shape
+            record = {"kind": "in turn", "case": name, "shape": [s.tokens, s.hidden, s.vocab], "load": load}
+            write_line(options.out, env | record | {"methods": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The eager backend with a slice's element-wise work compiled."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....algebra.online_softmax import MASK, Accumulation, Totals
+from ....algebra.stats import Coefficients
+from ..base import Chunk, Partial, SliceMass, Tile
+from ..eager.backend import EagerBackend, Running, peaks
+from ..eager.formulas import SURE, Form, Moves, add_slice, logits_grad, without_maximum
+from . import kernels
+from .kernels import Tensors
+
+READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the totals, by the logits' gradient
+
+
+class Traced(Form):
+    """The formulas as a graph of new tensors: nothing is asked of them, so masks stand where eager looks at rows."""
+
+    def __init__(self, bases: frozenset[str], infinite: bool) -> None:
+        self.bases, self.infinite = bases, infinite
+        self.weights: Tensors = {}
+        self.moves: Moves | None = None
+
+    def room(self, name: str, like: Tensor) -> None:
+        return None
+
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        return torch.exp(x)  # the exponential that Inductor computes once where it is both stored and summed
+
+    def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
+        gap = z_ref - z
+        if not self.infinite:
+            return gap
+        here, there = z > MASK, z_ref > MASK  # the mask has -inf's place
+        return torch.where(here & ~there, -math.inf, torch.where(there & ~here, math.inf, gap))
+
+    def move(self, moves: Moves) -> None:
+        self.moves = moves
+
+    def give(self, basis: str, weights: Tensor) -> None:
+        if basis in self.bases:
+            self.weights[basis] = weights
+
+    def others(self, rest: Tensor, w: Tensor, newest: Tensor) -> Tensor:
+        return torch.where(newest & (rest < SURE), without_maximum(w), rest)
+
+    def nearest(self, f: Accumulation, z: Tensor, z_ref: Tensor, gap: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        both = z + z_ref
+        found = both.amax(1)
+        at = torch.where(both == found[:, None], gap, -math.inf).amax(1)
+        nearer = found > f.near
+        return torch.where(nearer, found, f.near), torch.where(nearer, -at, f.shift)
+
+
+def _accumulate(tensors: Tensors, bases: frozenset[str], infinite: bool) -> Tensors:
+    """`add_slice` of named tensors: the state's, the slice's, buffers for weights; p's may take the slice's place."""
+    form = Traced(bases, infinite)
+    state = Accumulation(**{name[6:]: x for name, x in tensors.items() if name.startswith("state.")})
+    maxima = tensors["peak"], tensors.get("peak_ref")
+    out, mass = add_slice(state, tensors["z"], tensors.get("z_ref"), *maxima, tensors.get("label"), form)
+    for basis, weights in form.weights.items():
+        tensors.get(basis, tensors["z"]).copy_(weights)
+    found = {f"state.{name}": x for name, x in out.items()} | {"mass": mass.w}
+    if mass.t is not None:
+        found["mass.t"] = mass.t
+    if bases and form.moves is not None:
+        found |= {f"moves.{name}": x for name, x in vars(form.moves).items() if x is not None}
+    return found
+
+
+def _logits_grad(tensors: Tensors, bases: tuple[str, ...], beta: float) -> Tensors:
+    """`formulas.logits_grad` of named tensors, into the slice."""
+    z = tensors["z"]
+    totals = Totals(**{name: tensors[name] for name in READ if name in tensors})
+    c = {basis: tensors[f"c.{basis}"] for basis in bases}
+    dz = logits_grad(z, tensors.get("z_ref"), None, tensors.get("flat"), totals, c, beta, lambda name, like: None)
+    z.copy_(dz)
+    return {}
+
+
+class CompiledRunning(Running):
+    """The accumulation of a chunk by one compiled function a slice."""
+
+    def look(self, tile: Tile) -> None:
+        self.compiles = kernels.fits(tile.z)
+        if not self.compiles:  # the compiled function sees by the mask what was infinite
+            super().look(tile)
+
+    def add_slice(self, tile: Tile) -> tuple[Accumulation, SliceMass]:
+        if not self.compiles:
+            return super().add_slice(tile)
+        tensors = {f"state.{name}": x for name, x in self.state.items()} | {"z": tile.z}
+        tensors["peak"], peak_ref = peaks(tile)  # a plain maximum is the faster one
+        if tile.z_ref is not None and peak_ref is not None:
+            tensors |= {"z_ref": tile.z_ref, "peak_ref": peak_ref}
+        if self.label is not None:
+            tensors["label"] = self.label
+        buffered = self.bases if self.keep else self.bases - {"p"}
+        tensors |= {basis: self.chunk.scratch.take(f"weights {basis}", tile.z) for basis in sorted(buffered)}
+        infinite = self.infinite and tile.z_ref is not None
+        function = partial(_accumulate, bases=self.bases, infinite=infinite)
+        found = kernels.run(("accumulate", self.bases, infinite), function, tensors)
+        if self.bases:
+            Moves(**_named(found, "moves.")).apply(self.products, self.infinite)
+            for basis in self.bases:
+                self.give(basis, tensors.get(basis, tile.z))
+        state = Accumulation(**_named(found, "state."))
+        return state, SliceMass(state.m, found["mass"], found.get("mass.t"))
+
+
+def _named(tensors: Tensors, kind: str) -> Tensors:
+    return {name[len(kind) :]: x for name, x in tensors.items() if name.startswith(kind)}
+
+
+class CompiledBackend(EagerBackend):
+    """The eager backend, a slice of which is read by compiled loops instead of one operation after the other.
+
+    A chunk's slices stay as logits where eager keeps weights: exponentials are computed twice, and written once.
+    """
+
+    running = CompiledRunning
+
+    def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
+        return super().accumulate_local(chunk, bases, "logits" if keep else None)
+
+    def dz(self, chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
+        if not kernels.fits(tile.z):
+            return super().dz(chunk, tile, totals, c)
+        tensors = {name: x for name, x in totals.items() if name in READ} | {"z": tile.z}
+        tensors |= {f"c.{basis}": c[basis] for basis in c}
+        if tile.z_ref is not None and {"pD", "pM", "q"} & c.keys():
+            tensors["z_ref"] = tile.z_ref
+        if chunk.policy.outer is not None:
+            tensors["flat"] = chunk.policy.flatness(tile.z)
+        bases, beta = tuple(sorted(c)), chunk.jsd_beta if "pM" in c else 0.0
+        kernels.run(("logits_grad", bases, beta), partial(_logits_grad, bases=bases, beta=beta), tensors)
+        return tile.z

@@ -1,0 +1,94 @@
+"""Functions of named tensors, compiled by TorchInductor's C++ for all sizes at once; plain where that is not possible.
+
+A function is traced once for each set of tensors that it gets and each dtype, and compiled without Dynamo: no guards
+are checked in a call, and nothing is compiled again for other sizes, numbers of threads or gradient modes. Torch keeps
+what it compiled on disk, so that another process only loads it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+Tensors = dict[str, Tensor]
+Function = Callable[[Tensors], Tensors]
+
+SIZES = 1021, 509  # of the tokens and entries that a function is traced with: unlike each other, and like a slice's
+OPTIONS: dict[str, Any] = {
+    "cpp.dynamic_threads": True,  # one function for every number of threads
+    "compile_threads": 1,  # in this process: one function is not worth helpers, which would outlive it
+}
+
+_lock = threading.Lock()
+_compiled: dict[Hashable, Callable[..., Any] | None] = {}
+
+
+def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
+    """`function(tensors)`, compiled: which may write into its tensors, all (C,) or (C, S), and returns others.
+
+    key: what, beside the tensors' names and dtypes, tells it from other functions. Plain where it cannot be compiled.
+    """
+    kernel = _of((key, *((name, x.dtype) for name, x in tensors.items())), function, tensors)
+    if kernel is None:
+        return function(tensors)
+    call, outputs = kernel
+    return dict(zip(outputs, call(*(x.contiguous() if x.dim() == 1 else x for x in tensors.values())), strict=True))
+
+
+def fits(z: Tensor) -> bool:
+    """Whether compiled functions may see this slice: real numbers of a CPU, of sizes that they are traced for."""
+    return _get_current_dispatch_mode() is None and type(z) is Tensor and min(z.shape) > 1
+
+
+def count() -> int:
+    """How many functions this process has compiled or loaded."""
+    return sum(x is not None for x in _compiled.values())
+
+
+def _of(key: Hashable, function: Function, tensors: Tensors) -> Any:
+    """The compiled function and its outputs' names, None where it could not be compiled."""
+    if key not in _compiled:
+        with _lock:
+            if key not in _compiled:
+                _compiled[key] = _attempt(function, tensors)
+    return _compiled[key]
+
+
+def _attempt(function: Function, tensors: Tensors) -> Any:
+    try:
+        return build(function, {name: (x.dim(), x.dtype) for name, x in tensors.items()})
+    except Exception as error:  # whatever a compiler, a full disk or another torch says
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        warnings.warn(
+            f"backend 'compiled': torch could not compile a function, plain operations compute it ({reason}); "
+            'pass backend="eager" to compile nothing',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def build(function: Function, kinds: dict[str, tuple[int, torch.dtype]]) -> tuple[Callable[..., Any], list[str]]:
+    """`function` of tensors with these dimensions and dtypes, compiled, and the names of what it returns."""
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    outputs: list[str] = []
+
+    def positional(*given: Tensor) -> list[Tensor]:
+        found = function(dict(zip(kinds, given, strict=True)))
+        outputs[:] = found
+        return list(found.values())
+
+    examples = [torch.empty(SIZES[:n], dtype=dtype) for n, dtype in kinds.values()]
+    with torch.no_grad(), torch.inference_mode(False):
+        graph = make_fx(positional, tracing_mode="symbolic")(*examples)
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        return standalone_compile(graph, inputs, options={"config_patches": OPTIONS}), outputs

@@ -1,0 +1,43 @@
+"""Whether the compiled backend can run here, said without loading it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+
+PROGRAM = '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
+PATIENCE = 60.0  # seconds that a compiler may take for it
+
+
+def why_not(device: str) -> str | None:
+    """The reason why slices cannot be compiled for this type of device, None where they can."""
+    if device != "cpu":
+        return f"it compiles for a CPU, got {device}"
+    if not sys.platform.startswith("linux"):
+        return f"it runs on Linux, got {sys.platform}"
+    return _compiler_fails(os.environ.get("CXX") or "g++")  # as TorchInductor looks for it
+
+
+@cache
+def _compiler_fails(command: str) -> str | None:
+    """Tries the compiler on three lines."""
+    found = shlex.split(command)
+    if shutil.which(found[0]) is None:
+        return f"it needs a C++ compiler, {found[0]} is not installed; install one or name it in CXX"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["-x", "c++", "-shared", "-fPIC", "-fopenmp", "-o", f"{folder}/probe.so", "-"]
+        try:
+            done = subprocess.run(
+                [*found, *arguments], input=PROGRAM, capture_output=True, text=True, check=False, timeout=PATIENCE
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"its C++ compiler {command!r} does not run: {error}"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return f"its C++ compiler {command!r} cannot make a library with OpenMP: {lines[0] if lines else 'no message'}"
+    return None

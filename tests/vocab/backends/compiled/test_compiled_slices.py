@@ -1,0 +1,177 @@
+"""The compiled backend: eager's formulas to the last digits, compiled once for all sizes, plain where it cannot be."""
+
+import multiprocessing
+import threading
+import warnings
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.errors import BackendError
+from logitless.vocab.backends.compiled import kernels
+from logitless.vocab.backends.eager.formulas import without_maximum
+from logitless.vocab.call import choice, compiled_support, validate
+from tests.support.vocab.comparing import EVERYTHING, compare, operands
+
+pytestmark = pytest.mark.compiled
+REASON = compiled_support.why_not("cpu")
+needs_a_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+WANT = ("logprob", "entropy")
+
+
+def stats_of(ops, want=WANT, **options):
+    found = ll.token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, **options)
+    return [getattr(found, name).detach() for name in want]
+
+
+def problem(n=13, v=257):
+    return operands((n,), 8, v, dtype=torch.float32, bias=False).training()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No function is known yet."""
+    known = {}
+    monkeypatch.setattr(kernels, "_compiled", known)
+    return known
+
+
+@needs_a_compiler
+def test_one_function_for_all_sizes_threads_and_gradient_modes(fresh):
+    for n, v, budget in ((13, 257, None), (40, 1031, 20_000), (2, 300, 6_000)):  # ragged last slices
+        compare(problem(n, v), WANT, backend="compiled", memory_budget=budget)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with torch.inference_mode():
+            compare(problem(11, 99), WANT, backend="compiled", memory_budget=4_000)
+    finally:
+        torch.set_num_threads(threads)
+    assert kernels.count() == len(fresh) == 1
+
+
+@needs_a_compiler
+def test_one_token_and_a_last_slice_of_one_entry_are_plain(fresh):
+    compare(problem(1, 257), WANT, backend="compiled")
+    assert kernels.count() == 0
+
+
+@needs_a_compiler
+def test_gradients_and_a_reference(fresh):
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True, bias=False).training("hidden", "weight")
+    compare(ops, (*WANT, "kl"), backend="compiled", memory_budget=60_000)
+    assert kernels.count() == 2
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize("trainable", [(), ("hidden",), ("hidden", "weight", "bias")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_statistic(trainable, dtype):
+    ops = operands((13,), 7, 1031, dtype=dtype, reference=True).training(*trainable)
+    for budget in (None, 60_000):
+        compare(ops, EVERYTHING, top_k=3, backend="compiled", memory_budget=budget)
+        for want in (("logprob",), ("entropy",), ("kl",), ("sum_sq_prob", "logprob")):
+            compare(ops, want, backend="compiled", memory_budget=budget)
+
+
+def test_a_tail_that_the_maximum_would_swallow():
+    w = torch.tensor([[1.0, 1e-9, 2e-9], [1.0, 0.5, 0.0]])
+    assert without_maximum(w).tolist() == pytest.approx([3e-9, 0.5])
+
+
+@needs_a_compiler
+def test_a_sure_tokens_tail_keeps_its_digits():
+    hidden, weight = torch.eye(2), torch.zeros(300, 2)
+    weight[5, 0], weight[7, 1] = 24.0, 30.0  # nats above the others, which are equal
+    want = ("logprob", "entropy")
+    got = ll.token_stats(hidden, ll.LMHead(weight), torch.tensor([5, 7]), want=want, backend="compiled")
+    exact = ll.token_stats(hidden.double(), ll.LMHead(weight.double()), torch.tensor([5, 7]), want=want)
+    for name in want:
+        torch.testing.assert_close(getattr(got, name).double(), getattr(exact, name), rtol=1e-5, atol=0)
+
+
+@needs_a_compiler
+def test_several_threads_compile_once(fresh):
+    ops = problem()
+    expected, found = stats_of(ops), []
+
+    def work():
+        with torch.no_grad():
+            found.append(stats_of(ops, backend="compiled"))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert kernels.count() == 1
+    assert len(found) == 3
+    for each in found:
+        torch.testing.assert_close(each, expected)
+
+
+def _in_child(queue, ops):
+    queue.put([x.tolist() for x in stats_of(ops, backend="compiled")])
+
+
+@needs_a_compiler
+def test_a_forked_worker_uses_what_its_parent_compiled():
+    ops = problem()
+    expected = stats_of(ops, backend="compiled")
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        child = context.Process(target=_in_child, args=(queue, ops))
+        child.start()
+    got = queue.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    assert got == [x.tolist() for x in expected]
+
+
+def test_a_failed_compilation_is_told_once_and_computed_plainly(fresh, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no space left on device\nand more")
+
+    monkeypatch.setattr(kernels, "build", fails)
+    monkeypatch.setattr(compiled_support, "_compiler_fails", lambda _: None)
+    ops = problem(v=1031)
+    with pytest.warns(RuntimeWarning, match=r"plain operations compute it \(RuntimeError: no space left on device\)"):
+        compare(ops, WANT, backend="compiled", memory_budget=20_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(ops, WANT, backend="compiled", memory_budget=20_000)
+
+
+def test_without_a_compiler_the_named_backend_is_refused_and_the_automatic_one_is_eager(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendError, match=r"backend 'compiled' cannot run here: .*no-such-compiler is not installed"):
+        stats_of(problem(), backend="compiled")
+    assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "eager"
+    said = choice.passed_over("eager", "cpu", choice.WORTH_COMPILING)
+    assert said.startswith("not compiled: it needs a C++ compiler")
+
+
+def test_a_broken_compiler_is_refused_with_its_own_words(monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BackendError, match="'false' cannot make a library with OpenMP"):
+        choice.choose("compiled", "cpu")
+
+
+@needs_a_compiler
+def test_taken_unasked_where_a_call_is_worth_it():
+    assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "compiled"
+    assert choice.choose(None, "cpu", choice.WORTH_COMPILING - 1) == "eager"
+    assert choice.choose(None, "meta", choice.WORTH_COMPILING) == "eager"
+    few = ll.explain(torch.zeros(4, 2), ll.LMHead(torch.zeros(9, 2)), torch.zeros(4, dtype=torch.long))
+    assert (few.backend, few.passed_over) == ("eager", f"not compiled: fewer than {choice.WORTH_COMPILING:,} logits")
+
+
+def test_never_taken_unasked_inside_a_callers_graph(monkeypatch):
+    hidden, head = torch.zeros(4, 2), ll.LMHead(torch.zeros(9, 2))
+    assert validate.compilable(hidden, head) == 36
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert validate.compilable(hidden, head) == 0
