@@ -61,9 +61,8 @@ def _nested_scale(q: Tensor, rows: slice | Tensor, code: Tensor, absmax: Tensor,
 
 def quantised(weight: Any) -> Any:
     """The weight of a head, as a `QuantisedWeight` where it is a quantised tensor that is known. Raises ConfigError."""
-    kind = type(weight)
-    package = kind.__module__.split(".")[0]
-    if package == "torchao" and kind.__name__ in SCALED:
+    kind = type(weight)  # its name comes first: a compiled caller cannot look into a module's
+    if kind.__name__ in SCALED and kind.__module__.startswith("torchao."):
         make = _of_torchao
     elif kind.__name__ == FOUR_BIT and getattr(weight, "quant_state", None) is not None:
         make = _of_bitsandbytes

@@ -49,7 +49,7 @@ def class_of(module: nn.Module) -> type:
 def parts_of(layer: nn.Module) -> Parts:
     """The weight, bias and adapters that a head layer multiplies with, as things stand now."""
     kind = class_of(layer)
-    if kind is nn.Linear or (kind.__module__.startswith("bitsandbytes.") and kind.__name__ in FOUR_BIT):
+    if kind is nn.Linear or (kind.__name__ in FOUR_BIT and kind.__module__.startswith("bitsandbytes.")):
         return layer.weight, layer.bias, ()  # type: ignore[return-value]
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name == SAVED:
