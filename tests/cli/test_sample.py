@@ -199,7 +199,9 @@ def test_a_chat_template(model, tmp_path, capsys):
     lengths = {}
     for chat in ("auto", "yes", "no"):
         assert sample(tmp_path, "--prompt", "hi", "--chat", chat, "--json", "-") == 0
-        lengths[chat] = told(capsys)["sequences"][0]["prompt_tokens"]
+        (sequence,) = told(capsys)["sequences"]
+        lengths[chat] = sequence["prompt_tokens"]
+        assert sequence["shown_prompt"] == ("hi" if chat == "no" else "hi\n")
     assert lengths == {"auto": len("user: hime:"), "yes": len("user: hime:"), "no": 2}
     assert sample(model, "--prompt", "hi", "--chat", "yes") == 2
     assert "no chat template; use --chat no" in capsys.readouterr().err

@@ -39,6 +39,12 @@ class Job:
     ids: list[int]
     seed: int
     room: int  # tokens that it may have: --max-new-tokens, or less where the context ends
+    answers: bool = False  # the prompt, in the chat template, rather than goes on from it
+
+    @property
+    def shown(self) -> str:
+        """The prompt as it is shown: an answer begins on a line of its own."""
+        return shown(self.prompt) + ("\n" if self.answers else "")
 
 
 def run(
@@ -98,7 +104,7 @@ def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int
             )
         own = seeds[number * config.completions : (number + 1) * config.completions]
         room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - len(ids))
-        jobs += [Job(prompt, ids, seed, room) for seed in own]
+        jobs += [Job(prompt, ids, seed, room, _in_chat(config, tokenizer)) for seed in own]
     return jobs
 
 
@@ -115,7 +121,7 @@ def _watched(
 ) -> Iterator[Callable[[SampleRecord], None] | None]:
     """What is shown while tokens are drawn: the text itself on a screen, or that something is going on."""
     if screen is not None:
-        with streamed(screen, tokenizer, shown(jobs[0].prompt), jobs[0].ids) as put:
+        with streamed(screen, tokenizer, jobs[0].shown, jobs[0].ids) as put:
             yield put
         return
     with console.status(f"sampling {len(jobs)} completion{'s' if len(jobs) > 1 else ''} ...", spinner="line"):
@@ -127,13 +133,17 @@ def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
     template = getattr(tokenizer, "chat_template", None)
     if config.chat == "yes" and not template:
         raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
-    if config.chat == "no" or not template:
+    if not _in_chat(config, tokenizer):
         return tokenizer(prompt)["input_ids"]
     try:
         text = as_chat([{"role": "user", "content": prompt}], tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{error}; use --chat no") from None
     return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+
+
+def _in_chat(config: SampleConfig, tokenizer: Any) -> bool:
+    return config.chat != "no" and bool(getattr(tokenizer, "chat_template", None))
 
 
 def _complete(
@@ -181,7 +191,7 @@ def _named(config: SampleConfig, job: Job, about: dict[str, Any], ends: list[int
         finish = "ended by --stop"
     else:
         finish = "ended by --max-new-tokens" if count == config.max_new_tokens else "ended by the model's context"
-    prompt = {"prompt": job.prompt, "shown_prompt": shown(job.prompt), "prompt_tokens": len(job.ids)}
+    prompt = {"prompt": job.prompt, "shown_prompt": job.shown, "prompt_tokens": len(job.ids)}
     return {**prompt, "seed": job.seed, "finish": finish, **about}
 
 

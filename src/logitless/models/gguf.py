@@ -111,8 +111,8 @@ def convert(path: Path, folder: Path) -> None:
     there = {"gguf_file": path.name, "trust_remote_code": False}
     try:
         with redirect_stderr(io.StringIO()):  # a bar of tqdm's own
-            model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **there)
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **there)
+            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **there)
+            tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **there)
     except Exception as error:  # each reader of transformers and gguf fails in its own way
         why = " ".join(str(error).split())[:200] or type(error).__name__
         unknown = isinstance(error, NotImplementedError) or "not supported" in why

@@ -143,5 +143,5 @@ def test_unknown_names_hint_at_those_that_are_known():
     for name, expected in (("nosuch", "with weights: smollm2, gemma3-270m"), ("smolm2", "did you mean smollm2")):
         with pytest.raises(ConfigError, match=expected):
             check_model(name)
-    with pytest.raises(ConfigError, match="got nothing of this name; smollm2, gemma3-270m and GGUF files have weights"):
+    with pytest.raises(ConfigError, match=r"got nothing of this name; .*; smollm2, gemma3-270m and GGUF files"):
         check_model("nosuch", "score with")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..runs.options import (
-    MEMORY_BUDGET,
     Count,
     Device,
     JsonFile,
@@ -29,7 +28,7 @@ class DemoConfig:
     """Of an answer, at most."""
     learning_rate: float = 2e-3
     """Peak of a cosine schedule, of adapters of rank 16."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: MemoryBudget = "16MiB"
     seed: int = 0
     device: Device = "auto"
     output_dir: Path | None = None

@@ -78,9 +78,9 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
         (
             "training",
-            f"{training['training_seconds']:.0f} s",
-            f"{plural(training['steps'], 'step')}, {training['tokens']:,} tokens, LoRA on "
-            f"{training['trainable_parameters'] / 1e6:.1f} of {training['parameters'] / 1e6:.0f} M parameters",
+            plural(training["tokens"], "token"),
+            f"in {plural(training['steps'], 'step')}; LoRA: {training['trainable_parameters'] / 1e6:.1f} of "
+            f"{training['parameters'] / 1e6:.0f} M parameters learn",
         ),
     ]
     if all("peak_bytes" in found for found in memory.values()):

@@ -107,7 +107,7 @@ def _place(wanted: Path | None) -> Path:
 
 
 def _save(place: Path, rows: list[Row], held: list[Row]) -> None:
-    parts = {"train": Dataset.from_list(rows), "validation": Dataset.from_list(held)}
+    parts: Any = {"train": Dataset.from_list(rows), "validation": Dataset.from_list(held)}
     DatasetDict(parts).save_to_disk(str(place))
 
 

@@ -58,7 +58,7 @@ def check_model(name: str, wish: str | None = None) -> None:
     elif wish is not None and (not known or name in PRESETS or path.is_file()):
         expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
         got = "a configuration without weights" if known else "nothing of this name"
-        others = f"{', '.join(PACKAGES)} and GGUF files have weights too, and logitless train writes such a directory"
+        others = f"logitless train writes such a directory; {', '.join(PACKAGES)} and GGUF files have weights, too"
         raise ConfigError(f"--model {name}: expected {expected}, got {got}; {others}")
     elif path.is_file():
         _read_json(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -93,7 +94,7 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
 
 
 def _save(path: Path, kept: Stream, held: Stream) -> None:
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{name}_{part}": array
         for name, stream in (("train", kept), ("held", held))
         for part, array in (("ids", stream.ids), ("starts", stream.starts), ("said", stream.said))

@@ -74,6 +74,7 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
         why = _does_not_fit("the model", _weights(config, source), free)
         yield from ((method, {"not_measured": why}) for method in METHODS)
         return
+    model.train()  # what is loaded is in eval mode, which keeps every activation whatever checkpointing says
     inner = model.get_base_model() if config.lora_rank else model
     for method in METHODS:
         install(model, loss=method, memory_budget=config.memory_budget_bytes)
@@ -84,7 +85,7 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
 
 
 def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[str, Any]:
-    from ...resident import Watch, free_bytes, thin
+    from ...resident import Watch, free_bytes, thin, trim
 
     free = free_bytes(device)
     does_not_fit = _does_not_fit("a step", needed, free)
@@ -94,6 +95,7 @@ def _one(model: Any, batch: dict[str, Any], device: Any, needed: int) -> dict[st
         few = {name: tensor[:1, :8] for name, tensor in batch.items()}
         _step(model, {**few, "labels": few["input_ids"]})  # libraries allocate on their first call
         model.zero_grad(set_to_none=True)
+        trim()  # what the method before has freed
         start = time.perf_counter()
         with Watch(device) as watch:
             loss = _step(model, batch)
