@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import MASK, Accumulation, Totals
+from ....algebra.online_softmax import Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Chunk, Partial, SliceMass, Tile
 from ..eager.backend import EagerBackend, Running, peaks
@@ -22,8 +22,9 @@ READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the tota
 class Traced(Form):
     """The formulas as a graph of new tensors: nothing is asked of them, so masks stand where eager looks at rows."""
 
-    def __init__(self, bases: frozenset[str], infinite: bool) -> None:
-        self.bases, self.infinite = bases, infinite
+    def __init__(self, bases: frozenset[str], known_gap: Tensor | None) -> None:
+        self.bases, self.known_gap = bases, known_gap
+        self.infinite = known_gap is not None
         self.weights: Tensors = {}
         self.moves: Moves | None = None
 
@@ -34,11 +35,7 @@ class Traced(Form):
         return torch.exp(x)  # the exponential that Inductor computes once where it is both stored and summed
 
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
-        gap = z_ref - z
-        if not self.infinite:
-            return gap
-        here, there = z > MASK, z_ref > MASK  # the mask has -inf's place
-        return torch.where(here & ~there, -math.inf, torch.where(there & ~here, math.inf, gap))
+        return z_ref - z if self.known_gap is None else self.known_gap.clone()
 
     def move(self, moves: Moves) -> None:
         self.moves = moves
@@ -58,9 +55,9 @@ class Traced(Form):
         return torch.where(nearer, found, f.near), torch.where(nearer, -at, f.shift)
 
 
-def _accumulate(tensors: Tensors, bases: frozenset[str], infinite: bool) -> Tensors:
+def _accumulate(tensors: Tensors, bases: frozenset[str]) -> Tensors:
     """`add_slice` of named tensors: the state's, the slice's, buffers for weights; p's may take the slice's place."""
-    form = Traced(bases, infinite)
+    form = Traced(bases, tensors.get("gap"))
     state = Accumulation(**{name[6:]: x for name, x in tensors.items() if name.startswith("state.")})
     maxima = tensors["peak"], tensors.get("peak_ref")
     out, mass = add_slice(state, tensors["z"], tensors.get("z_ref"), *maxima, tensors.get("label"), form)
@@ -89,7 +86,7 @@ class CompiledRunning(Running):
 
     def look(self, tile: Tile) -> None:
         self.compiles = kernels.fits(tile.z)
-        if not self.compiles:  # the compiled function sees by the mask what was infinite
+        if self.infinite or not self.compiles:  # else the compiled function makes the gap
             super().look(tile)
 
     def add_slice(self, tile: Tile) -> tuple[Accumulation, SliceMass]:
@@ -99,13 +96,13 @@ class CompiledRunning(Running):
         tensors["peak"], peak_ref = peaks(tile)  # a plain maximum is the faster one
         if tile.z_ref is not None and peak_ref is not None:
             tensors |= {"z_ref": tile.z_ref, "peak_ref": peak_ref}
+            if self.infinite and self.known_gap is not None:
+                tensors["gap"] = self.known_gap
         if self.label is not None:
             tensors["label"] = self.label
         buffered = self.bases if self.keep else self.bases - {"p"}
         tensors |= {basis: self.chunk.scratch.take(f"weights {basis}", tile.z) for basis in sorted(buffered)}
-        infinite = self.infinite and tile.z_ref is not None
-        function = partial(_accumulate, bases=self.bases, infinite=infinite)
-        found = kernels.run(("accumulate", self.bases, infinite), function, tensors)
+        found = kernels.run(("accumulate", self.bases), partial(_accumulate, bases=self.bases), tensors)
         if self.bases:
             Moves(**_named(found, "moves.")).apply(self.products, self.infinite)
             for basis in self.bases:
