@@ -99,7 +99,7 @@ def _backend(name: str | None, want: tuple[str, ...], device: str, *, sparse: bo
 
 def compilable(hidden: Tensor, head: LMHead) -> int:
     """The call's logits; 0 where nothing is to be compiled: in a caller's graph, or of tensors without numbers."""
-    plain = type(hidden) is Tensor and current_sizing() is None and not torch.compiler.is_compiling()
+    plain = not torch.compiler.is_compiling() and type(hidden) is Tensor and current_sizing() is None
     return hidden.shape[:-1].numel() * head.rows if plain else 0
 
 
