@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-trackers test-browser lint docs wheel-test bench clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -57,6 +57,13 @@ test-trackers: .venv/dev.stamp
 test-lm-eval: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval
 	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/scoring/test_lm_eval.py
+
+# Other projects' test cases, and their own functions beside the same torch: `PEERS=liger` runs one, all by default.
+PEERS ?= *
+test-peers: .venv/dev.stamp
+	$(PIP) --no-deps --upgrade --target build/peers --requirement tests/support/peers/requirements.txt
+	rm -rf build/peers/tests build/peers/recipes # torchtune's, which would hide our own
+	PYTHONPATH=build/peers $(PYTEST) tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp

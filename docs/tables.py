@@ -17,6 +17,7 @@ from bench.sampling import table as sampling_table
 from docs import long_tables
 from docs.grade_tables import grade
 from docs.markdown import grid
+from docs.peers_table import peers
 from docs.scale_tables import scale
 
 Record = dict[str, Any]
@@ -228,6 +229,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
     for page, (name, make) in PAGES.items():
         yield ROOT / "docs" / "generated" / page, rendered(name, make) + "\n"
     yield ROOT / "docs" / "generated" / "scale.md", scale() + "\n"
+    yield ROOT / "docs" / "generated" / "peers.md", peers() + "\n"
     page = ROOT / "README.md"
     text = page.read_text("utf-8")
     before, rest = text.split(BEGIN)
