@@ -84,11 +84,10 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ),
     ]
     if all("peak_bytes" in found for found in memory.values()):
-        streamed, dense = memory["logitless"]["peak_bytes"], memory["dense"]["peak_bytes"]
-        meaning = (
-            f"above the model, one step; dense logits: {format_bytes(dense)}, {dense / max(1, streamed):.1f} × as much"
-        )
-        tiles.insert(1, ("memory, streamed", format_bytes(streamed), meaning))
+        ours, dense = memory["logitless"]["peak_bytes"], memory["dense"]["peak_bytes"]
+        more = f"{format_bytes(dense)}, {dense / max(1, ours):.1f} × as much"
+        meaning = f"one step beside the model, its layers' activations included; with dense logits {more}"
+        tiles.insert(1, ("memory, logitless", format_bytes(ours), meaning))
     return tiles
 
 
