@@ -22,10 +22,20 @@ NAMES = {
 def peers(results: Path = RESULTS) -> str:
     """How many cases of each peer held, and the sums."""
     found = json.loads(results.read_text("utf-8"))
-    head = ["project", "version", "cases against dense float64", "cases against its own function", "failed"]
+    head = [
+        "project",
+        "version",
+        "cases against dense float64",
+        "cases against its own function",
+        "failed",
+    ]
     columns = "dense float64", "own function", "failed"
     rows = [
-        [name, found[peer]["version"] or "not installed", *(f"{found[peer].get(column, 0):,}" for column in columns)]
+        [
+            name,
+            found[peer]["version"] or "not installed",
+            *(f"{found[peer].get(column, 0):,}" for column in columns),
+        ]
         for peer, name in NAMES.items()
     ]
     sums = [f"{sum(counts.get(column, 0) for counts in found.values()):,}" for column in columns]
