@@ -32,7 +32,7 @@ def trained(n: int, place: str):
     """A trained model's hidden states of its own text, its head and the tokens that follow."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from logitless.workbench.runs.corpus import documents
+    from logitless.workbench.sources.corpus import documents
 
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(place)

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from docs.markdown import grid
-from logitless.workbench.grade.report import MORE, TIMES
+from logitless.workbench.grade.comparison.report import MORE, TIMES
 
 Record = dict[str, Any]
 

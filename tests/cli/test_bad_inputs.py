@@ -116,7 +116,7 @@ def nothing_runs(monkeypatch):
 
     for name in ("sft.run.run", "align.run.run", "scoring.run.run", "grade.run.run"):
         monkeypatch.setattr(f"logitless.workbench.{name}", accepted)
-    monkeypatch.setattr("logitless.cli.sample_run.run", accepted)
+    monkeypatch.setattr("logitless.workbench.sampling.run.run", accepted)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -173,7 +173,7 @@ def test_an_index_of_other_files_is_refused(name, trained, capsys):
     ],
 )
 def test_chat_templates_that_fail_or_never_end(template, said, trained, capsys, monkeypatch):
-    monkeypatch.setattr("logitless.workbench.runs.tokenizer.MOST_SECONDS", 0.2)
+    monkeypatch.setattr("logitless.workbench.sources.tokenizer.MOST_SECONDS", 0.2)
     (trained / "chat_template.jinja").write_text(template)
     try:
         assert said in told(["sample", "--model", str(trained), "--prompt", "a", "--device", "cpu"], capsys)

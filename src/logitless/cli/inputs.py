@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import DataError, OptionError
-from ..workbench.runs.model import check_model
 from ..workbench.runs.options import DEFAULT_MODEL, SMALL_MODEL
+from ..workbench.sources.model import check_model
 
 
 def check_inputs(model: str, wish: str | None = None, data: str | None = None) -> None:

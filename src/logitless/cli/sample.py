@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..workbench.sampling.config import SampleConfig
 from . import options
 from .inputs import check_inputs, read_prompts
 from .output import deliver
-from .sample_config import SampleConfig
 
 DESCRIPTION = """Sample text from a language model and keep what matters of each token, without its logits.
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     from ..sample.page import page
     from ..sample.terminal import show
     from ..workbench.runs.files import write_text, write_whole
-    from .sample_run import run
+    from ..workbench.sampling.run import run
     from .screen import Screen  # below, so that --help needs no torch
 
     screen = Screen()

@@ -6,7 +6,7 @@ import pytest
 
 from logitless.errors import ConfigError
 from logitless.models.pretrained import check_installed
-from logitless.workbench.runs.converted import directory_of
+from logitless.workbench.sources.converted import directory_of
 
 CACHE = Path(__file__).parents[3] / "build" / "cache"
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
-from logitless.workbench.grade import compare
+from logitless.workbench.grade.comparison import compare
+from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
     SPLITS,
@@ -25,14 +26,13 @@ from logitless.workbench.grade.data import (
     texts_of,
     train_classifier,
 )
-from logitless.workbench.grade.intervals import interval
 from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
 from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import Interrupted
-from logitless.workbench.runs.tokenizer import pretrained
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
 
 

@@ -288,7 +288,7 @@ def own_lines():
 def test_own_command_lines_parse_and_pass_the_commands_checks():
     """Its parser, its checks, and where the model is named its positions and its tokenizer."""
     from logitless.cli import align, train
-    from logitless.workbench.runs.model import load_tokenizer, reaching, resolve
+    from logitless.workbench.sources.model import load_tokenizer, reaching, resolve
 
     tools, loaded = set(), set()
     for tool, line in sorted(set(own_lines())):

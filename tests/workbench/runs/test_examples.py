@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from logitless.workbench.runs import examples
-from logitless.workbench.runs.tokenizer import pretrained
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import micro_model
 
 PROMPTS = [[5, 6, 7], [40, 41, 42, 43], [9], [10]]

@@ -8,13 +8,13 @@ import pytest
 from logitless.cli.doctor import DoctorConfig
 from logitless.cli.plan import PlanConfig
 from logitless.cli.profile import ProfileConfig
-from logitless.cli.sample_config import SampleConfig
 from logitless.cli.verify import VerifyConfig
 from logitless.errors import OptionError
 from logitless.units import format_bytes, parse_bytes
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.runs.options import Option, check_values, from_dict, read_file
+from logitless.workbench.sampling.config import SampleConfig
 from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.sft.config import TrainConfig
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import logitless
-from logitless.workbench.runs.tokenizer import pretrained
 from logitless.workbench.scoring.run import run
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.workbench.scoring.conftest import config
 
 huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: make test-lm-eval")

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, DataError, OptionError
 from logitless.models.positions import scale
-from logitless.workbench.runs.tokenizer import pretrained
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus

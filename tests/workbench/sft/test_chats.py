@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from logitless.errors import ConfigError, DataError
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.align.data import rows_of
-from logitless.workbench.runs.packing import IGNORED
-from logitless.workbench.runs.tokenizer import pretrained
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load, prepare
+from logitless.workbench.sources.packing import IGNORED
+from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import micro_directory
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"

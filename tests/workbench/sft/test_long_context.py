@@ -11,10 +11,10 @@ from rich.console import Console
 from logitless.errors import ConfigError, OptionError
 from logitless.models.nsa.saved import load
 from logitless.workbench.runs.files import read_lines
-from logitless.workbench.runs.model import build, resolve
 from logitless.workbench.runs.rundir import Interrupted, stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.run import run
+from logitless.workbench.sources.model import build, resolve
 from tests.support.workbench.micro import CONTEXT, micro_directory
 from tests.workbench.sft.test_run import at_step, losses, resume
 

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from logitless.workbench.runs.model import load_tokenizer, resolve
 from logitless.workbench.sft.data import prepare
 from logitless.workbench.sft.stepcost import measure_here
+from logitless.workbench.sources.model import load_tokenizer, resolve
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 37.00 GiB.\nGPU 0 has a total\nof which\nis free")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried")
@@ -21,7 +21,7 @@ def tokens(micro, tmp_path):
 
 
 @pytest.mark.parametrize("error", [GPU, CPU, MemoryError()])
-@pytest.mark.parametrize("where", ["sft.stepcost._step", "runs.model.build"])
+@pytest.mark.parametrize("where", ["sft.stepcost._step", "sources.model.build"])
 def test_what_does_not_fit_is_said_in_words(error, where, micro, tokens, monkeypatch):
     def fail(*_):
         raise error

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ..runs.chat import prompt_of
-from ..runs.corpus import Row, documents, is_said, passages, table
 from ..runs.files import read_lines, write_lines
-from ..runs.packing import HELD_OUT_EVERY
-from ..runs.tokenizer import TextTokenizer, as_chat
+from ..sources.chat import prompt_of
+from ..sources.corpus import Row, documents, is_said, passages, table
+from ..sources.packing import HELD_OUT_EVERY
+from ..sources.tokenizer import TextTokenizer, as_chat
 from .config import AlignConfig
 
 ROWS_FILE = "rows.jsonl"

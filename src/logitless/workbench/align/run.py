@@ -20,15 +20,15 @@ from ...versions import versions
 from ..runs import examples
 from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
-from ..runs.corpus import Row
 from ..runs.files import read_lines, write_json
-from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer, as_chat
 from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
+from ..sources.corpus import Row
+from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
+from ..sources.tokenizer import TextTokenizer, as_chat
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected

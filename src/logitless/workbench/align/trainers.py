@@ -16,10 +16,10 @@ from transformers import TrainingArguments
 from ...algebra.costs import dense_loss_bytes
 from ...errors import OptionError
 from ...versions import installing
-from ..runs.corpus import Row
-from ..runs.tokenizer import TextTokenizer
 from ..runs.trackers import check_tracker
 from ..runs.trainer import arguments
+from ..sources.corpus import Row
+from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
 from .rewards import rewards_of
 

@@ -19,15 +19,15 @@ from ...integrations.transformers.scoring import score
 from ...models.pretrained import PACKAGES
 from ...sample.shown import to_dict
 from ...versions import versions
-from ..runs.chat import example
-from ..runs.corpus import Row
 from ..runs.files import write_text
-from ..runs.model import load_model, load_tokenizer, resolve_trained
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer, as_chat
 from ..runs.trainer import quiet
 from ..sft.config import TrainConfig
 from ..sft.run import run as train
+from ..sources.chat import example
+from ..sources.corpus import Row
+from ..sources.model import load_model, load_tokenizer, resolve_trained
+from ..sources.tokenizer import TextTokenizer, as_chat
 from .config import DemoConfig
 from .page import page
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError, OptionError
-from ..runs.corpus import documents, passages
-from ..runs.packing import HELD_OUT_EVERY
-from ..runs.tokenizer import TextTokenizer
+from ..sources.corpus import documents, passages
+from ..sources.packing import HELD_OUT_EVERY
+from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .method import Batch
 

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from ..runs.trackers import check_tracker
 from ..runs.trainer import quiet
-from . import compare, report, single
+from . import single
+from .comparison import compare, report
 from .config import GradeConfig
 
 

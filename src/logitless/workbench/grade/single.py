@@ -19,13 +19,13 @@ from ...units import format_bytes, plural
 from ...versions import versions
 from ..runs import examples
 from ..runs.files import read_lines, write_json, write_lines, write_whole
-from ..runs.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
+from ..sources.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
+from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import prompts_of, saved_classifier, texts_of, train_classifier
 from .method import Task

@@ -21,9 +21,9 @@ from ..runs.checkpoints import last_checkpoint, mark, readable
 from ..runs.files import append_line, read_lines, write_lines, write_whole
 from ..runs.progress import Bar
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer
 from ..runs.trackers import Send
 from ..runs.trainer import METRICS_FILE
+from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, batch_of
 from .method import Batch, Method, Task, evaluate, gradient_variance, memory_bytes

@@ -1,1 +1,1 @@
-"""What every run shares: options, files, checkpoints, models, data, ranks and progress."""
+"""What every run shares: options, files, checkpoints, ranks, progress and plots."""

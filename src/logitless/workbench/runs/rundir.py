@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, LogitlessError, OptionError
+from ..sources.converted import is_packed, packed_name
 from .checkpoints import (
     RUN_FILE,
     checkpoints,
@@ -23,7 +24,6 @@ from .checkpoints import (
     strange,
     strange_checkpoint,
 )
-from .converted import is_packed, packed_name
 from .files import write_json
 from .lock import LOCK_FILE, acquire, holder, release
 from .options import RESUMABLE, Options, RunOptions, from_dict

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...integrations.transformers.scoring import token_scores
-from ..runs.tokenizer import TextTokenizer
+from ..sources.tokenizer import TextTokenizer
 from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 

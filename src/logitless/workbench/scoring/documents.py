@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
-from ..runs.corpus import TEXT_FIELDS, first_line, splits
+from ..sources.corpus import TEXT_FIELDS, first_line, splits
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 LEAD = 16  # characters kept before a piece, for each token of context

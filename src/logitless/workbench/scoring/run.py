@@ -19,11 +19,11 @@ from rich.console import Console
 from ...errors import DeviceError, OptionError
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
-from ..runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..runs.say import quiet, say
-from ..runs.tokenizer import TextTokenizer
 from ..sft.default_model import default_model
+from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..sources.tokenizer import TextTokenizer
 from .block import Scorer, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig
 from .documents import Documents, hash_of

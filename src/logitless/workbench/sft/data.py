@@ -11,12 +11,12 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ...errors import DataError
-from ..runs import chat
-from ..runs.chat import Example, example, is_chat
-from ..runs.corpus import Row, documents, table
 from ..runs.files import damaged, write_whole
-from ..runs.packing import PackedRows, Stream, check_ids, hold_out
-from ..runs.tokenizer import TextTokenizer
+from ..sources import chat
+from ..sources.chat import Example, example, is_chat
+from ..sources.corpus import Row, documents, table
+from ..sources.packing import PackedRows, Stream, check_ids, hold_out
+from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
 
 HELD_OUT_TOKENS = 8192  # looked at before and after training; more would only cost time

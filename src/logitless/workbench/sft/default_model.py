@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..runs.corpus import documents
 from ..runs.files import write_whole
 from ..runs.options import DEFAULT_MODEL, SMALL_MODEL
 from ..runs.rundir import RUN_FILE, stored
-from ..runs.tokenizer import byte_pairs
+from ..sources.corpus import documents
+from ..sources.tokenizer import byte_pairs
 from .config import TrainConfig
 
 SMALL_VOCAB = 2048
@@ -56,7 +56,7 @@ def default_model(model: str, device: str, console: Console) -> None:
 
 def _start(place: Path) -> Path:
     """start/: the small model's configuration, and a tokenizer of the standard library's own byte pairs."""
-    from ..runs.packing import HELD_OUT_EVERY
+    from ..sources.packing import HELD_OUT_EVERY
 
     texts = [text for i, text in enumerate(documents(None)[0]) if i % (HELD_OUT_EVERY // 2) == 1]  # none is held out
 

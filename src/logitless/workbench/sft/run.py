@@ -25,16 +25,16 @@ from ...versions import versions
 from ..runs.callbacks import GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.files import read_json, read_lines, write_json
-from ..runs.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
-from ..runs.packing import Collate, PackedRows, collate
 from ..runs.plots import plot_loss, plot_memory
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.say import say
-from ..runs.tokenizer import TextTokenizer
 from ..runs.trackers import check_tracker
 from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
+from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
+from ..sources.packing import Collate, PackedRows, collate
+from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
 from .data import load, prepare
 from .launcher import by_options_alone

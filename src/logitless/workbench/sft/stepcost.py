@@ -55,8 +55,8 @@ def measure_here(config: TrainConfig, tokens: Path) -> Any:
 
     from ...integrations.transformers.install import install
     from ...resident import free_bytes
-    from ..runs.model import build, resolve
-    from ..runs.packing import collate
+    from ..sources.model import build, resolve
+    from ..sources.packing import collate
     from .data import load
 
     gpu = config.device != "cpu" and torch.cuda.is_available()

@@ -6,7 +6,7 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from logitless.errors import ConfigError
-from logitless.workbench.runs.model import load_model, resolve_trained
+from logitless.workbench.sources.model import load_model, resolve_trained
 from tests.support.workbench.micro import micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}

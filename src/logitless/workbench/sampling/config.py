@@ -8,8 +8,8 @@ from typing import Literal
 
 import tyro
 
-from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import (
+from ..runs.files import check_outputs
+from ..runs.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
     MOST,

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from logitless.errors import DataError
-from logitless.workbench.runs.corpus import documents, standard_library
+from logitless.workbench.sources.corpus import documents, standard_library
 
 
 def read(path) -> list[str]:

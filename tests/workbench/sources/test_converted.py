@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from logitless.errors import ConfigError
 from logitless.models import pretrained
 from logitless.models.pretrained import Package, sha256_of
-from logitless.workbench.runs import converted
-from logitless.workbench.runs.converted import directory_of
 from logitless.workbench.runs.lock import acquire, release
-from logitless.workbench.runs.model import check_model, load_model, load_tokenizer, resolve, resolve_trained
 from logitless.workbench.runs.rundir import name_of
+from logitless.workbench.sources import converted
+from logitless.workbench.sources.converted import directory_of
+from logitless.workbench.sources.model import check_model, load_model, load_tokenizer, resolve, resolve_trained
 from tests.support.workbench.packed import cut, micro_gguf
 
 

@@ -10,10 +10,10 @@ from statistics import stdev
 import pytest
 from rich.console import Console
 
-from logitless.workbench.grade.criteria import MET, NOT_MET, NOT_SHOWN, criteria
-from logitless.workbench.grade.curves import curves, draw
-from logitless.workbench.grade.intervals import differences, interval, ratios
-from logitless.workbench.grade.report import PAGE_FILE, PLOT_FILE, show, table, write_page
+from logitless.workbench.grade.comparison.criteria import MET, NOT_MET, NOT_SHOWN, criteria
+from logitless.workbench.grade.comparison.curves import curves, draw
+from logitless.workbench.grade.comparison.intervals import differences, interval, ratios
+from logitless.workbench.grade.comparison.report import PAGE_FILE, PLOT_FILE, show, table, write_page
 
 METHODS = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
 

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from logitless.errors import ConfigError
 from logitless.models.presets import preset
-from logitless.workbench.runs.corpus import standard_library
-from logitless.workbench.runs.tokenizer import pretrained, tekken
+from logitless.workbench.sources.corpus import standard_library
+from logitless.workbench.sources.tokenizer import pretrained, tekken
 
 SAMPLES = (
     "def f(x):\n\treturn x ** 2  # größer, 数学, 🙂\n",

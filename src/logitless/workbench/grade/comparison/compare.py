@@ -10,17 +10,17 @@ from typing import Any
 
 from rich.console import Console
 
-from ...errors import OptionError
-from ...versions import versions
-from ..runs.files import read_lines, write_json, write_lines
-from ..runs.model import align_tokens, build
-from ..runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
-from ..runs.say import say
-from ..runs.trainer import METRICS_FILE
-from .config import LEGACY, METHODS_COMPARED, GradeConfig
+from ....errors import OptionError
+from ....versions import versions
+from ...runs.files import read_lines, write_json, write_lines
+from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from ...runs.say import say
+from ...runs.trainer import METRICS_FILE
+from ...sources.model import align_tokens, build
+from ..config import LEGACY, METHODS_COMPARED, GradeConfig
+from ..single import PROMPTS_FILE, REWARD, SCHEMA, materials, policy_of, run_one
 from .curves import curves, draw
 from .report import PAGE_FILE, PLOT_FILE, table, write_page
-from .single import PROMPTS_FILE, REWARD, SCHEMA, materials, policy_of, run_one
 
 Record = dict[str, Any]
 

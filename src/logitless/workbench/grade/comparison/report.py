@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...pages import document
-from ...units import format_bytes, plural
-from ..runs.files import write_text
-from ..runs.say import say
+from ....pages import document
+from ....units import format_bytes, plural
+from ...runs.files import write_text
+from ...runs.say import say
 from .criteria import MET, NOT_MET, beside_legacy, criteria
 from .intervals import SAID, differences, interval
 

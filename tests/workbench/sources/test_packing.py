@@ -7,7 +7,7 @@ import torch
 from logitless import install
 from logitless.errors import DataError, LabelError
 from logitless.models.instances import checkpoint_layers
-from logitless.workbench.runs.packing import IGNORED, PackedRows, Stream, check_ids, collate, hold_out
+from logitless.workbench.sources.packing import IGNORED, PackedRows, Stream, check_ids, collate, hold_out
 from tests.support.workbench.micro import micro_model
 
 

@@ -5,9 +5,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from logitless.errors import ConfigError, DataError
-from logitless.workbench.runs.chat import Example, example, hold_out, is_chat, packed, prompt_of
-from logitless.workbench.runs.packing import IGNORED, PackedRows
-from logitless.workbench.runs.tokenizer import TextTokenizer
+from logitless.workbench.sources.chat import Example, example, hold_out, is_chat, packed, prompt_of
+from logitless.workbench.sources.packing import IGNORED, PackedRows
+from logitless.workbench.sources.tokenizer import TextTokenizer
 from tests.support.workbench.micro import micro_directory
 
 PLAIN = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"

@@ -15,18 +15,18 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 
-from ..errors import ConfigError, OptionError
-from ..integrations.transformers.generation import generate
-from ..models.positions import reach
-from ..printable import shown
-from ..sample.record import SampleRecord
-from ..sample.shown import to_dict
-from ..sample.terminal import streamed
-from ..workbench.runs.model import ModelSource, load_model, load_tokenizer, resolve_trained
-from ..workbench.runs.options import budget_bytes
-from ..workbench.runs.tokenizer import as_chat
-from ..workbench.sft.default_model import default_model
-from .sample_config import SampleConfig
+from ...errors import ConfigError, OptionError
+from ...integrations.transformers.generation import generate
+from ...models.positions import reach
+from ...printable import shown
+from ...sample.record import SampleRecord
+from ...sample.shown import to_dict
+from ...sample.terminal import streamed
+from ..runs.options import budget_bytes
+from ..sft.default_model import default_model
+from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..sources.tokenizer import as_chat
+from .config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

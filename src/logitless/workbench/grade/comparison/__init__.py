@@ -1,0 +1,1 @@
+"""Methods side by side: intervals over seeds, curves, criteria and their verdicts, the page."""

@@ -1,0 +1,1 @@
+"""`logitless sample`: its options and its run."""

@@ -1,0 +1,1 @@
+"""What runs are made from: models by name, tokenizers, documents, conversations and how they are packed."""
