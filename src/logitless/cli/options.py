@@ -150,7 +150,9 @@ def one_line(report: str, names: Sequence[str] = ()) -> str:
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]
-    near += [option for word in re.findall(r"--[\w-]+", text) for option in _similar(word, names) if option not in near]
+    words = re.findall(r"--[\w-]+", text)
+    near += [option for word in words for option in _similar(word, names) if option not in near]
+    near = [x for word in words for x in get_close_matches(word, near, n=1, cutoff=0.9)] or near  # one that is sure
     return f"{text}; did you mean {' or '.join(near)}?" if near else text
 
 
