@@ -17,6 +17,7 @@ import torch
 
 import logitless as ll
 from bench.harness import environment
+from logitless.sample import SamplingMask
 from tests.support.allocations import peak_new_bytes
 
 QUANTILES = ((0.46, 1), (0.60, 2), (0.80, 5), (0.90, 12), (0.97, 40), (0.99, 82), (1.0, 300))
@@ -41,7 +42,7 @@ class Step:
         self.hidden = torch.randn(n, h, requires_grad=True)
         self.weight = torch.nn.Parameter(torch.randn(v, h) / h**0.5)
         sets = [torch.randperm(v)[:k].tolist() for k in sizes_of_sets(n).tolist()]
-        self.mask = ll.SamplingMask.of(sets)
+        self.mask = SamplingMask.of(sets)
         self.labels = torch.tensor([each[0] for each in sets])
         self.old = torch.randn(n)
 

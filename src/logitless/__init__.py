@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from logitless.vocab.api import linear_cross_entropy as linear_cross_entropy
     from logitless.vocab.api import token_loss as token_loss
     from logitless.vocab.api import token_stats as token_stats
-    from logitless.vocab.call.sampling_mask import SamplingMask as SamplingMask
     from logitless.vocab.head.lm_head import LMHead as LMHead
     from logitless.vocab.head.low_rank import LowRank as LowRank
     from logitless.vocab.head.shard import VocabShard as VocabShard
@@ -33,7 +32,6 @@ _MODULE_OF = {
     "LMHead": "logitless.vocab.head.lm_head",
     "LowRank": "logitless.vocab.head.low_rank",
     "VocabShard": "logitless.vocab.head.shard",
-    "SamplingMask": "logitless.vocab.call.sampling_mask",
     "count_tokens": "logitless.vocab.ranks.collectives",
     "TokenStats": "logitless.vocab.api",
     "token_stats": "logitless.vocab.api",

@@ -10,7 +10,9 @@ from PIL import Image
 from docs.figures import FIGURES, INKS
 
 ROOT = Path(__file__).parents[2]
-IMAGES = sorted((ROOT / "docs" / "images").iterdir())
+IMAGES = sorted(
+    path for path in (ROOT / "docs" / "images").iterdir() if path.name != "demo.png"
+)  # a page, not a figure
 NAMES = sorted({path.stem.rpartition("-")[0] for path in IMAGES})
 
 

@@ -1,8 +1,8 @@
 """One token drawn per hidden state, with a record of the distribution that it came from."""
 
-from ..vocab.face import Noise
+from ..vocab.face import Noise, SamplingMask
 from .record import SampleRecord
 from .targets import TeacherTargets, read_targets
 from .tokens import sample_tokens
 
-__all__ = ["Noise", "SampleRecord", "TeacherTargets", "read_targets", "sample_tokens"]
+__all__ = ["Noise", "SampleRecord", "SamplingMask", "TeacherTargets", "read_targets", "sample_tokens"]

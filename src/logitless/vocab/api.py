@@ -73,22 +73,19 @@ def token_stats(
         logprob = logp.gather(-1, labels[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
 
-    hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i];
-    temperature: a positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are
-    wanted; sampling_mask: each token's own set of entries, over which all statistics then are (logits outside count as
-    -inf; mean_logit and self_certainty are over the set): price 0, no product with the vocabulary;
-    reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant, or what it
-    gave: its logits or log-probs (..., V), read by slices wherever they lie (a memory-mapped tensor stays where it is),
-    or reference(tokens, entries) -> (n, entries) of such rows, tokens (n,) numbers in the order of labels;
-    jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given.
-    Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight,
-    bias and the adapters' factors; temperature, rank and top_k_ids have no gradient. Ignored tokens get 0 and no
-    gradient.
+    hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: a
+    positive number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are wanted;
+    sampling_mask: each token's set of entries, over which all statistics then are, at no product with the vocabulary;
+    reference: (hidden, head) of the policy that kl, reverse_kl and jsd compare with, a constant; or its logits or
+    log-probs (..., V), read by slices where they lie, or reference(tokens, entries) -> (n, entries) of such rows, tokens
+    (n,) numbers in the order of labels; jsd_beta: the reference's weight in jsd's mixture; memory_budget: bytes of
+    slices, 256 MiB unless given.
+    Returns fp32 (fp64 for fp64 inputs) tensors of shape (...), differentiable with respect to hidden, weight, bias and
+    the adapters' factors, not temperature, rank and top_k_ids. Ignored tokens get 0 and no gradient.
     Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError, BackendError, GradientError.
     Memory: slices within the budget and O(N); with a frozen head also up to two (N, H) buffers.
     """
-    run = _token_stats if sampling_mask is None else _token_stats_over_sets
-    return run(
+    return _token_stats(
         hidden,
         head,
         labels,
@@ -226,6 +223,8 @@ def _token_stats(
     **options: Unpack[Options],
 ) -> TokenStats:
     """`token_stats`; alike, weight: as `_prepared` takes them."""
+    if options.get("sampling_mask") is not None and torch.compiler.is_compiling():
+        return _token_stats_over_sets(hidden, head, labels, alike, weight, **options)
     call = _prepared(hidden, head, labels, alike=alike, weight=weight, **options)
     if not torch.compiler.is_compiling():
         found = stats(call)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
+from logitless.sample import SamplingMask
 from logitless.vocab.ranks.collectives import Ranks
 from logitless.vocab.reference import dense_token_stats
 from tests.support.allocations import largest_allocation
@@ -53,13 +54,13 @@ def sampling_masks(group: Any) -> None:
     for sizes in (EVEN, UNEVEN):
         one = split(group, sizes, reference=True, ranks=(2, 1), scale=0.7)
         one.ops.labels = torch.tensor([V - 3, 21, 0, 22, -100, 0, 20])
-        mask = ll.SamplingMask.of(sets)
+        mask = SamplingMask.of(sets)
         check(one, EVERYTHING, sampling_mask=mask, temperature=1.3, jsd_beta=0.3)
         check(one, EVERYTHING, sampling_mask=mask, whole_reference=True, memory_budget=1)
     capped = split(group, UNEVEN, softcap=4.0, bias=False)
     capped.ops.labels = None
     check(capped, ("entropy", "max_logit", "mean_logit"), sampling_mask=mask)
-    other = ll.SamplingMask.of([*sets[:-1], [22, 21, 20 - dist.get_rank(group)]])
+    other = SamplingMask.of([*sets[:-1], [22, 21, 20 - dist.get_rank(group)]])
     parallel_errors.refused(group, lambda: ll.token_stats(one.ops.hidden, one.head, sampling_mask=other, want=()))
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
-from logitless import SamplingMask
 from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
+from logitless.sample import SamplingMask
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, compare, operands
 

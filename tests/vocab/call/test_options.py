@@ -121,7 +121,7 @@ def test_infinite_memory_budget():
 
 
 def test_backend_by_another_name():
-    fragments = ("backend: expected one of eager", "or None", "got 'egaer'", "did you mean 'eager'?")
+    fragments = ("backend: expected one of compiled, eager", "or None", "got 'egaer'", "did you mean 'eager'?")
     refused_everywhere(BackendError, fragments, backend="egaer")
     refused_everywhere(BackendError, ("backend: expected one of", "got 'cuda'"), backend="cuda")
     refused_everywhere(BackendError, ("backend: expected one of", "got 3"), backend=3)

@@ -123,7 +123,9 @@ def test_reference_shapes():
 
 def test_reference_that_is_no_pair():
     hidden, head = REF
-    refused_everywhere(OptionError, ("reference: expected (hidden, head)", "got Tensor"), reference=hidden)
+    refused_everywhere(
+        ShapeError, ("reference: expected rows of logits or log-probs", "got (2, 3, 5)"), reference=hidden
+    )
     refused_everywhere(OptionError, ("reference: expected (hidden, head)", "got LMHead"), reference=head)
     refused_everywhere(DtypeError, ("expected an LMHead", "got Tensor", "LMHead.of"), reference=(hidden, head.weight))
 

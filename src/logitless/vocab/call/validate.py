@@ -46,6 +46,9 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     ref_hidden, ref_head, ref_rows = _check_reference(o["reference"], lead, head, hidden)
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
+    logits = 0 if mask is not None else compilable(hidden, head)
+    only_eager = sparse is not None, ref_rows is not None
+    backend = _backend(o["backend"], want, hidden.device.type, *only_eager, logits)
     checked = CallOptions(
         want=want,
         temperature=temperature,
@@ -53,14 +56,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
-        backend=_backend(
-            o["backend"],
-            want,
-            hidden.device.type,
-            sparse=sparse is not None,
-            rows=ref_rows is not None,
-            logits=0 if mask is not None else compilable(hidden, head),
-        ),
+        backend=backend,
         autocast=cast,
         sparse=sparse,
     )
@@ -85,7 +81,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     return Call(checked, head, inputs, _beside(head, ref_head, rows, inputs), sampling_mask=mask)
 
 
-def _backend(name: str | None, want: tuple[str, ...], device: str, *, sparse: bool, rows: bool, logits: int) -> str:
+def _backend(name: str | None, want: tuple[str, ...], device: str, sparse: bool, rows: bool, logits: int) -> str:
     """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows.
 
     logits: as `compilable` counts them.

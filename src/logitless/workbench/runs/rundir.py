@@ -30,8 +30,8 @@ from .options import RESUMABLE, Options, RunOptions, from_dict
 
 SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
 # What runs write into their directories: a new run finds none of it there, so that it never replaces another's.
-TABLES = ("tokens.npz", "rows.jsonl", "metrics.jsonl", "summary.json", "step_memory.json")
-PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png")
+TABLES = ("tokens.npz", "rows.jsonl", "metrics.jsonl", "summary.json", "step_memory.json", "completions.json")
+PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
 WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too

@@ -122,6 +122,7 @@ def test_a_forked_worker_uses_what_its_parent_compiled():
     queue = context.Queue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX's word for them, where a test imported it
         child = context.Process(target=_in_child, args=(queue, ops))
         child.start()
     got = queue.get(timeout=60)

@@ -156,6 +156,12 @@ def _pairs(summary: Record) -> list[str]:
     return [f"{new} / {x['legacy']}" for new, x in summary["beside_legacy"].items()]
 
 
+def _promised(summary: Record) -> str:
+    """What the verdicts are about, and what ± says where one has it."""
+    noisy = any("±" in row["expected"] for row in summary["criteria"])
+    return f"{PROMISED}; ±: {NOISE}" if noisy else PROMISED
+
+
 def show(summary: Record, console: Console) -> None:
     """The tables of a comparison: methods, each new one beside its legacy, and the verdicts; 80 columns hold them."""
     say(console, _title(summary))
@@ -171,7 +177,7 @@ def show(summary: Record, console: Console) -> None:
         for row in _beside(summary):
             shown.add_row(*row)
         console.print(shown, highlight=False)
-    say(console, f"\n{PROMISED}; ±: {NOISE}")
+    say(console, f"\n{_promised(summary)}")
     shown = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
     shown.add_column(no_wrap=True)
     for verdict, *rest in _criteria(summary):
@@ -190,7 +196,7 @@ def _table(columns: Sequence[str]) -> Table:
 def write_page(path: Path, plot: Path, summary: Record) -> None:
     """The same with the figure, as one page that opens offline."""
     image = base64.b64encode(plot.read_bytes()).decode("ascii")
-    parts = [f"<h1>{html.escape(_title(summary))}</h1>", f"<h2>{PROMISED.capitalize()}</h2>", f"<p>±: {NOISE}.</p>"]
+    parts = [f"<h1>{html.escape(_title(summary))}</h1>", f"<h2>{_promised(summary).capitalize()}</h2>"]
     parts.append(_html(["verdict", "criterion", "measured"], _criteria(summary)))
     parts += [f"<p>{html.escape(line)}</p>" for line in _lines(summary)]
     if summary["beside_legacy"]:
