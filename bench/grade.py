@@ -20,8 +20,8 @@ import torch
 from bench.grade_runs import curves, learning, legacy, variance
 from bench.grade_sizes import Sizes, memory, storage, timing
 from bench.harness import SCHEMA, environment, read_lines
+from logitless.workbench.common.options import SMALL_MODEL
 from logitless.workbench.grade.config import GradeConfig
-from logitless.workbench.runs.options import SMALL_MODEL
 
 OUT = Path("bench/results/grade.jsonl")
 

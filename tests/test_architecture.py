@@ -94,7 +94,20 @@ def test_imports_run_one_way(path):
 # Packages of a package, from the ground up: each may use those before it and itself.
 FLOORS = {
     "vocab": ("sizing", "devices", "head", "ranks", "call", "backends", "passes"),
-    "workbench": ("runs", "profile", "plan", "page", "sft", "scoring", "align", "grade"),
+    "workbench": (
+        "common",
+        "sources",
+        "runs",
+        "profile",
+        "plan",
+        "page",
+        "sampling",
+        "sft",
+        "scoring",
+        "align",
+        "grade",
+        "demo",
+    ),
     "integrations": ("transformers", "trl"),
 }
 # Rooms of `vocab` that stand beside its floors, and where: `stats` is read by the passes, the others see all of it.

@@ -16,8 +16,8 @@ from yaml import safe_load
 from logitless.cli.align import parse_grade as parse
 from logitless.cli.main import main
 from logitless.cli.options import method_of
+from logitless.workbench.common.options import SMALL_MODEL
 from logitless.workbench.grade.config import EMBEDDED, GradeConfig
-from logitless.workbench.runs.options import SMALL_MODEL
 from tests.support.workbench.micro import line_corpus, micro_model
 
 

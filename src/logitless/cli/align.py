@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..workbench.align.config import METHODS, AlignConfig
+from ..workbench.common.options import require
 from ..workbench.grade.config import GRADE_METHODS, GradeConfig
-from ..workbench.runs.options import require
 from . import options
 from .inputs import check_inputs
 from .output import deliver
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     check_inputs(config.model, "align", config.data)
     from ..workbench.align.report import show
     from ..workbench.align.run import run
-    from ..workbench.runs.files import read_lines
+    from ..workbench.common.files import read_lines
     from ..workbench.runs.trainer import METRICS_FILE
     from .screen import Screen  # below, so that --help needs no torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..workbench.common.files import check_outputs
 from ..workbench.demo.config import DemoConfig
-from ..workbench.runs.files import check_outputs
 from . import options
 from .inputs import check_inputs
 from .output import deliver

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import DeviceError
 from ..units import format_bytes
 from ..versions import versions
-from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
+from ..workbench.common.files import check_outputs
+from ..workbench.common.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
 from . import options
 from .output import deliver
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import DataError, OptionError
-from ..workbench.runs.options import DEFAULT_MODEL, SMALL_MODEL
+from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
 from ..workbench.sources.model import check_model
 
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 import tyro
 
 from ..errors import OptionError
-from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import Option, RunOptions, check_trusted, read_file, read_table
+from ..workbench.common.files import check_outputs
+from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table
 from ..workbench.runs.rundir import RUN_FILE, stored
 
 Config = TypeVar("Config")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], None]) -> None:
     """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
-    from ..workbench.runs.files import strict_json, write_json
+    from ..workbench.common.files import strict_json, write_json
     from .screen import Screen
 
     to_stdout = to is not None and str(to) == "-"

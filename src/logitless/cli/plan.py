@@ -15,12 +15,8 @@ import tyro
 from ..errors import OptionError
 from ..models.catalog import shape_of
 from ..units import LARGEST, parse_bytes
-from ..workbench.plan.algorithms import ALGORITHMS
-from ..workbench.plan.fit import fit
-from ..workbench.plan.plan import both, sweep
-from ..workbench.plan.setting import Setting
-from ..workbench.runs.files import check_outputs, write_whole
-from ..workbench.runs.options import (
+from ..workbench.common.files import check_outputs, write_whole
+from ..workbench.common.options import (
     MEMORY_BUDGET,
     Checkpointing,
     JsonFile,
@@ -33,6 +29,10 @@ from ..workbench.runs.options import (
     budget_bytes,
     require,
 )
+from ..workbench.plan.algorithms import ALGORITHMS
+from ..workbench.plan.fit import fit
+from ..workbench.plan.plan import both, sweep
+from ..workbench.plan.setting import Setting
 from . import options
 from .output import deliver
 

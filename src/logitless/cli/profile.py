@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from ..workbench.runs.files import check_outputs, write_whole
-from ..workbench.runs.options import (
+from ..workbench.common.files import check_outputs, write_whole
+from ..workbench.common.options import (
     MEMORY_BUDGET,
     Checkpointing,
     JsonFile,

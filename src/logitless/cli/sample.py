@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     prompts = read_prompts(config.prompt, config.prompt_file)
     from ..sample.page import page
     from ..sample.terminal import show
-    from ..workbench.runs.files import write_text, write_whole
+    from ..workbench.common.files import write_text, write_whole
     from ..workbench.sampling.run import run
     from .screen import Screen  # below, so that --help needs no torch
 

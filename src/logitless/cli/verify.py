@@ -11,8 +11,8 @@ import tyro
 
 from ..errors import DeviceError
 from ..units import format_bytes, parse_bytes
-from ..workbench.runs.files import check_outputs
-from ..workbench.runs.options import MEMORY_BUDGET, MOST, JsonFile, require
+from ..workbench.common.files import check_outputs
+from ..workbench.common.options import MEMORY_BUDGET, MOST, JsonFile, require
 from . import options
 from .output import deliver
 

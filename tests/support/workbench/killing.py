@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from logitless.workbench.align.run import run as align
-from logitless.workbench.runs.files import read_lines
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import RUN_FILE, stored
 from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from logitless.cli.main import main
+from logitless.workbench.common.options import RunOptions
 from logitless.workbench.runs import callbacks
-from logitless.workbench.runs.options import RunOptions
 from logitless.workbench.sft import run as sft
 from tests.support import forked
 

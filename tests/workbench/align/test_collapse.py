@@ -10,7 +10,7 @@ from rich.console import Console
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.align.rewards import rewards_of
 from logitless.workbench.align.run import run
-from logitless.workbench.runs.files import read_lines
+from logitless.workbench.common.files import read_lines
 from tests.support.workbench.micro import line_corpus, micro_model
 
 SURE = 77  # the token that is surest of being followed by itself

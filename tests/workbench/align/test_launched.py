@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from logitless.workbench.runs.files import read_lines
+from logitless.workbench.common.files import read_lines
 from tests.support.workbench.processes import finished, flags
 
 ALIGN = ("logitless.cli", "align")

@@ -13,7 +13,7 @@ from logitless.errors import DataError, OptionError
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.data import load, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
-from logitless.workbench.runs.options import from_dict, read_file
+from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.corpus import passages
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import line_corpus

@@ -15,9 +15,9 @@ from logitless.cli.main import main
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs import callbacks
 from logitless.workbench.runs.checkpoints import RUN_FILE, last_checkpoint
-from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import WRITTEN, Interrupted, stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.grade.comparison import compare
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
@@ -30,7 +31,6 @@ from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
-from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import Interrupted
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import line_corpus, micro_directory, micro_model

@@ -11,15 +11,15 @@ from threading import Barrier
 import pytest
 
 from logitless.errors import OptionError
+from logitless.workbench.common.lock import LOCK_FILE, acquire, holder, release
 from logitless.workbench.runs.checkpoints import begin_checkpoint, checkpoints, last_checkpoint, mark, prune
-from logitless.workbench.runs.lock import LOCK_FILE, acquire, holder, release
 from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, record
 from logitless.workbench.sft.config import TrainConfig
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from logitless.workbench.runs.lock import acquire
+from logitless.workbench.common.lock import acquire
 assert acquire(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

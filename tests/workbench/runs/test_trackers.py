@@ -14,8 +14,8 @@ import pytest
 from transformers import Qwen3ForSequenceClassification
 
 from logitless.cli.main import main
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.grade.config import GradeConfig
-from logitless.workbench.runs.files import read_lines
 from tests.support.workbench.micro import micro_model
 from tests.support.workbench.processes import finished, flags
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from logitless.errors import ConfigError, DataError, LogitlessError
 from logitless.workbench.align.config import AlignConfig
-from logitless.workbench.runs.files import read_lines
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from logitless.errors import ConfigError, OptionError
 from logitless.models.nsa.saved import load
-from logitless.workbench.runs.files import read_lines
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import Interrupted, stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.run import run

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from logitless.errors import OptionError
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.checkpoints import last_checkpoint
-from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig

@@ -18,8 +18,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import NotFiniteError, OptionError
+from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.checkpoints import KEPT, RUN_FILE, checkpoints, last_checkpoint, mark
-from logitless.workbench.runs.files import read_lines
 from logitless.workbench.runs.rundir import WRITTEN, Interrupted, OutOfSpace, explained, stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load

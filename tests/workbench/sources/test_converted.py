@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from logitless.errors import ConfigError
 from logitless.models import pretrained
 from logitless.models.pretrained import Package, sha256_of
-from logitless.workbench.runs.lock import acquire, release
+from logitless.workbench.common.lock import acquire, release
 from logitless.workbench.runs.rundir import name_of
 from logitless.workbench.sources import converted
 from logitless.workbench.sources.converted import directory_of

@@ -47,8 +47,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
     logits = 0 if mask is not None else compilable(hidden, head)
-    only_eager = sparse is not None, ref_rows is not None
-    backend = _backend(o["backend"], want, hidden.device.type, *only_eager, logits)
+    backend = _backend(o["backend"], want, hidden.device.type, sparse is not None, ref_rows is not None, logits)
     checked = CallOptions(
         want=want,
         temperature=temperature,

@@ -13,8 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...resident import peak_bytes
 from ...units import format_bytes
+from ..common.files import append_line, read_lines
 from ..runs.callbacks import check_finite
-from ..runs.files import append_line, read_lines
 from ..runs.progress import ProgressBar
 
 

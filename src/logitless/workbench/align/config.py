@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import OptionError
-from ..runs.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
+from ..common.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
 
 
 @dataclass(frozen=True)

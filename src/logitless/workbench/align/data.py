@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ..runs.files import read_lines, write_lines
+from ..common.files import read_lines, write_lines
 from ..sources.chat import prompt_of
 from ..sources.corpus import Row, documents, is_said, passages, table
 from ..sources.packing import HELD_OUT_EVERY

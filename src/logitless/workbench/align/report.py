@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, plural
+from ..common.plots import DENSE, GREY, LOGITLESS, finish
 from ..runs import examples
-from ..runs.plots import DENSE, GREY, LOGITLESS, finish
 from .config import METHODS
 
 SCHEMA = 1

@@ -17,13 +17,13 @@ from ...errors import DeviceError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
+from ..common.files import read_lines, write_json
+from ..common.say import say
 from ..runs import examples
 from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
-from ..runs.files import read_lines, write_json
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
-from ..runs.say import say
 from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runs.options import (
-    Count,
-    Device,
-    JsonFile,
-    MemoryBudget,
-    ModelName,
-    check_values,
-    require,
-)
+from ..common.options import Count, Device, JsonFile, MemoryBudget, ModelName, check_values, require
 
 
 @dataclass(frozen=True)

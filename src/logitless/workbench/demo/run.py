@@ -19,8 +19,8 @@ from ...integrations.transformers.scoring import score
 from ...models.pretrained import PACKAGES
 from ...sample.shown import to_dict
 from ...versions import versions
-from ..runs.files import write_text
-from ..runs.say import say
+from ..common.files import write_text
+from ..common.say import say
 from ..runs.trainer import quiet
 from ..sft.config import TrainConfig
 from ..sft.run import run as train

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ..runs.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
+from ..common.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
 METHODS_COMPARED = ("ste", "gumbel", "reinforce", "ppo", *LEGACY)

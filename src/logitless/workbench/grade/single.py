@@ -17,10 +17,10 @@ from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import format_bytes, plural
 from ...versions import versions
+from ..common.files import read_lines, write_json, write_lines, write_whole
+from ..common.say import say
 from ..runs import examples
-from ..runs.files import read_lines, write_json, write_lines, write_whole
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
-from ..runs.say import say
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model

@@ -16,11 +16,11 @@ from rich.console import Console
 from ...models.positions import reach
 from ...relax import anneal
 from ...resident import peak_bytes
+from ..common.files import append_line, read_lines, write_lines, write_whole
+from ..common.say import say
 from ..runs.callbacks import GentleStop
 from ..runs.checkpoints import last_checkpoint, mark, readable
-from ..runs.files import append_line, read_lines, write_lines, write_whole
 from ..runs.progress import Bar
-from ..runs.say import say
 from ..runs.trackers import Send
 from ..runs.trainer import METRICS_FILE
 from ..sources.tokenizer import TextTokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...models.catalog import HUB
 from ...models.presets import PRESETS, TEKKEN_VOCAB
 from ...models.shapes import ModelShape
-from ..runs.options import DEFAULT_MODEL
+from ..common.options import DEFAULT_MODEL
 from .plan import plan
 from .setting import GIB, Setting, ceil_div
 

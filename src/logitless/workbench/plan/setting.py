@@ -8,7 +8,7 @@ from ...algebra.costs import DEFAULT_BUDGET
 from ...errors import OptionError
 from ...models.shapes import ModelShape
 from ...units import LARGEST
-from ..runs.options import require
+from ..common.options import require
 from .algorithms import ALGORITHMS, Algorithm
 
 GIB = 1 << 30

@@ -1,1 +1,1 @@
-"""What every run shares: options, files, checkpoints, ranks, progress and plots."""
+"""What every run of a trainer shares: its directory, checkpoints, callbacks, trackers, ranks and progress."""

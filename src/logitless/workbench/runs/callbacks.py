@@ -17,9 +17,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import NotFiniteError
 from ...resident import peak_bytes
+from ..common.files import append_line, read_lines, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
 from .checkpoints import begin_checkpoint, prune
-from .files import append_line, read_lines, write_lines
 from .ranks import first
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from zipfile import is_zipfile
 
 from ...errors import ConfigError, LogitlessError, OptionError
-from .files import write_whole
+from ..common.files import write_whole
 
 RUN_FILE = "run.json"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else

@@ -16,9 +16,9 @@ from ...integrations.transformers.generation import generate
 from ...printable import shown
 from ...sample.terminal import FAINT, Painter, legend
 from ...sample.text import pieces
+from ..common.files import read_json, write_json
+from ..common.say import say
 from ..sources.tokenizer import TextTokenizer
-from .files import read_json, write_json
-from .say import say
 
 EXAMPLES_FILE = "completions.json"  # of the run's directory
 COUNT = 3

@@ -14,8 +14,8 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...units import format_bytes
+from ..common.say import LINES, say
 from .callbacks import Records
-from .say import LINES, say
 
 
 class TimeLeft(ProgressColumn):

@@ -13,6 +13,9 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, LogitlessError, OptionError
+from ..common.files import write_json
+from ..common.lock import LOCK_FILE, acquire, holder, release
+from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import (
     RUN_FILE,
@@ -24,9 +27,6 @@ from .checkpoints import (
     strange,
     strange_checkpoint,
 )
-from .files import write_json
-from .lock import LOCK_FILE, acquire, holder, release
-from .options import RESUMABLE, Options, RunOptions, from_dict
 
 SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
 # What runs write into their directories: a new run finds none of it there, so that it never replaces another's.

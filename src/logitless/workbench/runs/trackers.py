@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import OptionError
-from .options import RunOptions
+from ..common.options import RunOptions
 
 PROJECT = "huggingface"  # what transformers' callbacks call it; --report-to wandb reads WANDB_PROJECT
 TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers

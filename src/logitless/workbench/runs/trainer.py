@@ -9,12 +9,12 @@ import torch
 from datasets import disable_progress_bars
 from transformers import TrainerState, TrainingArguments
 
+from ..common import say
+from ..common.files import write_whole
+from ..common.options import RunOptions
 from ..sources.model import check_complete
 from ..sources.tokenizer import TextTokenizer
-from . import say
 from .checkpoints import readable
-from .files import write_whole
-from .options import RunOptions
 
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500

@@ -8,8 +8,8 @@ from typing import Literal
 
 import tyro
 
-from ..runs.files import check_outputs
-from ..runs.options import (
+from ..common.files import check_outputs
+from ..common.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
     MOST,

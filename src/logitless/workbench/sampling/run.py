@@ -22,7 +22,7 @@ from ...printable import shown
 from ...sample.record import SampleRecord
 from ...sample.shown import to_dict
 from ...sample.terminal import streamed
-from ..runs.options import budget_bytes
+from ..common.options import budget_bytes
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import as_chat

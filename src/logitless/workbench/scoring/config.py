@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import OptionError
-from ..runs.files import check_outputs
-from ..runs.options import (
+from ..common.files import check_outputs
+from ..common.options import (
     DEFAULT_MODEL,
     MEMORY_BUDGET,
     MOST,

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import OptionError
-from ..runs.files import remove_leftovers, write_json, write_whole
+from ..common.files import remove_leftovers, write_json, write_whole
 from .block import COLUMNS, Scored
 from .documents import hash_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from ..runs.say import LINES, say
+from ..common.say import LINES, say
 
 MOST_PROBLEMS = 10  # that are shown while the run goes on; all are counted
 

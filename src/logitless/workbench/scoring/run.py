@@ -19,8 +19,8 @@ from rich.console import Console
 from ...errors import DeviceError, OptionError
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
+from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
-from ..runs.say import quiet, say
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer

@@ -13,7 +13,7 @@ from rich.table import Table
 from ...errors import DataError
 from ...units import format_bytes, plural
 from ...versions import versions
-from ..runs.files import write_whole
+from ..common.files import write_whole
 from .block import Scorer
 from .config import ScoreConfig
 from .parts import SUMS, Parts

@@ -8,7 +8,7 @@ from typing import Literal
 from ...errors import OptionError
 from ...models.positions import parse_scaling
 from ...units import parse_bytes
-from ..runs.options import MOST, Count, MlpTiles, ModelName, Offloading, ReportTo, RunOptions, require
+from ..common.options import MOST, Count, MlpTiles, ModelName, Offloading, ReportTo, RunOptions, require
 
 
 @dataclass(frozen=True)

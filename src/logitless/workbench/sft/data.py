@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ...errors import DataError
-from ..runs.files import damaged, write_whole
+from ..common.files import damaged, write_whole
 from ..sources import chat
 from ..sources.chat import Example, example, is_chat
 from ..sources.corpus import Row, documents, table

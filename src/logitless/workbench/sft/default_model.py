@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..runs.files import write_whole
-from ..runs.options import DEFAULT_MODEL, SMALL_MODEL
+from ..common.files import write_whole
+from ..common.options import DEFAULT_MODEL, SMALL_MODEL
 from ..runs.rundir import RUN_FILE, stored
 from ..sources.corpus import documents
 from ..sources.tokenizer import byte_pairs
@@ -36,7 +36,7 @@ def default_model(model: str, device: str, console: Console) -> None:
         return
     from accelerate import PartialState  # here: who has a model needs no trainer
 
-    from ..runs.say import say
+    from ..common.say import say
     from .run import run as train_text
 
     place = Path(model).parent

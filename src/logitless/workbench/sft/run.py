@@ -22,14 +22,14 @@ from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
+from ..common.files import read_json, read_lines, write_json
+from ..common.plots import plot_loss, plot_memory
+from ..common.say import say
 from ..runs.callbacks import GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
-from ..runs.files import read_json, read_lines, write_json
-from ..runs.plots import plot_loss, plot_memory
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
-from ..runs.say import say
 from ..runs.trackers import check_tracker
 from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import is_out_of_memory
 from ...units import format_bytes
-from ..runs.options import from_dict
+from ..common.options import from_dict
 from .config import TrainConfig
 
 METHODS = ("logitless", "dense")

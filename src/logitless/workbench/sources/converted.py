@@ -11,8 +11,8 @@ from pathlib import Path
 from ...errors import ConfigError
 from ...models.gguf import convert, file_of, read_header
 from ...models.pretrained import PACKAGES, check_installed, file_of_package, sha256_of
-from ..runs.files import MOST_OF_NAME, remove_leftovers, write_whole
-from ..runs.lock import acquire, holder, release
+from ..common.files import MOST_OF_NAME, remove_leftovers, write_whole
+from ..common.lock import acquire, holder, release
 
 FORM = 1  # of what is kept; another one is made anew
 HASH_DIGITS = 16
@@ -85,7 +85,7 @@ def _locked(place: Path, name: str) -> Iterator[None]:
 def _convert(file: Path, place: Path, name: str) -> None:
     from safetensors import SafetensorError
 
-    from ..runs.say import quiet
+    from ..common.say import quiet
 
     _say(f"converting {name} to {place}, once: about a minute ...")
     quiet()
@@ -99,6 +99,6 @@ def _convert(file: Path, place: Path, name: str) -> None:
 def _say(text: str) -> None:
     from rich.console import Console
 
-    from ..runs.say import say
+    from ..common.say import say
 
     say(Console(stderr=True), text)

@@ -15,7 +15,7 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.positions import check_reach, scale
 from ...models.presets import PRESETS, preset
 from ...models.pretrained import PACKAGES
-from ..runs.options import RunOptions
+from ..common.options import RunOptions
 from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from ....errors import OptionError
 from ....versions import versions
-from ...runs.files import read_lines, write_json, write_lines
+from ...common.files import read_lines, write_json, write_lines
+from ...common.say import say
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
-from ...runs.say import say
 from ...runs.trainer import METRICS_FILE
 from ...sources.model import align_tokens, build
 from ..config import LEGACY, METHODS_COMPARED, GradeConfig

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ...runs.plots import finish
+from ...common.plots import finish
 from .intervals import interval, ratios
 
 Record = dict[str, Any]

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from ....pages import document
 from ....units import format_bytes, plural
-from ...runs.files import write_text
-from ...runs.say import say
+from ...common.files import write_text
+from ...common.say import say
 from .criteria import MET, NOT_MET, beside_legacy, criteria
 from .intervals import SAID, differences, interval
 

@@ -12,8 +12,8 @@ from logitless.cli.verify import VerifyConfig
 from logitless.errors import OptionError
 from logitless.units import format_bytes, parse_bytes
 from logitless.workbench.align.config import AlignConfig
+from logitless.workbench.common.options import Option, check_values, from_dict, read_file
 from logitless.workbench.grade.config import GradeConfig
-from logitless.workbench.runs.options import Option, check_values, from_dict, read_file
 from logitless.workbench.sampling.config import SampleConfig
 from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.sft.config import TrainConfig

@@ -9,7 +9,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import OptionError
-from logitless.workbench.runs.files import check_outputs, remove_leftovers, target, write_text, write_whole
+from logitless.workbench.common.files import check_outputs, remove_leftovers, target, write_text, write_whole
 
 
 def names(folder: Path) -> list[str]:

@@ -1,0 +1,1 @@
+"""What every command shares: options, files that appear whole, locks, lines on the console, plots."""
