@@ -80,8 +80,8 @@ def token_stats(
     log-probs (..., V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight
     in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given. Returns fp32 (fp64 for fp64 inputs) tensors
     (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not temperature, rank and
-    top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError, LabelError, OptionError,
-    BackendError, GradientError. Memory: slices within the budget and O(N); with a frozen head up to two (N, H) more.
+    top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError, LabelError,
+    OptionError, BackendError, GradientError. Memory: slices within the budget and O(N); with a frozen head up to two (N, H) more.
     """
     return _token_stats(
         hidden,
