@@ -81,7 +81,7 @@ def token_stats(
     in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given. Returns fp32 (fp64 for fp64 inputs) tensors
     (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not temperature, rank and
     top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError, LabelError,
-    OptionError, BackendError, GradientError. Memory: slices within the budget and O(N); with a frozen head up to two (N, H) more.
+    OptionError, BackendError, GradientError. Memory: slices within the budget, O(N), two (N, H) if the head is frozen.
     """
     return _token_stats(
         hidden,
