@@ -66,7 +66,8 @@ def scores(
 
 def _parameters(head: LMHead) -> list[Tensor]:
     factors = [x for adapter in head.adapters for x in (adapter.a, adapter.b)]
-    return [head.weight, *factors, *([] if head.bias is None else [head.bias])]
+    weight = [] if head.weight_tensor is None else [head.weight_tensor]
+    return [*weight, *factors, *([] if head.bias is None else [head.bias])]
 
 
 class Collected:
