@@ -59,7 +59,9 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
         for target in read_targets("teacher.parquet"):
             hidden = logitless.hidden_states(student, {"input_ids": target.input_ids[None]})[0]
             loss = logitless.token_loss(
-                lambda s, w: losses.soft_targets(s.candidate_logits, s.logsumexp, w, tail_logprob=s.tail_logprob),
+                lambda s, w: losses.soft_targets(
+                    s.candidate_logits, s.logsumexp, w, tail_logprob=s.tail_logprob
+                ),
                 hidden, logitless.LMHead.of(student), target.labels,
                 want=("logsumexp", "tail_logprob"), candidates=target.ids, inputs=(target.weights,),
             )
