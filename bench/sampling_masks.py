@@ -3,9 +3,9 @@
 python -m bench.sampling_masks [--tokens 1024 --vocab 131072 --hidden 1024 --threads 1 --rounds 3 --out FILE]
 
 Sets have about the sizes that were measured elsewhere on 2.5M-token steps (a median of 2 entries, a mean of 8, a 99th
-percentile of 82, 46 % singletons); the result says which they had. Each method gives the chosen tokens' log-probs and the gradients of hidden states and
-weight; methods in turn, CPU seconds, minima of rounds. The peak counts what the step's operators allocate beside its
-inputs.
+percentile of 82, 46 % singletons); the result says which they had. Each method gives the chosen tokens' log-probs and
+the gradients of hidden states and weight; methods in turn, CPU seconds, minima of rounds. The peak counts what the
+step's operators allocate beside its inputs.
 """
 
 import argparse
