@@ -73,7 +73,9 @@ def test_every_statistic(trainable, dtype):
     for budget in (None, 60_000):
         compare(ops, EVERYTHING, top_k=3, backend="compiled", memory_budget=budget)
         for want in (("logprob",), ("entropy",), ("kl",), ("sum_sq_prob", "logprob")):
-            compare(ops, want, backend="compiled", memory_budget=budget)
+            # behind a frozen head KL's products cancel: in fp32 eager is up to 4e-5 off in the gradient, too
+            loose = {"tolerance": 4e-5} if want == ("kl",) and dtype == torch.float32 else {}
+            compare(ops, want, backend="compiled", memory_budget=budget, **loose)
 
 
 def test_a_tail_that_the_maximum_would_swallow():
