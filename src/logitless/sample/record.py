@@ -118,7 +118,7 @@ class SampleRecord(Derived):
         counts = torch.where(beyond, 0, counts).long()
         ids = self.topk_ids.flatten(0, -2)
         inside = torch.arange(self.keep, device=ids.device) < counts[:, None]
-        return SamplingMask(ids[inside], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        return SamplingMask.of_counts(ids[inside], counts)
 
     def alternatives(self, *index: int) -> list[tuple[int, float]]:
         """(id, raw log-prob) of the best entries other than the token at one index, best first."""

@@ -210,7 +210,7 @@ class Projection:
     def flatness(self, z: Tensor) -> Tensor:
         """The softcap's derivative 1 - tanh² from z; 0 at masked entries."""
         assert self.outer is not None
-        return (z / self.outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
+        return flatness(z, self.outer)
 
 
 class GivenLogits(Projection):
@@ -250,6 +250,11 @@ class GivenLogits(Projection):
             found = part.gather(1, (columns - v.start).clamp(0, part.shape[1] - 1)[:, None])[:, 0]
             z = torch.where(inside, found, z)
         return z if mine is None else torch.where(mine, z, 0.0)
+
+
+def flatness(z: Tensor, outer: float | Tensor) -> Tensor:
+    """The derivative 1 - tanh² of outer·tanh(...) from its value z; 0 at masked entries."""
+    return (z / outer).clamp_(min=-1.0).square_().neg_().add_(1.0)
 
 
 def sum_of(terms: Iterable[Tensor]) -> Tensor:

@@ -53,7 +53,12 @@ class SamplingMask:
         """From the ids of each token."""
         lists = [list(each) for each in sets]
         flat = torch.tensor([i for each in lists for i in each], dtype=torch.int64, device=device)
-        return cls(flat, _offsets(torch.tensor([len(each) for each in lists], dtype=torch.int64, device=device)))
+        return cls.of_counts(flat, torch.tensor([len(each) for each in lists], dtype=torch.int64, device=device))
+
+    @classmethod
+    def of_counts(cls, token_ids: Tensor, counts: Tensor) -> SamplingMask:
+        """From the ids, end to end, and how many each token has, (N,)."""
+        return cls(token_ids, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
     @classmethod
     def from_vllm(cls, masks: Iterable[Any], device: torch.device | str = "cpu") -> SamplingMask:
@@ -68,7 +73,7 @@ class SamplingMask:
     def concatenated(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
         """The sets of several masks, end to end."""
         counts = torch.cat([part.counts for part in parts])
-        return cls(torch.cat([part.token_ids for part in parts]), _offsets(counts))
+        return cls.of_counts(torch.cat([part.token_ids for part in parts]), counts)
 
     def to_vllm(self) -> dict[str, list[int]]:
         """The fields of vLLM's SamplingMask."""
@@ -97,9 +102,9 @@ class SamplingMask:
         if isinstance(index, slice):
             index = torch.arange(len(self), device=self.offsets.device)[index]
         counts = self.counts[index]
-        offsets = _offsets(counts)
-        first = (self.offsets[:-1][index] - offsets[:-1]).repeat_interleave(counts)
-        return SamplingMask(self.token_ids[first + torch.arange(first.shape[0], device=first.device)], offsets)
+        begin = self.offsets[:-1][index] - (counts.cumsum(0) - counts)
+        at = begin.repeat_interleave(counts)
+        return SamplingMask.of_counts(self.token_ids[at + torch.arange(at.shape[0], device=at.device)], counts)
 
     def check_layout(self, n_tokens: int, device: torch.device) -> None:
         """Raise where there are not `n_tokens` sets, on `device`, one after the other."""
@@ -157,7 +162,3 @@ class SamplingMask:
                 "is not; the mask belongs to other tokens, or the label was not drawn from it"
             )
         return places
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from torch import Tensor
 from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
 from ...algebra.stats import STATISTICS, coefficients_of, mixture_shares
-from ..backends.base import Backend, Chunk, Gradients, Scratch, Tile, is_dense, put_mixture
+from ..backends.base import Backend, Chunk, Gradients, Scratch, is_dense, put_mixture
 from ..backends.eager.formulas import logits_grad
 from ..backends.gather import Take
-from ..backends.logits import Projection
+from ..backends.logits import Projection, flatness
 from ..backends.rows import add_at
 from ..call.call import Call, Needs
 from ..ranks.collectives import Ranks
-from .engine import Saved, backend_of, exact
+from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
 
 GATHERED = 1 << 20  # elements of gathered rows at a time
@@ -90,6 +90,8 @@ class KeptPass:
     def chunks(self) -> Iterator[tuple[slice, Chunk, Entries]]:
         """(tokens, chunk, entries), as many tokens as have `step` entries together, one at least."""
         offsets, tokens = self.mask.offsets.tolist(), self.mask.tokens
+        # a label is one of the entries: the chunk need not compute its logit
+        call = replace(self.call, inputs=self.call.inputs._replace(labels=None))
         n, first = len(self.mask), 0
         while first < n:
             end = first + 1
@@ -105,7 +107,7 @@ class KeptPass:
                 None if self.labels_at is None else self.labels_at[rows] - here.start,
                 self.step,
             )
-            yield rows, Chunk.of(self.call, rows, slices, self.scratch, self.backend), entries
+            yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend), entries
             first = end
 
     def logits(self, projection: Projection, entries: Entries) -> Tensor:  # (M,)
@@ -125,8 +127,7 @@ def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Sav
     run.check()
     hidden = call.inputs.hidden
     out = {
-        name: hidden.new_zeros(hidden.shape[0], dtype=torch.int64 if name == "rank" else call.compute)
-        for name in call.options.want
+        name: hidden.new_zeros(hidden.shape[0], *shape, dtype=dtype) for name, (shape, dtype) in outputs(call).items()
     }
     kept: dict[str, list[Tensor]] = {}
     totals_kept: dict[str, list[Tensor]] = {}
@@ -134,7 +135,7 @@ def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Sav
         z = run.logits(chunk.policy, entries)
         z_ref = None if chunk.reference is None else run.logits(chunk.reference, entries)
         totals = totals_of(chunk, entries, z, z_ref)
-        for name in call.options.want:
+        for name in out:
             call.put(out[name], rows, STATISTICS[name].value(totals, entries.counts.to(z.dtype)))
         if save:
             for name, x in totals.items():
@@ -224,11 +225,11 @@ def gradients(
     total.total.clear()
     for rows, chunk, entries in run.chunks():
         here = slice(entries.start, entries.start + entries.ids.shape[0])
-        z_ref = saved.extra["z_ref"][here] if "z_ref" in saved.extra else None
-        tile = Tile(slice(0, 1), saved.extra["z"][here], z_ref)
+        z, z_ref = (saved.extra[name][here] if name in saved.extra else None for name in ("z", "z_ref"))
+        assert z is not None
         totals = Totals(**{name: x[rows] for name, x in saved.totals.items()})
         upstream = {name: call.rows(g, rows) for name, g in stat_grads.items()}
-        dz = _entries_grad(run.backend, chunk, entries, tile, totals, upstream)
+        dz = _entries_grad(run.backend, chunk, entries, (z, z_ref), totals, upstream)
         grads = total.chunk(chunk.n_tokens)
         _scatter(run.scratch, chunk, entries, dz, grads)
         total.put(rows, grads)
@@ -236,22 +237,21 @@ def gradients(
 
 
 def _entries_grad(
-    backend: Backend, chunk: Chunk, entries: Entries, tile: Tile, totals: Totals, stat_grads: dict[str, Tensor]
+    backend: Backend,
+    chunk: Chunk,
+    entries: Entries,
+    logits: tuple[Tensor, Tensor | None],
+    totals: Totals,
+    stat_grads: dict[str, Tensor],
 ) -> Tensor:
     """dL/d(hW) of every entry, (M,)."""
-    policy, own, z = chunk.policy, entries.tokens, tile.z
-    if entries.labels_at is not None:
-        at = entries.labels_at
-        chunk.label = z[at], None if tile.z_ref is None else tile.z_ref[at]
+    policy, own, z = chunk.policy, entries.tokens, logits[0]
     c = coefficients_of(stat_grads, totals, entries.counts.to(z.dtype), chunk.jsd_beta, torch)
     dense = without_label(c)
-    dz = torch.zeros_like(z)
-    if is_dense(chunk, dense):
-        chained = {basis: policy.chain(x) for basis, x in dense.items()}
-        for block in entries.blocks():
-            dz[block] = _dense_part(chunk, entries, block, tile, totals, chained)
+    chained = {basis: policy.chain(x) for basis, x in dense.items()}
+    dz = _dense_part(chunk, entries, logits, totals, chained) if is_dense(chunk, dense) else torch.zeros_like(z)
     if "one" in c and policy.outer is None:
-        dz += policy.chain(c["one"])[own]
+        dz += chained["one"][own]
     if entries.labels_at is not None:
         dz.index_add_(0, entries.labels_at, backend.label_coefficient(chunk, totals, c))
     if "argmax" in c:
@@ -263,14 +263,19 @@ def _entries_grad(
 
 
 def _dense_part(
-    chunk: Chunk, entries: Entries, block: slice, tile: Tile, totals: Totals, chained: dict[str, Tensor]
+    chunk: Chunk,
+    entries: Entries,
+    logits: tuple[Tensor, Tensor | None],
+    totals: Totals,
+    chained: dict[str, Tensor],
 ) -> Tensor:
-    """The gradient formula on a block of entries, each a token of its own with one entry; 0 at labels."""
-    own = entries.tokens[block]
-    policy = Take(chunk.scratch, own).projection(chunk.policy)
-    z = entries.without_labels(tile.z)[block, None]
-    z_ref = None if tile.z_ref is None else entries.without_labels(tile.z_ref)[block, None]
-    flat = None if policy.outer is None else policy.flatness(z)
+    """The gradient formula, (M,): each entry is a token of its own with one entry; 0 at labels."""
+    own, outer = entries.tokens, chunk.policy.outer
+    z, z_ref = (None if x is None else entries.without_labels(x)[:, None] for x in logits)
+    assert z is not None
+    flat = None
+    if outer is not None:
+        flat = flatness(z, outer[own] if isinstance(outer, Tensor) else outer)
     numbers = Totals(**{name: x[own] for name, x in totals.items()})
     c = {basis: x[own] for basis, x in chained.items()}
     return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None)[:, 0]
