@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from logitless.cli.main import main
 from logitless.models.catalog import shape_of
 from logitless.models.pretrained import file_of_package
-from tests.support.workbench.real import CACHE, real_model
+from tests.support.workbench.real import CACHE, assert_prose_is_likelier, real_model, told
 
 pytestmark = pytest.mark.timeout(900)  # the first test converts the model: half a minute, more on a busy machine
-PROSE = "The cat sat on the mat and looked out of the window at the birds in the garden."
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +21,6 @@ def smollm2(monkeypatch, tmp_path):
     nothing = {name: {"not_measured": "test"} for name in ("logitless", "dense")}
     monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: nothing)
     return name
-
-
-def told(capsys, *arguments) -> dict:
-    assert main([*map(str, arguments), "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_it_knows_something_and_answers_in_its_chat_template(capsys):
@@ -43,12 +36,7 @@ def test_it_knows_something_and_answers_in_its_chat_template(capsys):
 
 
 def test_prose_is_likelier_than_its_words_in_disorder(capsys, tmp_path):
-    lines = [PROSE, " ".join(sorted(PROSE.split()))]
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    arguments = ("--data", "lines.jsonl", "--documents", "each.jsonl", "--context-length", 64, "--device", "cpu")
-    told(capsys, "score", "--model", "smollm2", *arguments)
-    prose, disorder = (json.loads(line)["perplexity"] for line in (tmp_path / "each.jsonl").read_text().splitlines())
-    assert prose < 40 < 100 < disorder
+    assert_prose_is_likelier(capsys, "smollm2", tmp_path)
 
 
 def test_a_plan_needs_neither_the_package_nor_its_conversion(capsys, monkeypatch, tmp_path):

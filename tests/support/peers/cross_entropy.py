@@ -10,6 +10,7 @@ from torch.nn import functional
 import logitless as ll
 
 from .outcomes import (
+    Case,
     Operands,
     Outcome,
     Within,
@@ -17,7 +18,7 @@ from .outcomes import (
     assert_same,
     assert_same_or_nearer,
     ignored_rows_poisoned,
-    name_of,
+    normals,
     outcome,
     seeded,
 )
@@ -26,7 +27,7 @@ TRAINED = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Case):
     """A case: what its tensors are like, and the options of the loss."""
 
     rows: int
@@ -47,9 +48,6 @@ class CrossEntropy:
     spread: float = 1.0  # of the logits
     trained: tuple[str, ...] = TRAINED
 
-    def __str__(self) -> str:
-        return name_of(self)
-
     @property
     def cost(self) -> int:
         return self.rows * self.width * self.vocab
@@ -57,9 +55,7 @@ class CrossEntropy:
     def operands(self) -> Operands:
         generator = seeded()
 
-        def normal(*shape: int, by: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * by).to(self.dtype)
-
+        normal = normals(generator, self.dtype)
         labels = torch.randint(self.vocab, (self.rows,), generator=generator)
         if self.rows > 1:
             labels[0], labels[-1] = 0, self.vocab - 1

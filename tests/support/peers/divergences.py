@@ -9,20 +9,21 @@ from torch import Tensor
 import logitless as ll
 
 from .outcomes import (
+    Case,
     Operands,
     Outcome,
     Within,
     assert_held,
     assert_same,
     ignored_rows_poisoned,
-    name_of,
+    normals,
     outcome,
     seeded,
 )
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Case):
     """A case; beta is the teacher's weight in the mixture: 0 is KL(teacher‖student), 1 is KL(student‖teacher)."""
 
     rows: int
@@ -39,9 +40,6 @@ class Divergence:
     soft: float = 1.0
     reduction: str = "mean"
 
-    def __str__(self) -> str:
-        return name_of(self)
-
     @property
     def cost(self) -> int:
         return self.rows * self.width * self.vocab
@@ -49,9 +47,7 @@ class Divergence:
     def operands(self) -> Operands:
         generator = seeded()
 
-        def normal(*shape: int, by: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * by).to(self.dtype)
-
+        normal = normals(generator, self.dtype)
         labels = torch.randint(self.vocab, (self.rows,), generator=generator)
         labels[torch.randperm(self.rows, generator=generator)[: int(self.ignored * self.rows)]] = self.ignore_index
         return {

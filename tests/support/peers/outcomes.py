@@ -50,6 +50,22 @@ def name_of(case: Any) -> str:
     return "-".join(f"{name}={value}" if isinstance(value, bool | str) else str(value) for name, value in shown.items())
 
 
+class Case:
+    """What the cases share, dataclasses of sizes and options: a name, and their tensors' random numbers."""
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
+def normals(generator: torch.Generator, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """normal(*shape, by=1.0): normal numbers with this deviation, rounded to the dtype."""
+
+    def normal(*shape: int, by: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * by).to(dtype)
+
+    return normal
+
+
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

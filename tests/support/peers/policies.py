@@ -9,13 +9,14 @@ from torch import Tensor
 import logitless as ll
 
 from .outcomes import (
+    Case,
     Operands,
     Outcome,
     Within,
     assert_held,
     assert_same,
     ignored_rows_poisoned,
-    name_of,
+    normals,
     outcome,
     seeded,
 )
@@ -25,7 +26,7 @@ CLIPPED = ("bnpo", "grpo", "dr_grpo", "dapo")
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Case):
     """A case: a batch of responses, the loss and its options."""
 
     loss: str
@@ -48,9 +49,6 @@ class Policy:
     corrected_kl: bool = False  # the penalty, times the importance ratio
     items: float | None = None  # what divides the sum, where it is not the number of tokens
 
-    def __str__(self) -> str:
-        return name_of(self)
-
     @property
     def cost(self) -> int:
         return self.rows * self.length * self.width * self.vocab
@@ -59,9 +57,7 @@ class Policy:
         generator = seeded()
         shape = (self.rows, self.length)
 
-        def normal(*shape: int, by: float = 1.0) -> Tensor:
-            return torch.randn(*shape, generator=generator) * by
-
+        normal = normals(generator, torch.float32)
         labels = torch.randint(self.vocab, shape, generator=generator)
         mask = torch.ones(shape)
         mask[:, self.length - self.length // 6 :] = 0.0

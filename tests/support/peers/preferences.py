@@ -11,13 +11,14 @@ from torch.nn.functional import logsigmoid
 import logitless as ll
 
 from .outcomes import (
+    Case,
     Operands,
     Outcome,
     Within,
     assert_held,
     assert_same,
     ignored_rows_poisoned,
-    name_of,
+    normals,
     outcome,
     seeded,
 )
@@ -97,7 +98,7 @@ AVERAGED = ("simpo", "orpo", "ipo")  # losses of a token's mean log-prob
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Case):
     """A case: pairs of responses, the loss and its options."""
 
     loss: str
@@ -115,9 +116,6 @@ class Preference:
     label_smoothing: float = 0.0
     gamma: float = 0.5  # SimPO's margin
 
-    def __str__(self) -> str:
-        return name_of(self)
-
     @property
     def cost(self) -> int:
         return 2 * self.pairs * self.length * self.width * self.vocab
@@ -126,8 +124,7 @@ class Preference:
         generator = seeded()
         rows = 2 * self.pairs
 
-        def normal(*shape: int, by: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * by).to(self.dtype)
+        normal = normals(generator, self.dtype)
 
         def head(bias: bool) -> tuple[Tensor, Tensor | None]:
             return normal(self.vocab, self.width, by=1 / self.width**0.5), normal(self.vocab) if bias else None

@@ -9,20 +9,21 @@ from torch import Tensor
 import logitless as ll
 
 from .outcomes import (
+    Case,
     Operands,
     Outcome,
     Within,
     assert_held,
     assert_same,
     ignored_rows_poisoned,
-    name_of,
+    normals,
     outcome,
     seeded,
 )
 
 
 @dataclass(frozen=True)
-class Statistics:
+class Statistics(Case):
     """A case: which statistics of which tokens."""
 
     want: tuple[str, ...]
@@ -40,9 +41,6 @@ class Statistics:
     spread: float = 2.0
     seed: int = 0
 
-    def __str__(self) -> str:
-        return name_of(self)
-
     @property
     def cost(self) -> int:
         return self.rows * self.width * self.vocab
@@ -50,9 +48,7 @@ class Statistics:
     def operands(self) -> Operands:
         generator = seeded(self.seed)
 
-        def normal(*shape: int, by: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * by).to(self.dtype)
-
+        normal = normals(generator, self.dtype)
         labels = torch.randint(self.vocab, (self.rows,), generator=generator)
         labels[torch.randperm(self.rows, generator=generator)[: int(self.ignored * self.rows)]] = -100
         own = torch.rand(self.rows, generator=generator) + 0.5 if self.each_its_own else torch.ones(self.rows)
