@@ -90,8 +90,8 @@ def test_the_reference_is_scored_over_the_same_sets(place):
     z = dense(trainer, batch)[0]
     trainer.model = own
     over = torch.full_like(z, -torch.inf)
-    for b, sets in enumerate(batch["sampling_masks"]):
-        for t, ids in enumerate(sets.token_ids.split(sets.counts.tolist())):
+    for b, found in enumerate(batch[replay.SETS]):
+        for t, ids in enumerate(found.sets.token_ids.split(found.sets.counts.tolist())):
             over[b, t, ids] = z[b, t, ids]
     valid = batch["completion_mask"].bool()
     expected = chosen(over.log_softmax(-1), batch)[valid]
@@ -154,7 +154,7 @@ def test_taken_back(trainer):
     install(trainer, replay=True)
     uninstall(trainer)
     assert {name: vars(trainer).get(name) for name in before} == before
-    assert replay.MASKS not in rollouts(trainer)
+    assert replay.SETS not in rollouts(trainer)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,23 @@ def test_what_cannot_be_replayed_is_refused(place, made, options, message):
         install(runs.grpo(place), corrected=True)
 
 
-def test_sets_that_are_too_large_say_so(place, monkeypatch):
-    monkeypatch.setattr(replay, "KEPT", 2)
-    trainer = runs.grpo(place, top_p=0.95)
+def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):
+    monkeypatch.setattr(replay, "KEPT", 83)
+    trainer = runs.grpo(place, top_p=TOP_P, beta=0.0, loss_type="dapo")
+    trainer.current_gradient_accumulation_steps = 1
     install(trainer, replay=True)
-    with pytest.raises(OptionError, match=r"replay: sampling_mask: expected sets of at most keep=2 .* by the trainer's"):
-        rollouts(trainer)
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    cut = torch.zeros(valid.shape, dtype=torch.bool)
+    cut[valid] = torch.cat([found.whole for found in batch[replay.SETS]])
+    assert 0.1 < cut[valid].double().mean() < 0.9
+    parameters = list(trainer.model.parameters())
+    found = torch.autograd.grad(trainer._compute_loss(trainer.model, batch), parameters)
+    assert trainer._metrics["train"]["sampling/k3"][-1] < 1e-6
+    whole, over = (chosen(rows, batch) for rows in dense(trainer, batch))
+    logp = torch.where(cut, whole, over)
+    policy = -(logp - logp.detach()).exp() * batch["advantages"][:, None]
+    count = batch["num_items_in_batch"].clamp(min=1) / trainer.args.steps_per_generation
+    exact = torch.autograd.grad(torch.where(valid, policy, 0).sum() / count, parameters)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-7)

@@ -19,7 +19,7 @@ from ..transformers.bad_batches import Watch
 from ..transformers.lm_head import capturing_hidden, through_head
 from .contract import Settings
 from .exact_kl import ExactKL
-from .replay import Replay
+from .replay import Replay, replayed_scores
 from .scores import IGNORED, Wanted, scores
 
 try:
@@ -119,11 +119,13 @@ class Fused:
         if reference is not None:
             wanted = replace(wanted, statistics=(*wanted.statistics, "kl"))
 
-        sets = None if self.replay is None else self.replay.sets_of(targets != IGNORED)
+        sampled = None if self.replay is None else self.replay.sampled_from(targets != IGNORED)
 
         def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            if sampled is not None:
+                return replayed_scores(wanted, head, hidden, targets, sampled)
             means = {} if self.pair_means is None else {"pair_means": self.pair_means(head, hidden)}
-            return scores(wanted, head, hidden, targets, reference, sets) | means
+            return scores(wanted, head, hidden, targets, reference) | means
 
         exact: AbstractContextManager[Any] = nullcontext()
         if self.settings.cast_lm_head_to_fp32:

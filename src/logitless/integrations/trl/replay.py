@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError, OptionError
-from ...sample import SamplingMask
+from ...sample import SampleRecord, SamplingMask
+from ...vocab.face import LMHead
 from ..transformers.generation import Recorder
 from ..transformers.lm_head import replaced
+from .scores import IGNORED, Wanted, scores
 
 KEPT = 512  # entries of a token's set that a record holds where the trainer has no top_k
-MASKS, SAMPLED, RATIO = "sampling_masks", "sampling_per_token_logps", "importance_sampling_ratio"
+SETS, SAMPLED, RATIO = "sampled_from", "sampling_per_token_logps", "importance_sampling_ratio"
+
+
+@dataclass(frozen=True)
+class SampledFrom:
+    """What some tokens were drawn from: their sets, or whole rows less the mass that was kept, where it was too many.
+
+    whole: (N,) bool, tokens of whole rows, whose sets are empty; log_kept: (N,), the log of that mass, 0 elsewhere.
+    """
+
+    sets: SamplingMask
+    whole: Tensor
+    log_kept: Tensor
+
+    @classmethod
+    def of(cls, record: SampleRecord) -> SampledFrom:
+        """Of a record's tokens, flattened."""
+        whole = (record.cut & (record.token >= 0)).flatten()
+        return cls(record.sampling_mask(cut="empty"), whole, torch.where(whole, record.log_kept_mass.flatten(), 0.0))
+
+    def __getitem__(self, index: slice) -> SampledFrom:
+        return SampledFrom(self.sets[index], self.whole[index], self.log_kept[index])
+
+    @classmethod
+    def at(cls, valid: Tensor, parts: Sequence[SampledFrom]) -> SampledFrom:
+        """The tokens of `parts`, end to end, in the valid places of a batch, (B, T) flattened."""
+        sets = SamplingMask.concatenated([part.sets for part in parts]).to(valid.device)
+        flat = valid.flatten()
+        counts = torch.zeros(flat.shape, dtype=torch.int64, device=flat.device)
+        whole, log_kept = torch.zeros_like(flat), torch.zeros(flat.shape, device=flat.device)
+        counts[flat] = sets.counts
+        whole[flat] = torch.cat([part.whole for part in parts]).to(flat.device)
+        log_kept[flat] = torch.cat([part.log_kept for part in parts]).to(flat.device).float()
+        return cls(SamplingMask.of_counts(sets.token_ids, counts), whole.view_as(valid), log_kept.view_as(valid))
 
 
 class Replay:
@@ -23,16 +59,18 @@ class Replay:
 
     TRL's own log-probs are of whole rows, which is not what tokens were drawn from: their ratio to the sampler's is the
     mass that was kept, and not 1, for equal policies. Here generation records each token's set and its log-prob in it;
-    policy, old policy and reference are scored over the same sets, at no product with the vocabulary. The record's
-    log-probs are `sampling_per_token_logps`, where TRL's off-policy mask looks for them, and metrics say how far the
-    trainer's are from them: `sampling/k1` and `sampling/k3`, nats a token.
+    policy, old policy and reference are scored over the same sets, at no product with the vocabulary. A token whose set
+    has more than KEPT entries, or the trainer's top_k, is scored over its whole row, less the log of the mass that was
+    kept when it was sampled: the ratio of equal policies is 1 as well. The record's log-probs are
+    `sampling_per_token_logps`, where TRL's off-policy mask looks for them, and metrics say how far the trainer's are
+    from them: `sampling/k1` and `sampling/k3`, nats a token.
     """
 
     def __init__(self, trainer: Any, corrected: bool) -> None:
         check_replayable(trainer, corrected)
         self.trainer, self.corrected = trainer, corrected
-        self.sampled: list[tuple[SamplingMask, Tensor]] = []  # of each completion: sets, and log-probs (T,)
-        self.masks: Sequence[SamplingMask] | None = None  # of the sequences that are being scored
+        self.sampled: list[tuple[SampledFrom, Tensor]] = []  # of each completion, and log-probs (T,)
+        self.sequences: Sequence[SampledFrom] | None = None  # those that are being scored
         self.next = 0  # of these, in the forward pass to come
         self.scored: list[Tensor] = []  # log-probs of the sequences so far, (B, T) each
         self.before = {name: getattr(trainer, name) for name in self.methods()}
@@ -58,16 +96,16 @@ class Replay:
         record = recorder.record
         if record is None:
             raise ConfigError("replay: expected generation by transformers' own loop, which was never called")
-        sets, steps = _sets(record), record.shape[1]
+        found, steps = SampledFrom.of(record), record.shape[1]
         for b, ids in enumerate(completions):
-            first = b * steps
-            self.sampled.append((sets[slice(first, first + len(ids))], record.behaviour_logprob[b, : len(ids)].float()))
+            own = slice(b * steps, b * steps + len(ids))
+            self.sampled.append((found[own], record.behaviour_logprob[b, : len(ids)].float()))
         return made
 
     def rollouts(self, inputs: Any) -> dict[str, Any]:
         """Completions with their rewards, and with the sets that they were sampled from."""
         self.sampled = []
-        self.masks = _Sets(self.sampled)
+        self.sequences = _SoFar(self.sampled)
         try:
             out = self.before["_generate_and_score_completions"](inputs)
             mask = out["completion_mask"]
@@ -75,8 +113,8 @@ class Replay:
             if self.corrected:
                 self._correct(out)
         finally:
-            self.masks = None
-        out[MASKS] = [sets for sets, _ in self.sampled]
+            self.sequences = None
+        out[SETS] = [found for found, _ in self.sampled]
         return out
 
     def log_probs(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,35 +124,33 @@ class Replay:
 
     def compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The trainer's loss over the sets of these completions."""
-        self.masks = inputs[MASKS]
+        self.sequences = inputs[SETS]
         try:
             # what multiplies the loss by the ratio asks whether vLLM sampled
             with replaced(self.trainer, "use_vllm", RATIO in inputs):
                 loss = self.before["_compute_loss"](model, inputs)
         finally:
-            self.masks = None
+            self.sequences = None
         self._log(inputs)
         return loss
 
-    def sets_of(self, valid: Tensor) -> SamplingMask | None:
-        """The sets of the sequences that a forward pass scores, (B, T) flattened, empty where a token is ignored."""
-        if self.masks is None:
+    def sampled_from(self, valid: Tensor) -> SampledFrom | None:
+        """What the sequences were sampled from that a forward pass scores, (B, T)."""
+        if self.sequences is None:
             return None
-        part = self.masks[self.next : self.next + valid.shape[0]]
+        part = self.sequences[self.next : self.next + valid.shape[0]]
         self.next += valid.shape[0]
-        sets = SamplingMask.concatenated(part).to(valid.device)
-        if len(sets) != int(valid.sum()):
+        known = sum(len(one.sets) for one in part)
+        if known != int(valid.sum()):
             raise ConfigError(
-                f"replay: expected {int(valid.sum())} scored tokens that were sampled, got {len(sets)} of which "
-                "is known what from; use no tools and no rollout of your own"
+                f"replay: expected {int(valid.sum())} scored tokens that were sampled, got {known} of which is known "
+                "what from; use no tools and no rollout of your own"
             )
-        counts = torch.zeros(valid.numel(), dtype=torch.int64, device=valid.device)
-        counts[valid.flatten()] = sets.counts
-        return SamplingMask.of_counts(sets.token_ids, counts)
+        return SampledFrom.at(valid, part)
 
     def put(self, log_probs: Tensor) -> None:
         """Remember what a forward pass gave, (B, T)."""
-        if self.masks is not None:
+        if self.sequences is not None:
             self.scored.append(log_probs.detach())
 
     def _correct(self, out: dict[str, Any]) -> None:
@@ -144,6 +180,18 @@ class Replay:
     def _metric(self, name: str, value: Tensor) -> None:
         mode = "train" if self.trainer.model.training else "eval"
         self.trainer._metrics[mode][name].append(self.trainer.accelerator.gather(value.float()).mean().item())
+
+
+def replayed_scores(
+    wanted: Wanted, head: LMHead, hidden: Tensor, targets: Tensor, sampled: SampledFrom
+) -> dict[str, Tensor]:
+    """As `scores`, over what each target was sampled from; price 0 but for the tokens of whole rows."""
+    found = scores(wanted, head, hidden, targets.masked_fill(sampled.whole, IGNORED), sampling_mask=sampled.sets)
+    if bool(sampled.whole.any()):
+        rows = scores(wanted, head, hidden, targets.masked_fill(~sampled.whole, IGNORED))
+        found = {name: x + rows[name] for name, x in found.items()}  # each is 0 where it is ignored
+        found["logprob"] = found["logprob"] - sampled.log_kept
+    return found
 
 
 def check_replayable(trainer: Any, corrected: bool) -> None:
@@ -187,24 +235,17 @@ def importance_ratio(
     return ratio.masked_fill(~inside, 0.0)
 
 
-class _Sets(Sequence[SamplingMask]):
-    """The sets of completions that are still being sampled when scoring is set up."""
+class _SoFar(Sequence[SampledFrom]):
+    """The completions that are sampled while their scoring is already set up."""
 
-    def __init__(self, sampled: list[tuple[SamplingMask, Tensor]]) -> None:
+    def __init__(self, sampled: list[tuple[SampledFrom, Tensor]]) -> None:
         self.sampled = sampled
 
     def __len__(self) -> int:
         return len(self.sampled)
 
     def __getitem__(self, index: Any) -> Any:
-        return [sets for sets, _ in self.sampled[index]]
-
-
-def _sets(record: Any) -> SamplingMask:
-    try:
-        return record.sampling_mask()
-    except OptionError as error:
-        raise OptionError(f"replay: {error}; or bound the sets by the trainer's top_k") from None
+        return [found for found, _ in self.sampled[index]]
 
 
 def _padded(rows: list[Tensor], mask: Tensor) -> Tensor:
