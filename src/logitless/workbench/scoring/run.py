@@ -1,22 +1,25 @@
-"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary."""
+"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary; `measured`: what all such do."""
 
 from __future__ import annotations
 
 import errno
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from ...errors import DeviceError, OptionError
+from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
 from ..common.say import quiet, say
@@ -24,14 +27,27 @@ from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .block import Scorer, blocks, score_block
-from .config import MOST_CONTEXT, ScoreConfig
+from .block import Measure, Scorer, blocks, score_block
+from .config import MOST_CONTEXT, ScoreConfig, TextOptions
 from .documents import Documents, hash_of
 from .parts import Parts
 from .progress import Progress
 from .summary import conclude
 
 NEVER = timedelta(days=100)  # ranks wait for the slowest one
+COLUMNS = {  # of the record's names: the pass's, and what holds them
+    "token_logit": ("label_logit", np.float32),
+    "logprob": ("logprob", np.float32),
+    "rank": ("rank", np.int32),
+    "logsumexp": ("logsumexp", np.float32),
+    "mean_logit": ("mean_logit", np.float32),
+    "entropy": ("entropy", np.float32),
+    "self_certainty": ("self_certainty", np.float32),
+    "topk_ids": ("top_k_ids", np.int32),
+    "topk_logits": ("top_k_logits", np.float32),
+}
+Wanted = Callable[[ModelSource, Any, torch.device], Measure]  # of --model, as it is loaded
+Conclude = Callable[[Scorer, Parts, int, dict[str, Any]], dict[str, Any]]
 
 
 def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
@@ -42,20 +58,45 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     passed over. Under torchrun each rank scores blocks of its own, and the first one merges them.
     Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
     """
+
+    def wanted(source: ModelSource, model: Any, _: torch.device) -> Measure:
+        if config.keep > source.vocab_size:
+            raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
+        return scores(model, config.keep, config.memory_budget_bytes)
+
+    return measured(config.check(), wanted, lambda *done: conclude(config, *done), console)
+
+
+def scores(model: Any, keep: int, memory_budget: int) -> Measure:
+    """What `logitless score` writes of each token."""
+
+    def read(inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        found = vars(token_scores(model, inputs, at, labels, keep=keep, memory_budget=memory_budget)[0])
+        return {name: found[theirs] for name, (theirs, _) in COLUMNS.items() if theirs in found}
+
+    columns = {name: (dtype, (keep,) * name.startswith("topk")) for name, (_, dtype) in COLUMNS.items()}
+    return Measure({name: kind for name, kind in columns.items() if 0 not in kind[1]}, read)
+
+
+def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: Console | None) -> dict[str, Any]:
+    """Each token of the text measured as `wanted` says: written as `run` says it, and whatever `conclude` makes of it.
+
+    conclude: gets the scorer, the parts, their number and what the run took, once all parts are there.
+    """
     console = console or Console(stderr=True)
     quiet()
-    if config.check().device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    for path in (config.documents, config.json):
-        if path is not None and str(path) != "-":
+    outputs = [path for path in config.outputs().values() if path is not None]
+    for path in (config.place, *outputs):
+        if str(path) != "-":
             path.parent.mkdir(parents=True, exist_ok=True)
     rank, ranks = _ranks()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "score with")
-    scorer = _scorer(config, source, load_tokenizer(source), rank)
+    scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
-    written = [path for path in (parts.place, parts.folder, config.documents, config.json) if path is not None]
-    documents = Documents(Path(config.data or ""), scorer.context, tuple(written))
+    documents = Documents(Path(config.data or ""), scorer.context, (*outputs, parts.folder))
     if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
         say(console, f"going on with the unfinished run in {parts.folder}")
     _together(0)
@@ -67,14 +108,14 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
         if rank:
             return {}
         seconds = time.perf_counter() - begin
-        measured = {
+        took = {
             "tokens_scored_now": tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1),
             "peak_memory_bytes": peak_bytes(scorer.device),
             "ranks": ranks,
         }
-        return conclude(config, scorer, source.vocab_size, parts, count, measured)
+        return conclude(scorer, parts, count, took)
 
 
 def _ranks() -> tuple[int, int]:
@@ -93,28 +134,27 @@ def _together(number: int) -> int:
     return int(total)
 
 
-def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, rank: int) -> Scorer:
+def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, wanted: Wanted, rank: int) -> Scorer:
     """The model and what it is to do, checked."""
     longest = reach(source.config) or MOST_CONTEXT
     context = config.context_length or min(longest, MOST_CONTEXT)
     stride = config.stride or max(1, context // 2)
     if stride > context:
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
-    if config.keep > source.vocab_size:
-        raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
-    model = load_model(source, dtype=config.dtype, length=context)
+    bos = _bos(config.bos, tokenizer)
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
     return Scorer(
-        model=model.eval().to(device),
+        model=model,
+        source=source,
         tokenizer=tokenizer,
         device=device,
-        keep=config.keep,
+        measure=wanted(source, model, device),
         context=context,
         stride=stride,
-        bos=_bos(config.bos, tokenizer),
+        bos=bos,
         batch_tokens=config.batch_tokens,
-        memory_budget=config.memory_budget_bytes,
     )
 
 
@@ -127,7 +167,7 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
     return saved.bos_token_id if wanted == "yes" or by_itself else None
 
 
-def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
+def _manifest(config: TextOptions, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files: dict[str, str] = {}
     for name, (size, found) in documents.contents().items():
