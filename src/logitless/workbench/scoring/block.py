@@ -28,36 +28,46 @@ class Measure:
 
     `columns` says of which type and of how many entries a row each is; logsumexp and logprob are among them. `read`
     takes a batch's inputs, the rows and positions (n,) that are scored there, and their labels (n,). `sums` adds up
-    what else a document has, of its scored rows.
+    what else a document has, of its scored rows. A document with a `finite` column that is not has no scores.
     """
 
     columns: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
     read: Reading
     sums: Callable[[Rows], dict[str, float]] = lambda rows: {}
+    finite: tuple[str, ...] = ("logsumexp",)
+    others: tuple[ModelSource, ...] = ()  # models that it reads beside the scorer's
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """A model with its tokenizer, what is measured with it, and how text goes through it."""
+class Subject:
+    """A model that text goes through, with its tokenizer; `context` tokens are fed at most."""
 
     model: Any
     source: ModelSource
     tokenizer: TextTokenizer
     device: torch.device
-    measure: Measure
     context: int
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model, how text goes through it, and what is measured there."""
+
+    subject: Subject
     stride: int
     bos: int | None  # the id that is put before each document
     batch_tokens: int
+    measure: Measure
 
     def tokens(self, pieces: list[Piece]) -> list[Tokens]:
         """The pieces' tokens, each behind the begin-of-text token or the end of the piece before."""
-        found = self.tokenizer.encode(["" if p.problem else p.text for p in pieces])
-        leads = self.tokenizer.encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
+        encode = self.subject.tokenizer.encode
+        found = encode(["" if p.problem else p.text for p in pieces])
+        leads = encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
         out = []
         for piece, ids, lead in zip(pieces, found, leads, strict=True):
             start = [] if piece.lead or self.bos is None or not ids else [self.bos]
-            before = [*start, *lead[-(self.context + 1 - self.stride) :]]
+            before = [*start, *lead[-(self.subject.context + 1 - self.stride) :]]
             out.append(Tokens(np.array([*before, *ids], dtype=np.int64), len(before)))
         return out
 
@@ -90,10 +100,10 @@ def score_block(scorer: Scorer, block: list[Piece], tick: Callable[[int, float],
     tokens = scorer.tokens(block)
     first_rows = [0, *accumulate(t.rows for t in tokens)]
     columns, scored = _columns(tokens, block, scorer.measure)
-    found = [w for i, t in enumerate(tokens) for w in windows(t, i, scorer.context, scorer.stride)]
+    found = [w for i, t in enumerate(tokens) for w in windows(t, i, scorer.subject.context, scorer.stride)]
     all_fed, fed = sum(w.fed for w in found), 0
     for some in batches(found, scorer.batch_tokens):
-        batch = Batch.of(some, tokens, first_rows, scorer.device)
+        batch = Batch.of(some, tokens, first_rows, scorer.subject.device)
         found_here = scorer.measure.read(batch.inputs, batch.at, batch.labels)
         columns["context"][batch.rows] = batch.context
         scored[batch.rows] = True
@@ -127,10 +137,10 @@ def _known(
 ) -> dict[str, Any]:
     """A piece's sums; one whose scores are no numbers keeps its rows, without scores."""
     why = piece.problem or ("" if rows.start < rows.stop else "no token in it")
-    if not np.isfinite(columns["logsumexp"][rows]).all():
+    if not all(np.isfinite(columns[name][rows]).all() for name in scorer.measure.finite):
         why, scored[rows] = "its scores are not finite", False
     unscored = columns["token"][rows][~scored[rows]].tolist()
-    size = len(piece.text.encode()) - len(scorer.tokenizer.saved.decode(unscored).encode())
+    size = len(piece.text.encode()) - len(scorer.subject.tokenizer.saved.decode(unscored).encode())
     with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
     nats = -float(with_scores["logprob"].sum(dtype=np.float64))
     sums = {"rows": rows.stop - rows.start, "scored": int(scored[rows].sum()), "nats": nats, "bytes": max(0, size)}

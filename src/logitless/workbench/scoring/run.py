@@ -27,7 +27,7 @@ from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .block import Measure, Scorer, blocks, score_block
+from .block import Measure, Scorer, Subject, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig, TextOptions
 from .documents import Documents, hash_of
 from .parts import Parts
@@ -46,7 +46,7 @@ COLUMNS = {  # of the record's names: the pass's, and what holds them
     "topk_ids": ("top_k_ids", np.int32),
     "topk_logits": ("top_k_logits", np.float32),
 }
-Wanted = Callable[[ModelSource, Any, torch.device], Measure]  # of --model, as it is loaded
+Wanted = Callable[[Subject], Measure]
 Conclude = Callable[[Scorer, Parts, int, dict[str, Any]], dict[str, Any]]
 
 
@@ -59,10 +59,11 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
     """
 
-    def wanted(source: ModelSource, model: Any, _: torch.device) -> Measure:
-        if config.keep > source.vocab_size:
-            raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
-        return scores(model, config.keep, config.memory_budget_bytes)
+    def wanted(subject: Subject) -> Measure:
+        most = subject.source.vocab_size
+        if config.keep > most:
+            raise OptionError(f"--keep must be at most the vocabulary, here {most}, got {config.keep}")
+        return scores(subject.model, config.keep, config.memory_budget_bytes)
 
     return measured(config.check(), wanted, lambda *done: conclude(config, *done), console)
 
@@ -96,11 +97,11 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     source = resolve_trained(config.model, "score with")
     scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
-    documents = Documents(Path(config.data or ""), scorer.context, (*outputs, parts.folder))
-    if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
+    documents = Documents(Path(config.data or ""), scorer.subject.context, (*outputs, parts.folder))
+    if rank == 0 and parts.open(_manifest(config, scorer, documents)):
         say(console, f"going on with the unfinished run in {parts.folder}")
     _together(0)
-    reset_peak(scorer.device)
+    reset_peak(scorer.subject.device)
     begin = time.perf_counter()
     with _explained(config.place), Progress(console if rank == 0 else None) as progress:
         count = _score(scorer, documents, parts, (rank, ranks), progress)
@@ -112,7 +113,7 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
             "tokens_scored_now": tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1),
-            "peak_memory_bytes": peak_bytes(scorer.device),
+            "peak_memory_bytes": peak_bytes(scorer.subject.device),
             "ranks": ranks,
         }
         return conclude(scorer, parts, count, took)
@@ -145,17 +146,8 @@ def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, 
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
-    return Scorer(
-        model=model,
-        source=source,
-        tokenizer=tokenizer,
-        device=device,
-        measure=wanted(source, model, device),
-        context=context,
-        stride=stride,
-        bos=bos,
-        batch_tokens=config.batch_tokens,
-    )
+    subject = Subject(model, source, tokenizer, device, context)
+    return Scorer(subject, stride, bos, config.batch_tokens, wanted(subject))
 
 
 def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
@@ -167,15 +159,20 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
     return saved.bos_token_id if wanted == "yes" or by_itself else None
 
 
-def _manifest(config: TextOptions, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
+def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files: dict[str, str] = {}
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
-    for path in sorted(Path(source.weights or "").glob("*.safetensors")):
-        files[f"the weights {path.name}"] = f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
-    decided = {"context_length": scorer.context, "stride": scorer.stride}
-    known = {"the tokenizer": _known_of(scorer.tokenizer), "the model's config": _known_of(source.config)}
+    known = {"the tokenizer": _known_of(scorer.subject.tokenizer)}
+    for model in (scorer.subject.source, *scorer.measure.others):
+        whose = "the model" if model is scorer.subject.source else model.name
+        known[f"{whose}'s config"] = _known_of(model.config)
+        for path in sorted(Path(model.weights or "").glob("*.safetensors")):
+            files[f"the weights {path.name} of {model.name}"] = (
+                f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
+            )
+    decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
     return {"schema": 3, **config.deciding(), **decided, **known, **files}
 
 

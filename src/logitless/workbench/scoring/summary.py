@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from rich.table import Table
 from ...errors import DataError
 from ...units import format_bytes, plural
 from ...versions import versions
-from ..common.files import write_whole
+from ..common.files import remove_leftovers, strict_json, write_whole
 from .block import Scorer
 from .config import ScoreConfig, TextOptions
 from .parts import NO_SUMS, Parts
@@ -42,7 +41,7 @@ class Sums:
         self.total.update({name: x for name, x in known.items() if name not in NO_SUMS})
         if self.lines is not None:
             values = {k: known[k] for k in NO_SUMS if k in known}
-            self.lines.write(json.dumps(values | self.numbers(known)) + "\n")
+            self.lines.write(strict_json(values | self.numbers(known)) + "\n")
 
 
 def conclude(config: ScoreConfig, scorer: Scorer, parts: Parts, count: int, measured: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +63,8 @@ def merged(
 
     The parts stay where they are, unless there is no document or no score in them: that is a DataError.
     """
-    options = config.deciding() | {"context_length": scorer.context, "stride": scorer.stride, "bos": scorer.bos}
-    metadata = {"schema": SCHEMA, "vocab_size": scorer.source.vocab_size, **options}
+    options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": scorer.bos}
+    metadata = {"schema": SCHEMA, "vocab_size": scorer.subject.source.vocab_size, **options}
     sums = Sums(numbers)
     if count == 0:
         parts.remove()
@@ -73,6 +72,7 @@ def merged(
     if documents is None:
         parts.merge(count, metadata, sums)
     else:
+        remove_leftovers(documents)
         write_whole(documents, lambda path: _merge_with_lines(path, parts, count, metadata, sums))
     if not sums.total["scored"]:
         parts.remove()
@@ -82,7 +82,7 @@ def merged(
     return {
         **options,
         "out": str(config.place),
-        "vocab_size": scorer.source.vocab_size,
+        "vocab_size": scorer.subject.source.vocab_size,
         "documents": sums.documents,
         "skipped": sums.skipped,
         "skipped_documents": sums.listed,
@@ -93,8 +93,8 @@ def merged(
 def circumstances(config: TextOptions, scorer: Scorer) -> dict[str, Any]:
     """What a summary says of where and with what it was made."""
     return {
-        "device": str(scorer.device),
-        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        "device": str(scorer.subject.device),
+        "dtype": str(scorer.subject.model.dtype).removeprefix("torch."),
         "out_bytes": config.place.stat().st_size,
         "versions": versions("torch", "transformers"),
     }
