@@ -1,6 +1,7 @@
 """`logitless eval` from its command line: the table, JSON, the folder, one line for bad input."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,27 @@ def micro_evaluated(tmp_path_factory) -> Path:
 def test_every_option_of_the_dataclass_is_one_of_the_command_line():
     given = (
         "--model m --data d --context-length 64 --stride 8 --bos yes --batch-tokens 9 --memory-budget 1GiB "
-        "--dtype bfloat16 --device cpu --json j --against n --out o --top-k 2 3 --bins 4"
+        "--dtype bfloat16 --device cpu --json j --tasks a b --num-fewshot 1 --limit 6 --against n --out o --top-k 2 3 "
+        "--bins 4"
     )
     expected = EvalConfig(
-        "m", "d", 64, 8, "yes", 9, "1GiB", "bfloat16", "cpu", Path("j"), "n", Path("o"), top_k=(2, 3), bins=4
+        model="m",
+        data="d",
+        context_length=64,
+        stride=8,
+        bos="yes",
+        batch_tokens=9,
+        memory_budget="1GiB",
+        dtype="bfloat16",
+        device="cpu",
+        json=Path("j"),
+        tasks=("a", "b"),
+        num_fewshot=1,
+        limit=6,
+        against="n",
+        out=Path("o"),
+        top_k=(2, 3),
+        bins=4,
     )
     assert parse(EvalConfig, prog="x", description=command.DESCRIPTION, arguments=given.split()) == expected
 
@@ -57,6 +75,11 @@ def test_a_table_for_people_and_json_for_machines(micro_evaluated, tmp_path, cap
         (["--data", ".", "--context-length", "65"], "positions up to 64"),
         (["--data", ".", "--bos", "maybe"], "--bos"),
         (["--data", ".", "--model", "nope"], "--model nope: expected a directory with weights to evaluate"),
+        (["--data", ".", "--tasks", "a"], "--data and --tasks: expected one of them"),
+        (["--tasks", "a", "--against", "b"], "--against compares two models on --data"),
+        (["--tasks", "a", "--limit", "0"], "--limit must be at least 1"),
+        (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot must be 0 or more"),
+        (["--tasks", "a"], "--tasks needs lm-eval, which is not installed: pip install lm-eval"),
         (["--data", ".", "--against", ""], "--against must be a name or a path"),
         (["--data", ".", "--against", "none/where"], "--against none/where: "),
         (["--data", ".", "--against", "nope"], "--against nope: expected a directory with weights to compare with"),
@@ -64,6 +87,8 @@ def test_a_table_for_people_and_json_for_machines(micro_evaluated, tmp_path, cap
 )
 def test_bad_input_is_one_line(micro_evaluated, tmp_path, given, message, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
     assert main(["eval", "--model", str(micro_evaluated), "--device", "cpu", *given]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

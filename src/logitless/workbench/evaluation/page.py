@@ -9,9 +9,11 @@ from typing import Any
 from ...pages import document, fill
 from ...units import plural
 from ...versions import version_of
+from ..common.files import remove_leftovers, strict_json, write_text
 from ..scoring.summary import measured_rows
 from .charts import Axis, Chart
-from .report import table_rows
+from .config import SUMMARY, EvalConfig
+from .report import metric_value, table_rows
 
 ASSETS = Path(__file__).with_name("assets")
 ROOM = 1.08  # of an axis above the highest number
@@ -31,6 +33,37 @@ def page(summary: dict[str, Any]) -> str:
         "footer": f"Made by logitless {version_of('logitless')}. Point at a mark for its numbers.",
     }
     return document(title, (ASSETS / "eval.css").read_text(encoding="utf-8"), fill(ASSETS / "eval.html", parts))
+
+
+def page_of_tasks(summary: dict[str, Any]) -> str:
+    """The HTML of a summary of tasks."""
+    title = f"{summary['options']['model']}, evaluated on {', '.join(summary['options']['tasks'])}"
+    parts = {
+        "title": html.escape(title),
+        "rows": "".join(_task(*entry) for entry in summary["tasks"].items()),
+        "numbers": "".join(_row(*row) for row in measured_rows(summary)),
+        "footer": f"Made by logitless {version_of('logitless')} with lm-eval {summary['versions']['lm-eval']}.",
+    }
+    return document(title, (ASSETS / "eval.css").read_text(encoding="utf-8"), fill(ASSETS / "tasks.html", parts))
+
+
+def _task(task: str, found: dict[str, Any]) -> str:
+    """The rows of a task, one a metric; a share of its documents has a bar."""
+    rows = ""
+    for name, x in found["metrics"].items():
+        width = x["value"] if name.startswith(("acc", "exact")) else 0
+        error = "" if x["standard_error"] is None else f"± {x['standard_error']:.4f}"
+        cells = (f"{found['documents']:,}", html.escape(name), metric_value(x["value"]), error)
+        bar = f'<td><span class="share" style="width: {width:.1%}"></span></td>'
+        rows += f"<tr><th>{html.escape(task)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}{bar}</tr>"
+    return rows
+
+
+def write_pages(config: EvalConfig, summary: dict[str, Any], text: str) -> None:
+    """page.html and then summary.json, each whole or not at all."""
+    for name, content in (("page.html", text), (SUMMARY, strict_json(summary, indent=2) + "\n")):
+        remove_leftovers(config.folder / name)
+        write_text(config.folder / name, content)
 
 
 def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from rich.console import Console
+from rich.table import Table
 
 from ..scoring.summary import measured_rows, perplexity, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
@@ -112,5 +113,25 @@ def _number(x: float | None) -> str:
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """The summary as a table."""
-    rows = [*table_rows(summary), *measured_rows(summary), ("written", f"{summary['out']}: open page.html")]
-    show_rows(console, rows, summary["skipped_documents"])
+    written = ("written", f"{summary['out']}: open page.html")
+    if "tasks" in summary:
+        console.print(_table_of_tasks(summary["tasks"]), highlight=False)
+        return show_rows(console, [*measured_rows(summary), written], [])
+    show_rows(console, [*table_rows(summary), *measured_rows(summary), written], summary["skipped_documents"])
+
+
+def metric_value(value: float) -> str:
+    """A metric's value, a perplexity of any size too."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _table_of_tasks(tasks: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("task", overflow="fold")
+    for name in ("documents", "metric", "value", "standard error"):
+        table.add_column(name, justify="left" if name == "metric" else "right")
+    for task, found in tasks.items():
+        for metric, x in found["metrics"].items():
+            error = "" if x["standard_error"] is None else f"{x['standard_error']:.4f}"
+            table.add_row(task, f"{found['documents']:,}", metric, metric_value(x["value"]), error)
+    return table

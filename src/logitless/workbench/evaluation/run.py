@@ -6,15 +6,15 @@ from typing import Any
 
 from rich.console import Console
 
-from ..common.files import remove_leftovers, strict_json, write_text
 from ..scoring.block import Scorer
 from ..scoring.parts import Parts
 from ..scoring.run import measured
 from ..scoring.summary import circumstances, merged
 from .config import EvalConfig
 from .measure import measure, numbers_of
-from .page import page
+from .page import page, write_pages
 from .report import by_document, curves
+from .tasks import run_tasks
 
 SCHEMA = 1
 
@@ -26,8 +26,10 @@ def run(config: EvalConfig, console: Console | None = None) -> dict[str, Any]:
     goes on after a kill, shares the work among ranks and passes over bad documents as `logitless score` does.
     Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
     """
+    if config.check().tasks:
+        return run_tasks(config, console)
     return measured(
-        config.check(),
+        config,
         lambda subject: measure(config, subject),
         lambda *done: conclude(config, *done),
         console,
@@ -49,8 +51,6 @@ def conclude(config: EvalConfig, scorer: Scorer, parts: Parts, count: int, took:
         **took,
         **circumstances(config, scorer),
     }
-    for path, text in (("page.html", page(summary)), ("summary.json", strict_json(summary, indent=2) + "\n")):
-        remove_leftovers(config.folder / path)
-        write_text(config.folder / path, text)
+    write_pages(config, summary, page(summary))
     parts.remove()
     return summary

@@ -86,13 +86,12 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     """
     console = console or Console(stderr=True)
     quiet()
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    device_of(config, 0)
     outputs = [path for path in config.outputs().values() if path is not None]
     for path in (config.place, *outputs):
         if str(path) != "-":
             path.parent.mkdir(parents=True, exist_ok=True)
-    rank, ranks = _ranks()
+    rank, ranks = joined()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "score with")
     scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
@@ -103,7 +102,7 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     _together(0)
     reset_peak(scorer.subject.device)
     begin = time.perf_counter()
-    with _explained(config.place), Progress(console if rank == 0 else None) as progress:
+    with explained(config.place), Progress(console if rank == 0 else None) as progress:
         count = _score(scorer, documents, parts, (rank, ranks), progress)
         tokens = _together(progress.tokens)
         if rank:
@@ -119,7 +118,7 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
         return conclude(scorer, parts, count, took)
 
 
-def _ranks() -> tuple[int, int]:
+def joined() -> tuple[int, int]:
     """(rank, ranks) of a torchrun launch, joined; (0, 1) without one."""
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=NEVER)
@@ -143,11 +142,18 @@ def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, 
     if stride > context:
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
     bos = _bos(config.bos, tokenizer)
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = device_of(config, rank)
     model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
     subject = Subject(model, source, tokenizer, device, context)
     return Scorer(subject, stride, bos, config.batch_tokens, wanted(subject))
+
+
+def device_of(config: TextOptions, rank: int) -> torch.device:
+    """Where a rank computes. Raises DeviceError for a GPU that is not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
 
 
 def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
@@ -164,16 +170,20 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
     files: dict[str, str] = {}
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
-    known = {"the tokenizer": _known_of(scorer.subject.tokenizer)}
-    for model in (scorer.subject.source, *scorer.measure.others):
-        whose = "the model" if model is scorer.subject.source else model.name
-        known[f"{whose}'s config"] = _known_of(model.config)
-        for path in sorted(Path(model.weights or "").glob("*.safetensors")):
-            files[f"the weights {path.name} of {model.name}"] = (
-                f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
-            )
     decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
-    return {"schema": 3, **config.deciding(), **decided, **known, **files}
+    models = known_of(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
+    return {"schema": 3, **config.deciding(), **decided, **models, **files}
+
+
+def known_of(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
+    """What tells a model, with its tokenizer, and the models beside it from all others."""
+    known = {"the tokenizer": _known_of(tokenizer)}
+    for model in (source, *others):
+        known[f"{'the model' if model is source else model.name}'s config"] = _known_of(model.config)
+        for path in sorted(Path(model.weights or "").glob("*.safetensors")):
+            size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
+            known[f"the weights {path.name} of {model.name}"] = f"of {size} bytes, {time_ns} ns"
+    return known
 
 
 def _known_of(thing: Any) -> str:
@@ -208,7 +218,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
 
 
 @contextmanager
-def _explained(place: Path) -> Iterator[None]:
+def explained(place: Path) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on."""
     try:
         yield

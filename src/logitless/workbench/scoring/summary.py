@@ -137,8 +137,9 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def measured_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How fast it was, and in how much memory."""
+    what = "tokens" if "tokens_per_second" in summary else "requests"
     return [
-        ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['seconds']:.0f} s"),
+        ("speed", f"{summary[f'{what}_per_second']:,.0f} {what}/s, {summary['seconds']:.0f} s"),
         ("peak memory", format_bytes(summary["peak_memory_bytes"])),
     ]
 
