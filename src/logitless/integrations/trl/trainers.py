@@ -13,6 +13,7 @@ import torch
 from ...errors import ConfigError, OptionError
 from ...models.positions import reach
 from ...vocab.face import LMHead, explain
+from ..transformers.evaluation import Evaluation
 from ..transformers.lm_head import causal_lm, output_head, replaced
 from .contract import FUSED_TRAINERS, Settings, kind_of, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss
@@ -33,6 +34,7 @@ def install(
     top_k: int = 0,
     exact_kl: bool = False,
     memory_budget: int | None = None,
+    metrics: bool = False,
 ) -> None:
     """Puts a TRL trainer on the pass, in place; `uninstall` takes it back.
 
@@ -47,7 +49,8 @@ def install(
     gradients; all other calls are unchanged. Distillation and the experimental GKD get their divergence in one pass,
     CPO and ORPO a forward without logits.
     statistics: of `STATISTICS`, and top_k: entries, to be added to the policy's output. exact_kl: GRPO's penalty is
-    the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. memory_budget: bytes of slices.
+    the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. memory_budget: bytes of slices. metrics, of
+    SFT: `evaluate` and `predict` give perplexity, accuracy, top-5 accuracy and entropy, and no logits.
     Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
     be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
     context does not hold) and OptionError; then the trainer is as it was.
@@ -60,6 +63,8 @@ def install(
         before.undo()
     try:
         installed = _planned(trainer, kind, statistics, top_k, exact_kl, memory_budget)
+        if metrics:
+            installed.changes += _metrics(trainer, kind, memory_budget)
     except Exception:
         if before is not None:
             before.apply()
@@ -171,6 +176,28 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool)
         fused.exact = _exact_kl(trainer, kind)
         changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
     return Installed(changes)
+
+
+def _metrics(trainer: Any, kind: str, memory_budget: int | None) -> list[Change]:
+    """What gives an evaluation its metrics."""
+    if kind != "SFTTrainer":
+        raise OptionError(f"metrics: expected an SFTTrainer, got a {kind}, which has metrics of its own; leave it out")
+    evaluation, own = Evaluation(memory_budget), trainer.prediction_step
+
+    def step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
+        def loss_of(given: Any) -> Any:
+            return own(model, given, True, ignore_keys)
+
+        return evaluation.step(trainer, loss_of, inputs, prediction_loss_only)
+
+    own_loop = trainer.evaluation_loop
+
+    def loop(*given: Any, **more: Any) -> Any:
+        found = evaluation.loop(own_loop, *given, **more)
+        trainer._metrics["eval"].pop("entropy", None)  # of its batches' means, which would take our entropy's name
+        return found
+
+    return [Change(trainer, "prediction_step", step), Change(trainer, "evaluation_loop", loop)]
 
 
 def _fused_forward(
