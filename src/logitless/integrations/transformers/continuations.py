@@ -54,7 +54,8 @@ def continuation_scores(
 
     Dense equivalent, of one request:
 
-        logp = model(ids[None, :-1]).logits[0, -len(continuation) :].log_softmax(-1)  # ids: both, cut on the left
+        ids = torch.cat([context, continuation])[-(longest + 1) :]
+        logp = model(ids[None, :-1]).logits[0, -len(continuation) :].log_softmax(-1)
         logp.gather(-1, continuation[:, None]).sum(), (logp.argmax(-1) == continuation).all()
 
     longest: tokens that the model sees at most. batch_size: rows of a pass; or a function of the next tree's number

@@ -79,9 +79,8 @@ def install(
     logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit the
     threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing:
     in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and never logits.
-    Installing again changes these options.
-    Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
-    ForCausalLMLoss) and OptionError; then the model is as it was.
+    Installing again changes these options. Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss
+    that is not transformers' ForCausalLMLoss) and OptionError; then the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
@@ -93,8 +92,7 @@ def install(
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
     if trainer is not None:
-        label_smoothing = _take_over(trainer, loss, label_smoothing)
-        _measure(trainer, Evaluation(memory_budget) if metrics else None)
+        label_smoothing = _take_over(trainer, loss, label_smoothing, Evaluation(memory_budget) if metrics else None)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
         state.threshold = threshold
@@ -169,12 +167,13 @@ class Kept:
     loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
 
 
-def _take_over(trainer: Any, loss: str, smoothing: float) -> float:
+def _take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation | None) -> float:
     """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
     kept: Kept | None = trainer.__dict__.get(STATE)
     if kept is None:
         kept = trainer.__dict__[STATE] = Kept(trainer.__dict__.get("prediction_step"))
         trainer.prediction_step = MethodType(_prediction_step, trainer)
+    _measure(trainer, evaluation)
     if loss == "dense":
         trainer.label_smoother, kept.smoother = kept.smoother or trainer.label_smoother, None
     elif trainer.label_smoother is not None:

@@ -15,12 +15,13 @@ TICKS = 5
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of numbers and what they are; `names` are shown in the place of numbers, one at each whole one."""
+    """A range of numbers, `whole` ones or any, and what they are; `names` stand in the places of 0, 1, 2, ..."""
 
     label: str
     low: float
     high: float
     names: Sequence[str] = ()
+    whole: bool = False
 
     def share(self, x: float) -> float:
         return (x - self.low) / ((self.high - self.low) or 1.0)
@@ -29,7 +30,7 @@ class Axis:
         if self.names:
             step = -(-len(self.names) // 8)
             return [(float(i), name) for i, name in enumerate(self.names) if i % step == 0]
-        values = MaxNLocator(TICKS).tick_values(self.low, self.high)
+        values = MaxNLocator(TICKS, integer=self.whole).tick_values(self.low, self.high)
         return [(x, f"{x:.10g}") for x in values.tolist() if self.low <= x <= self.high]
 
 

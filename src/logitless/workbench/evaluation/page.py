@@ -125,7 +125,7 @@ def _correctness(name: str, values: dict[str, Any]) -> tuple[str, str, str]:
 
 def _documents(found: dict[str, Any]) -> tuple[str, str, str]:
     edges, counts = found["edges"], found["documents"]
-    chart = Chart(Axis("nats per token", edges[0], edges[-1]), Axis("documents", 0, ROOM * max(counts)))
+    chart = Chart(Axis("nats per token", edges[0], edges[-1]), Axis("documents", 0, ROOM * max(counts), whole=True))
     spans = zip(edges, edges[1:], counts, strict=False)
     marks = [chart.bar(a, b, n, f"{a:.3f} to {b:.3f}: {plural(n, 'document')}") for a, b, n in spans if n]
     return "Documents", chart.svg(marks, "documents by nats per token"), "Perplexity is the exponential of it."
