@@ -20,7 +20,7 @@ LAYERS = (
     {"units"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
-    {"relax", "sample", "models"},
+    {"relax", "sample", "retrieval", "models"},
     {"integrations"},
     {"workbench"},
     {"memory"},

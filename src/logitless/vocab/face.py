@@ -23,6 +23,7 @@ from .head.shard import VocabShard, group_named, localised
 from .head.sparse import SparseBackward
 from .noise import Noise, at_a_time, gumbel
 from .passes.engine import Pass
+from .passes.max_pool import Documents, max_pool, max_pool_kept
 from .ranks.agreement import gather_rows, on_all
 from .ranks.collectives import best_of_all, count_tokens, first_on_all, reason_of, spread, summed
 from .reference import dense_cross_entropy
@@ -33,6 +34,7 @@ __all__ = [
     "Accumulated",
     "Call",
     "Chunk",
+    "Documents",
     "LMHead",
     "LowRank",
     "Noise",
@@ -67,6 +69,8 @@ __all__ = [
     "localised",
     "lora_b_of",
     "lora_hidden_of",
+    "max_pool",
+    "max_pool_kept",
     "on_all",
     "place",
     "reason_of",
