@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ...errors import ConfigError
-from ..seam import moved
+from .. import seam
 
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
@@ -90,13 +90,18 @@ def own_loss(trainer: Any, kind: str) -> bool:
 def require(kind: str, *, exact_kl: bool = False) -> None:
     """Raises ConfigError that names what has moved in the TRL that is installed."""
     names = (LOSS[kind], *ALSO.get(kind, ()), *((USE_ADAPTER,) if exact_kl else ()))
-    changed = [line for name in names if (line := moved(name, PARAMETERS[name]))]
+    changed = [line for name in names if (line := moved(name))]
     if kind in FUSED_TRAINERS:
         changed += filter(None, [moved_fields()])
     if exact_kl:
         changed += filter(None, [moved_k3()])
     if changed:
         raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install trl>=1.16,<1.17 or a newer logitless")
+
+
+def moved(name: str) -> str:
+    """What is no longer as expected about one function of TRL, '' where nothing is."""
+    return seam.moved(name, PARAMETERS.get(name, ()))
 
 
 def moved_fields() -> str:
