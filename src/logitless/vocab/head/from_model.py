@@ -33,6 +33,8 @@ REFUSED = {
     "chameleon": "masks the logits of image tokens",
     "gemma4_assistant": "has logits for some of its vocabulary only",
     "gemma4_unified_assistant": "has logits for some of its vocabulary only",
+    "mobilebert": "joins two matrices into its head",
+    **dict.fromkeys(("esm", "luke", "lxmert", "bridgetower", "perceiver"), "adds a bias that is not its head's"),
 }
 # Whose forward hooks on a head gather its weight, make, move or watch it, and leave the logits as they are.
 HARMLESS_HOOKS = (
