@@ -347,7 +347,7 @@ def _loss(
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
         if seen.probe is not None:
-            _check_transforms(model, head, seen.probe, logits)
+            check_transforms(model, head, seen.probe, logits)
             state.verified = True
         return linear_cross_entropy(
             hidden,
@@ -364,7 +364,7 @@ def _loss(
     return loss
 
 
-def _check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
+def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
     """ConfigError where the model does to its logits what its LMHead does not."""
     z = head.scale * probe[..., : head.rows]
     z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
