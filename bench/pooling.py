@@ -1,6 +1,6 @@
 """SPLADE's maximum over tokens against the dense form: processor time, peak bytes, documents that a memory holds.
 
-python -m bench.pooling [--vocabularies 30522 250002 --documents 8 --length 128 --active 0.005 0.5 --rounds 2]
+python -m bench.pooling [--vocabularies 30522 250002 --documents 8 4 --length 128 --active 0.005 0.5]
 
 A training step of the head alone, in fp32: embeddings log(1 + relu(max z)), the in-batch loss with a FLOPS regulariser,
 the gradients of hidden states, weight and bias. `dense` is what sentence-transformers' SpladePooling does with whole
@@ -14,6 +14,7 @@ alive at once; documents in 24 GiB follow from these at two batches, the head's 
 import argparse
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -98,9 +99,9 @@ def peak(method: str, operands: tuple[Tensor, ...]) -> int:
         return tracker.peak
 
 
-def measure(o: argparse.Namespace, vocabulary: int, active: float) -> list[dict]:
-    operands = problem(o.documents, o.length, o.hidden, vocabulary, active)
-    fewer = problem(o.documents // 2, o.length, o.hidden, vocabulary, active)
+def measure(o: argparse.Namespace, vocabulary: int, documents: int, active: float) -> list[dict]:
+    operands = problem(documents, o.length, o.hidden, vocabulary, active)
+    fewer = problem(documents // 2, o.length, o.hidden, vocabulary, active)
     check(fewer)
     with torch.no_grad():
         share = float((logitless(*operands) > 0).float().mean())
@@ -115,10 +116,10 @@ def measure(o: argparse.Namespace, vocabulary: int, active: float) -> list[dict]
     rows = []
     for name in METHODS:
         most, less = peak(name, operands), peak(name, fewer)
-        each = (most - less) / (o.documents - o.documents // 2)
-        fits = int((MEMORY - (most - each * o.documents)) / each)
+        each = (most - less) / (documents - documents // 2)
+        fits = int((MEMORY - (most - each * documents)) / each)
         rows.append({
-            "vocabulary": vocabulary, "hidden": o.hidden, "documents": o.documents, "length": o.length,
+            "vocabulary": vocabulary, "hidden": o.hidden, "documents": documents, "length": o.length,
             "active": round(share, 5), "method": name, "cpu_seconds": round(seconds[name], 3),
             "to_bare": round(seconds[name] / seconds["bare"], 2),
             "to_dense": round(seconds[name] / seconds["dense"], 3),
@@ -131,7 +132,7 @@ def measure(o: argparse.Namespace, vocabulary: int, active: float) -> list[dict]
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=(30_522, 250_002))
-    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--documents", type=int, nargs="+", default=(8, 4), help="of each vocabulary, or of all")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--active", type=float, nargs="+", default=(0.005, 0.5))
@@ -141,9 +142,9 @@ def main(arguments=None):
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     records = [environment() | {"threads": o.threads}]
-    for vocabulary in o.vocabularies:
+    for vocabulary, documents in zip(o.vocabularies, cycle(o.documents)):
         for active in o.active:
-            for row in measure(o, vocabulary, active):
+            for row in measure(o, vocabulary, documents, active):
                 records.append(row)
                 print(*(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in row.items()), flush=True)
     if o.out:
