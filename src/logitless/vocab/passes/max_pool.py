@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,7 @@ class Keep:
 
     above: float | None
     top_k: int | None
-    parts: list[Kept]
+    parts: list[Kept] = field(default_factory=list)
 
     def take(self, found: Pooled) -> None:
         values = found.values
@@ -269,4 +269,4 @@ def max_pool(call: Call, documents: Documents) -> tuple[Tensor, Tensor]:
 
 def max_pool_kept(call: Call, documents: Documents, above: float | None, top_k: int | None) -> Kept:
     """Those of the maxima that are kept; never (B, V)."""
-    return Kept(*_MaxPool.apply(call, documents, Keep(above, top_k, []), *call.inputs))  # pyright: ignore
+    return Kept(*_MaxPool.apply(call, documents, Keep(above, top_k), *call.inputs))  # pyright: ignore
