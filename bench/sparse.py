@@ -1,11 +1,11 @@
 """A certified sparse backward against the dense one: time, the share of products skipped, what was left out.
 
-python -m bench.sparse [--model DIR] [--tokens 1024 --widths 256 512 2048 --bounds 1e-2 1e-3 1e-4 1e-5 --rounds 2]
+python -m bench.sparse [--model smollm2 --kind prose] [--tokens 1024 --widths 256 512 2048 --bounds 1e-2 1e-3]
 
 fp32, loss and gradients of hidden states and head. `any upstream` is per-token cross-entropy, whose slices backward
 recomputes; `known loss` the mean, formed in the forward pass. Ratios are of processor time, dense and sparse in turn,
-so that a busy machine changes them little. --model: a directory that `logitless train` wrote, on the text it trains on;
-without it a head of 16,384 entries with Zipf's frequencies and tokens from uncertain to sure.
+so that a busy machine changes them little. --model: a pretrained one, on text that it has not seen or on its own
+answers; without it a head of 16,384 entries with Zipf's frequencies and tokens from uncertain to sure.
 """
 
 import argparse
@@ -28,27 +28,31 @@ def synthetic(n: int, v: int = 16_384, h: int = 512):
     return strength * weight[labels] + 0.5 * torch.randn(n, h), weight, frequency.log(), labels
 
 
-def trained(n: int, place: str):
-    """A trained model's hidden states of its own text, its head and the tokens that follow."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def trained(n: int, name: str, kind: str):
+    """What a trained model makes of a kind of text: hidden states, head, no bias, and the tokens that follow."""
+    from bench.real.text import read
 
-    from logitless.workbench.sources.corpus import documents
+    length = 256
+    reading = read(name, -(-4 * n // length) if kind == "own answers" else -(-n // length), length, (kind,))
+    return reading.hidden[:n].clone(), reading.head.weight.detach().clone(), None, reading.labels[:n]
 
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(place)
-    ids: list[int] = []
-    for text in documents(None)[0]:
-        ids += tokenizer(text)["input_ids"][:257]
-        if len(ids) > n:
-            break
-    length = 128
-    count = n // length
-    rows = torch.tensor(ids[: count * length + 1])
-    with torch.no_grad():
-        hidden = ll.hidden_states(model, {"input_ids": rows[:-1].view(count, length)})
-    head = ll.LMHead.of(model)
-    bias = None if head.bias is None else head.bias.detach()
-    return hidden.reshape(-1, hidden.shape[-1]).clone(), head.weight.detach().clone(), bias, rows[1:]
+
+def columns(operands, bounds, chunk=256):
+    """Of the vocabulary, the share that a token needs to hold 1 - bound of its mass, and that any of a chunk needs."""
+    hidden, weight, bias, _ = operands
+    found = {bound: ([], []) for bound in bounds}
+    for rows in hidden.detach().split(chunk):
+        p, ids = torch.nn.functional.linear(rows, weight.detach(), bias).softmax(-1).sort(-1, descending=True)
+        before = p.cumsum(-1) - p
+        for bound, (each, together) in found.items():
+            needed = before < 1 - bound
+            each.append(needed.double().mean(1))
+            together.append(float(torch.zeros(p.shape[1]).index_fill_(0, ids[needed].unique(), 1).mean()))
+    return [
+        {"way": "columns", "bound": bound, "of a token, median": float(torch.cat(each).median()),
+         "of a token, mean": float(torch.cat(each).mean()), "of a chunk": sum(together) / len(together)}
+        for bound, (each, together) in found.items()
+    ]  # fmt: skip
 
 
 def once(operands, sparse, reduction):
@@ -79,6 +83,7 @@ def compare(operands, width, bound, reduction, rounds):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--kind", default="prose", choices=("prose", "code", "own answers"), help="of the model's text")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--widths", type=int, nargs="+", default=(256, 512, 2048))
     parser.add_argument("--bounds", type=float, nargs="+", default=(1e-2, 1e-3, 1e-4, 1e-5))
@@ -89,24 +94,25 @@ def main(arguments=None):
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
     torch.manual_seed(0)
-    operands = trained(o.tokens, o.model) if o.model else synthetic(o.tokens)
+    operands = trained(o.tokens, o.model, o.kind) if o.model else synthetic(o.tokens)
     for x in operands[:2]:
         x.requires_grad_()
     with torch.no_grad():
         stats = ll.token_stats(operands[0], ll.LMHead(*operands[1:3]), operands[3], want=("logprob", "entropy"))
     sizes = {"tokens": len(operands[3]), "hidden": operands[1].shape[1], "vocabulary": operands[1].shape[0]}
     problem = sizes | {
-        "what": "trained" if o.model else "synthetic", "threads": o.threads,
+        "what": f"{o.model}, {o.kind}" if o.model else "synthetic", "threads": o.threads,
         "loss": round(-float(stats.logprob.mean()), 3),
         "entropy": [round(float(x), 3) for x in stats.entropy.quantile(torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9]))],
     }  # fmt: skip
     print(problem, flush=True)
-    records = [environment() | {"threads": o.threads} | {"problem": problem}]
+    records = [environment() | {"threads": o.threads} | {"problem": problem}, *columns(operands, o.bounds)]
     for reduction in o.ways:
         for width in o.widths:
             for bound in o.bounds:
                 records.append(compare(operands, width, bound, reduction, o.rounds))
-                print(*(f"{k} {v:.3g}" if isinstance(v, float) else v for k, v in records[-1].items()), flush=True)
+    for record in records[1:]:
+        print(*(f"{k} {v:.3g}" if isinstance(v, float) else v for k, v in record.items()), flush=True)
     if o.out:
         for record in records:
             write_line(o.out, record)

@@ -8,8 +8,9 @@ def test_one_row(tmp_path, capsys):
     out = tmp_path / "sparse.jsonl"
     options = ["--tokens", "12", "--widths", "2048", "--bounds", "1e-2", "--rounds", "1", "--ways", "mean"]
     sparse.main([*options, "--out", str(out)])
-    environment, row = read_lines(out)
+    environment, columns, row = read_lines(out)
     assert environment["problem"]["vocabulary"] == 16_384
+    assert 0 < columns["of a token, median"] < columns["of a chunk"] < 1
     assert (row["way"], row["bound"], row["width"]) == ("known loss", 1e-2, 2048)
     assert row["skipped_mass"] <= 1e-2
     assert 0 < row["skipped_share"] < 1

@@ -30,7 +30,7 @@ GRPO_OPTIONS: dict[str, dict[str, Any]] = {
     "rewards as they are": {"scale_rewards": False},
     "scaled by the batch": {"scale_rewards": "batch"},
     "several iterations": {"num_iterations": 2},
-    "truncated completions masked": {"mask_truncated_completions": True},
+    "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 56},  # some end
     "an entropy filter": {"top_entropy_quantile": 0.5},
     "a corrected penalty": {"use_bias_correction_kl": True},
     "a ratio per response": {"importance_sampling_level": "sequence"},

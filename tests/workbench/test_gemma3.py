@@ -17,8 +17,8 @@ def gemma(monkeypatch, tmp_path):
 
 def test_it_knows_something(capsys):
     greedy = ("--max-new-tokens", 8, "--temperature", 0, "--device", "cpu")
-    found = told(capsys, "sample", "--model", "gemma3-270m", "--prompt", "The capital of France is", *greedy)
-    assert "Paris" in found["sequences"][0]["text"]
+    found = told(capsys, "sample", "--model", "gemma3-270m", "--prompt", "Monday, Tuesday, Wednesday,", *greedy)
+    assert found["sequences"][0]["text"].startswith(" Thursday, Friday, Saturday")
 
 
 def test_prose_is_likelier_than_its_words_in_disorder(capsys, tmp_path):

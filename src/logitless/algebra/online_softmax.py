@@ -114,13 +114,14 @@ def step_to(x: Accumulation, shift: Array, xp: Any) -> Array:
 def moved_b(x: Accumulation, m: Array, shift: Array, xp: Any) -> Array:
     """`b` relative to another maximum and measured from another d0.
 
-    Where that is far, Σ w·e^(-e) is taken from the reference's weights: its factors over- and underflow, and it is not
-    near Σw.
+    Where that is far, or Σ w·e^(-e) much less than Σw, it is taken from the reference's weights: its factors over- and
+    underflow, and a sum that is nearly -Σw has lost what a growing factor would show.
     """
     s, step, down = 1 + x.rest, step_to(x, shift, xp), x.m - m
     f = xp.exp(down)
     far = x.s_ref * xp.exp((x.m_ref - m) + shift) - s * f
-    return xp.where((xp.abs(step) < FAR) & (down > -FAR), f * (x.b * xp.exp(-step) + s * xp.expm1(-step)), far)
+    keeps_digits = (xp.abs(step) < FAR) & (down > -FAR) & (x.b > -s / 2)
+    return xp.where(keeps_digits, f * (x.b * xp.exp(-step) + s * xp.expm1(-step)), far)
 
 
 def times(factor: Array, x: Array, xp: Any) -> Array:

@@ -118,6 +118,9 @@ def test_the_default_budget_bounds_large_calls(backend):
     assert traced.peak <= 2**28 + 4 * 2048 * 160
 
 
+@pytest.mark.not_on(
+    "compiled", reason="a dispatch mode does not see into its loops: the profiler's peaks above hold it"
+)
 def test_no_operator_allocates_out_of_sight(backend):
     """Torch's profiler, which sees scratch memory inside operators, finds the same peak."""
     ops = problem("hidden", "weight", "bias")

@@ -164,6 +164,19 @@ def test_kl_of_a_sure_policy(margin, sure, label, backend):
         torch.testing.assert_close(getattr(got, name).double(), value.detach(), rtol=1e-4, atol=1e-14)
 
 
+@pytest.mark.slow_on("triton")
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_of_heads_far_apart_in_many_slices(seed, backend):
+    """d0 moves by many nats from slice to slice: sums that were nearly -Σw must not grow with it."""
+    torch.manual_seed(seed)
+    ops = operands((96,), 48, 2048, dtype=torch.float32, spread=8.0, reference=True)
+    with torch.no_grad():
+        got = stats_of(ops, ("kl", "reverse_kl"), backend, 30_000)
+        _, expected = exactly(ops, ("kl", "reverse_kl"))
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(got, name).double(), value, rtol=2e-6, atol=3e-5)
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
     ops = near_policy(0.0)

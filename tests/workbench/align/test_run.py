@@ -111,6 +111,15 @@ def test_the_exact_kl(start, tmp_path):
     assert exact[2]["kl"] != pytest.approx(sampled[2]["kl"], rel=1e-3)
 
 
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_nucleus_is_what_completions_are_scored_over(start, tmp_path, method):
+    config = replace(start, method=method, max_steps=2, top_p=0.95, output_dir=tmp_path / "run")
+    run(config, QUIET)
+    for record in steps(tmp_path / "run"):
+        assert abs(record["sampling/k1"]) < 1e-5
+        assert 0 <= record["sampling/k3"] < 1e-5
+
+
 def test_metrics_have_trls_names(finished):
     for record in steps(finished[0]):
         assert set(TRL_METRICS["intuitor"] + MEMORY) <= set(record)

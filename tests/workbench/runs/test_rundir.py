@@ -1,6 +1,7 @@
 """Directories of runs: one process at a time, nothing of another's replaced, and checkpoints of one's own only."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,16 @@ import pytest
 
 from logitless.errors import OptionError
 from logitless.workbench.common.lock import LOCK_FILE, acquire, holder, release
-from logitless.workbench.runs.checkpoints import begin_checkpoint, checkpoints, last_checkpoint, mark, prune
+from logitless.workbench.runs.checkpoints import (
+    MARK,
+    begin_checkpoint,
+    checkpoints,
+    discard_unfinished,
+    last_checkpoint,
+    mark,
+    prune,
+    strange_checkpoint,
+)
 from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, record
 from logitless.workbench.sft.config import TrainConfig
 
@@ -146,6 +156,26 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed():
     Path(place / "checkpoint-2").rename("second")
     with explained(claim(TrainConfig(resume=place), "any"), "train"):
         assert not unfinished.exists()
+
+
+def test_a_kill_while_checkpoints_are_removed_leaves_none_without_its_mark(monkeypatch):
+    """Their files go in any order, so that the mark may go first."""
+    place = begun("run")
+    for step in (1, 2, 3):
+        checkpoint(place, step)
+
+    def mark_first(folder):
+        for path in Path(folder).rglob(MARK):
+            path.unlink()
+        raise SystemExit
+
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", mark_first)
+        with pytest.raises(SystemExit):
+            prune(place)
+    assert strange_checkpoint(place) is None
+    discard_unfinished(place)
+    assert sorted(path.name for path in place.iterdir()) == ["checkpoint-2", "checkpoint-3", RUN_FILE]
 
 
 def test_a_run_of_before_has_checkpoints_without_marks():

@@ -64,7 +64,18 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 # What a trainer needs beside its own loss. Those of the first five have TRL's fused head.
 FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 ALSO = dict.fromkeys(FUSED_TRAINERS, (FUSED,)) | {"DistillationTrainer": (DIVERGENCE, GATHER)}
+# What a replay of the entries that tokens were sampled from wraps: the trainer's own steps.
+SAMPLING = {
+    kind: tuple(f"{LOSS[kind].rsplit('.', 1)[0]}.{name}" for name in (
+        "_generate_single_turn", "_generate_and_score_completions", "_get_per_token_logps_and_entropies"
+    ))
+    for kind in ROLLOUT_TRAINERS
+}  # fmt: skip
+FIRST = {"_generate_single_turn": ("self", "prompt_ids"), "_generate_and_score_completions": ("self", "inputs"),
+         "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep",
+                                                "batch_size")}  # fmt: skip
 # The one place where GRPO turns the reference's log-probs into a KL.
 K3 = (
     'inputs["ref_per_token_logps"]',
@@ -87,7 +98,7 @@ def own_loss(trainer: Any, kind: str) -> bool:
     return name not in vars(trainer) and getattr(type(trainer), name) is _found(LOSS[kind])
 
 
-def require(kind: str, *, exact_kl: bool = False) -> None:
+def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:
     """Raises ConfigError that names what has moved in the TRL that is installed."""
     names = (LOSS[kind], *ALSO.get(kind, ()), *((USE_ADAPTER,) if exact_kl else ()))
     changed = [line for name in names if (line := moved(name))]
@@ -95,6 +106,8 @@ def require(kind: str, *, exact_kl: bool = False) -> None:
         changed += filter(None, [moved_fields()])
     if exact_kl:
         changed += filter(None, [moved_k3()])
+    if replay:
+        changed += filter(None, map(moved_start, SAMPLING[kind]))
     if changed:
         raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install trl>=1.16,<1.17 or a newer logitless")
 
@@ -102,6 +115,16 @@ def require(kind: str, *, exact_kl: bool = False) -> None:
 def moved(name: str) -> str:
     """What is no longer as expected about one function of TRL, '' where nothing is."""
     return seam.moved(name, PARAMETERS.get(name, ()))
+
+
+def moved_start(name: str) -> str:
+    """As `moved`, of a function whose first parameters alone are relied on."""
+    short, expected = name.split(":")[1], FIRST[name.rsplit(".", 1)[1]]
+    try:
+        got = tuple(inspect.signature(_found(name)).parameters)[: len(expected)]
+    except (ImportError, AttributeError):
+        return f"{name} is gone"
+    return "" if got == expected else f"{short} begins with ({', '.join(got)}), expected ({', '.join(expected)})"
 
 
 def moved_fields() -> str:

@@ -19,6 +19,7 @@ from ..transformers.bad_batches import Watch
 from ..transformers.lm_head import capturing_hidden, through_head
 from .contract import Settings
 from .exact_kl import ExactKL
+from .replay import Replay, replayed_scores
 from .scores import IGNORED, Wanted, scores
 
 try:
@@ -61,6 +62,7 @@ class Fused:
     wanted: Wanted
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     exact: ExactKL | None = None  # the policy's, where its KL is exact
+    replay: Replay | None = None  # the trainer's, where what was sampled from is replayed
     unread: bool = False  # a reference whose log-probs nobody reads
     pair_means: Callable[[LMHead, Tensor], Tensor] | None = None  # in the place of each token's mean logit
     on: bool = False
@@ -99,6 +101,8 @@ class Fused:
                 own = self.before(*args, **kwargs)
             numbers = self._scores(model, seen.hidden(), targets, reference)
         self.watch.after(numbers["logprob"].detach().sum())
+        if self.replay is not None:
+            self.replay.put(numbers["logprob"][:, :width])
         means = numbers.pop("pair_means", None)
         numbers = {name: x[:, :width] for name, x in numbers.items()}
         if self.exact is not None and reference is not None:
@@ -115,7 +119,11 @@ class Fused:
         if reference is not None:
             wanted = replace(wanted, statistics=(*wanted.statistics, "kl"))
 
+        sampled = None if self.replay is None else self.replay.sampled_from(targets != IGNORED)
+
         def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            if sampled is not None:
+                return replayed_scores(wanted, head, hidden, targets, sampled)
             means = {} if self.pair_means is None else {"pair_means": self.pair_means(head, hidden)}
             return scores(wanted, head, hidden, targets, reference) | means
 

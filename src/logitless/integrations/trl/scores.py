@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GradientError
-from ...vocab.face import LMHead, Options, TokenStats, token_loss, token_stats
+from ...vocab.face import LMHead, Options, SamplingMask, TokenStats, token_loss, token_stats
 
 IGNORED = -100
 
@@ -42,25 +42,29 @@ def scores(
     hidden: Tensor,  # (B, T, H)
     targets: Tensor,  # (B, T)
     reference: tuple[Tensor, LMHead] | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> dict[str, Tensor]:
     """The wanted statistics of every target, (B, T) each, 0 where it is ignored; those that need it with a graph.
 
     Dense equivalent:
 
-        vars(token_stats(hidden, head, targets, want=wanted.statistics, reference=reference))
+        vars(token_stats(hidden, head, targets, want=wanted.statistics, reference=reference,
+                         sampling_mask=sampling_mask))
 
     Price in GEMMs: 1 without gradients; 2 where the head is frozen and only log-probs get a gradient; 3 where the
-    head is trained and all log-probs get the same one; else what `token_stats` costs, 4 (6 with a reference).
+    head is trained and all log-probs get the same one; else what `token_stats` costs, 4 (6 with a reference); 0
+    over a sampling mask.
     Raises what `token_stats` raises. Memory: the pass's, and one (B·T, H) buffer where the head is frozen.
     """
     valid = targets != IGNORED
-    short = torch.is_grad_enabled() and wanted.only_logprob and reference is None and bool(valid.any())
+    one_pass = reference is None and sampling_mask is None
+    short = torch.is_grad_enabled() and wanted.only_logprob and one_pass and bool(valid.any())
     trained = any(x.requires_grad for x in _parameters(head))
     if short and not trained and hidden.requires_grad:
         return _by_rows(wanted, head, hidden, targets, valid)
     if short and trained and wanted.equal_weights:
         return _as_one_sum(wanted, head, hidden, targets, valid)
-    options: Options = {**wanted.options(), "reference": reference}
+    options: Options = {**wanted.options(), "reference": reference, "sampling_mask": sampling_mask}
     return dict(vars(token_stats(hidden, head, targets, **options)))
 
 

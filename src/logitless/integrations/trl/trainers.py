@@ -14,11 +14,12 @@ from ...errors import ConfigError, OptionError
 from ...models.positions import reach
 from ...vocab.face import LMHead, explain
 from ..transformers.lm_head import causal_lm, output_head, replaced
-from .contract import FUSED_TRAINERS, Settings, kind_of, own_loss, require, settings_of
+from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss
 from .exact_kl import ExactKL
 from .forward import STATISTIC_OF, Fused, TokenOutput
 from .pairs import mean_logits, pairs_forward
+from .replay import Replay
 from .scores import Wanted
 
 __all__ = ["STATISTICS", "TokenOutput", "adapted_head", "install", "uninstall"]
@@ -32,6 +33,8 @@ def install(
     statistics: tuple[str, ...] = (),
     top_k: int = 0,
     exact_kl: bool = False,
+    replay: bool = False,
+    corrected: bool = False,
     memory_budget: int | None = None,
 ) -> None:
     """Puts a TRL trainer on the pass, in place; `uninstall` takes it back.
@@ -47,19 +50,24 @@ def install(
     gradients; all other calls are unchanged. Distillation and the experimental GKD get their divergence in one pass,
     CPO and ORPO a forward without logits.
     statistics: of `STATISTICS`, and top_k: entries, to be added to the policy's output. exact_kl: GRPO's penalty is
-    the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. memory_budget: bytes of slices.
+    the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. replay: GRPO and RLOO score completions
+    over the entries that top_k, top_p and min_p left when they were sampled (arXiv 2512.02556), entropy included, and
+    log `sampling/k1` and `sampling/k3`, how far the trainer is from the sampler; corrected: GRPO's loss is weighted by
+    their ratio too, by the vllm_importance_sampling_* options, for one forward pass more a rollout where TRL makes
+    none itself. memory_budget: bytes of slices.
     Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
     be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
     context does not hold) and OptionError; then the trainer is as it was.
     Price in GEMMs: SFT 3, the others 4, all of them 2 with a frozen head and 1 without gradients; distillation 4;
-    GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head.
+    GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head;
+    replay 0.
     """
     kind = kind_of(trainer)
     before: Installed | None = vars(trainer).get(STATE)
     if before is not None:
         before.undo()
     try:
-        installed = _planned(trainer, kind, statistics, top_k, exact_kl, memory_budget)
+        installed = _planned(trainer, kind, statistics, top_k, exact_kl, (replay, corrected), memory_budget)
     except Exception:
         if before is not None:
             before.apply()
@@ -136,10 +144,17 @@ class Installed:
 
 
 def _planned(
-    trainer: Any, kind: str, statistics: tuple[str, ...], top_k: int, exact_kl: bool, memory_budget: int | None
+    trainer: Any,
+    kind: str,
+    statistics: tuple[str, ...],
+    top_k: int,
+    exact_kl: bool,
+    replayed: tuple[bool, bool],
+    memory_budget: int | None,
 ) -> Installed:
-    """The changes to make; nothing is changed yet."""
-    require(kind, exact_kl=exact_kl)
+    """The changes to make; nothing is changed yet. replayed: what was sampled from, and corrected for."""
+    _check_replay(kind, replayed, exact_kl, top_k)
+    require(kind, exact_kl=exact_kl, replay=replayed[0])
     if (exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
         raise ConfigError(
             f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
@@ -155,21 +170,25 @@ def _planned(
         return Installed([Change(trainer, "compute_loss", gkd_loss(trainer, memory_budget))])
     if kind not in FUSED_TRAINERS:
         return _pairs(trainer, kind, policy, wanted)
-    return _fused(trainer, kind, policy, wanted, exact_kl)
+    replay = Replay(trainer, corrected=replayed[1]) if replayed[0] else None
+    return _fused(trainer, kind, policy, wanted, exact_kl, replay)
 
 
-def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool) -> Installed:
+def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool, replay: Replay | None) -> Installed:
     reference = getattr(trainer, "ref_model", None)
     fused = _fused_forward(trainer, policy, wanted, *_gradients(trainer, kind))
+    fused.replay = replay
     changes = [Change(policy, "forward", fused.method(policy), fused)]
     if reference is not None:
         reference = causal_lm(reference)
         scored = _fused_forward(trainer, reference, Wanted((), memory_budget=wanted.memory_budget))
-        scored.unread = exact_kl
+        scored.unread, scored.replay = exact_kl, replay
         changes.append(Change(reference, "forward", scored.method(reference), scored))
     if exact_kl:
         fused.exact = _exact_kl(trainer, kind)
         changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
+    if replay is not None:
+        changes += [Change(trainer, name, method) for name, method in replay.methods().items()]
     return Installed(changes)
 
 
@@ -192,6 +211,17 @@ def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
     if kind == "GRPOTrainer":
         return not trainer._entropy_bonus_enabled, False
     return True, kind == "SFTTrainer" and trainer.args.loss_type == "nll"
+
+
+def _check_replay(kind: str, replayed: tuple[bool, bool], exact_kl: bool, top_k: int) -> None:
+    replay, corrected = replayed
+    if corrected and not replay:
+        raise OptionError("corrected: expected replay, whose log-probs are the sampler's; pass replay=True")
+    if replay and kind not in ROLLOUT_TRAINERS:
+        raise OptionError(f"replay: expected a trainer that samples, {' or '.join(ROLLOUT_TRAINERS)}, got {kind}")
+    if replay and (exact_kl or top_k):
+        other = "exact_kl" if exact_kl else "top_k"
+        raise OptionError(f"replay: {other} is of the whole row, which replay never forms; leave one of them out")
 
 
 def _exact_kl(trainer: Any, kind: str) -> ExactKL:

@@ -61,6 +61,12 @@ class AlignConfig(RunOptions):
     """For intuitor and grpo: the KL over the whole vocabulary, in the place of its estimate from the sampled tokens."""
     temperature: float = 1.0
     """Of sampling, of the log-probs, and of self-certainty."""
+    top_p: float = 1.0
+    """Sample from the fewest entries that hold this share of the mass. Below 1, policy and reference are scored over
+    the same entries."""
+    min_p: float = 0.0
+    """Sample from entries that have at least this share of the best one's probability. Above 0, policy and reference
+    are scored over the same entries."""
     rewards: str | None = None
     """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
     Default: python_lines for grpo and rloo."""
@@ -87,6 +93,11 @@ class AlignConfig(RunOptions):
         return self.kind.repetition_guard if self.repetition_guard is None else self.repetition_guard
 
     @property
+    def replays(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, over which they are to be scored."""
+        return self.top_p < 1 or self.min_p > 0
+
+    @property
     def rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
@@ -101,12 +112,9 @@ class AlignConfig(RunOptions):
             value = getattr(self, name)
             require(value is None or 0 <= value < math.inf, name, "0 or more", value)
         require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
-        if self.exact_kl and self.method not in EXACT_KL:
-            raise OptionError(
-                f"--exact-kl is of {' and '.join(EXACT_KL)}, whose loss has a KL; got it with {self.method}"
-            )
-        if self.exact_kl and not self.kl_weight:
-            raise OptionError("--exact-kl with --beta 0 has no KL to be exact about: leave one of them out")
+        require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
+        require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
+        self._check_whole_rows()
         if self.kind.rollouts:
             self._check_groups()
         elif self.rewards or self.repetition_guard:
@@ -116,6 +124,17 @@ class AlignConfig(RunOptions):
         if self.method == "intuitor" and not self.self_certainty_weight and not self.rewards:
             raise OptionError("--self-certainty-weight 0 leaves intuitor without a reward: give --rewards")
         return self
+
+    def _check_whole_rows(self) -> None:
+        if self.exact_kl and self.method not in EXACT_KL:
+            raise OptionError(
+                f"--exact-kl is of {' and '.join(EXACT_KL)}, whose loss has a KL; got it with {self.method}"
+            )
+        if self.exact_kl and not self.kl_weight:
+            raise OptionError("--exact-kl with --beta 0 has no KL to be exact about: leave one of them out")
+        if self.replays and (self.exact_kl or not self.kind.rollouts):
+            other = "--exact-kl, which is of the whole vocabulary" if self.exact_kl else f"--method {self.method}"
+            raise OptionError(f"--top-p and --min-p say what completions are sampled from, got them with {other}")
 
     def _check_groups(self) -> None:
         size = self.generations_per_prompt

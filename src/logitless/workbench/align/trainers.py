@@ -75,6 +75,8 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
         num_generations_eval=1,
         max_completion_length=config.completion_length,
         temperature=config.temperature,
+        top_p=config.top_p,
+        min_p=config.min_p or None,
         reward_weights=list(weights),
         **shared,
     )

@@ -52,6 +52,19 @@ def remove_leftovers(path: Path) -> None:
         shutil.rmtree(folder)
 
 
+def remove_whole(place: Path) -> None:
+    """Takes a folder away at once: what a kill leaves of it lies where `remove_leftovers` finds it."""
+    folder = _beside(place)
+    os.replace(place, folder / place.name)
+    shutil.rmtree(folder)
+
+
+def remove_all_leftovers(folder: Path) -> None:
+    """Takes away what killed processes left in a folder, into which nobody else writes now."""
+    for left in folder.glob(f".*{TEMPORARY}"):
+        shutil.rmtree(left)
+
+
 def target(path: Path) -> Path:
     """Where a file is really written: behind symlinks. OptionError for what is no file, folder or device there."""
     try:

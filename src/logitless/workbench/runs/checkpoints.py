@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from zipfile import is_zipfile
 
 from ...errors import ConfigError, LogitlessError, OptionError
-from ..common.files import write_whole
+from ..common.files import remove_all_leftovers, remove_whole, write_whole
 
 RUN_FILE = "run.json"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
@@ -64,7 +63,7 @@ def mark(run: Path, checkpoint: Path) -> None:
 def prune(run: Path) -> None:
     """Removes the run's own whole checkpoints but for the newest."""
     for path in checkpoints(run)[:-KEPT]:
-        shutil.rmtree(path)
+        remove_whole(path)
 
 
 def strange_checkpoint(run: Path) -> Path | None:
@@ -103,10 +102,11 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def discard_unfinished(run: Path) -> None:
-    """Removes the run's own checkpoints that were never finished; they only take space."""
+    """Removes what a killed process left of the run's own: it only takes space."""
     for path in _own(run):
         if _step_of(path) is None:
-            shutil.rmtree(path)
+            remove_whole(path)
+    remove_all_leftovers(run)
 
 
 def _own(run: Path) -> Iterator[Path]:

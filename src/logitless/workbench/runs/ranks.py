@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -88,6 +89,7 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not (dist.is_initialized() and any(sign in str(error).lower() for sign in LOST)):
             raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks as soon as it misses one
         raise RankError(
             f"rank {dist.get_rank()} lost another rank ({reason_of(error)}); the first error among the ranks' logs "
             f"says why; {how_to_go_on()}"

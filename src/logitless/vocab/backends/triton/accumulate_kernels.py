@@ -74,7 +74,8 @@ def nearest(x, z_ref, valid, near, shift):
 def moved_b(b, s, s_ref, grow, step, down, up):
     """`online_softmax.moved_b`: s = Σw, grow = e^down, up = m_ref - m + d0 with the new m and d0."""
     near = grow * (b * tl.exp(-step) + s * expm1(-step))
-    return tl.where((tl.abs(step) < FAR) & (down > -FAR), near, s_ref * tl.exp(up) - s * grow)
+    keeps_digits = (tl.abs(step) < FAR) & (down > -FAR) & (b > -0.5 * s)
+    return tl.where(keeps_digits, near, s_ref * tl.exp(up) - s * grow)
 
 
 @triton.jit

@@ -1,0 +1,196 @@
+"""Replayed sampling: what GRPO and RLOO drew from is what they score, against dense masked rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import TopPLogitsWarper
+
+from logitless.errors import ConfigError, OptionError
+from logitless.integrations.trl import replay
+from logitless.integrations.trl.trainers import install, uninstall
+from tests.support.integrations.trl import runs
+
+TOP_P = 0.6
+
+
+@pytest.fixture
+def trainer(place):
+    trainer = runs.grpo(place, beta=0.0, loss_type="dapo", top_p=TOP_P)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def rollouts(trainer):
+    torch.manual_seed(5)
+    trainer.model.train()
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def dense(trainer, batch):
+    """Log-softmax of every completion token's row: whole, and over what top-p keeps of it."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    width = batch["completion_ids"].shape[1]
+    z = trainer.model(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
+    kept = TopPLogitsWarper(TOP_P)(None, z.detach().flatten(0, 1)).view_as(z) > -torch.inf
+    return z.log_softmax(-1), z.masked_fill(~kept, -torch.inf).log_softmax(-1)
+
+
+def chosen(rows, batch):
+    return rows.gather(-1, batch["completion_ids"][..., None])[..., 0]
+
+
+def test_on_policy_the_ratio_to_the_sampler_is_one(trainer):
+    """Of TRL's own log-probs, over whole rows, it is the mass that was kept."""
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    whole, over = (chosen(rows, batch)[valid] for rows in dense(trainer, batch))
+    sampled = batch["sampling_per_token_logps"][valid]
+    torch.testing.assert_close(sampled, over, rtol=0, atol=2e-6)
+    assert (whole - sampled).exp().max() < 0.99
+    trainer._compute_loss(trainer.model, batch)
+    metrics = trainer._metrics["train"]
+    assert abs(metrics["sampling/k1"][-1]) < 1e-6
+    assert 0 <= metrics["sampling/k3"][-1] < 1e-6
+    (scored,) = trainer._compute_loss.__self__.scored
+    torch.testing.assert_close((scored[:, -valid.shape[1] :][valid] - sampled).exp(), torch.ones(int(valid.sum())))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_loss_and_gradients_are_those_of_masked_rows(trainer, frozen):
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    trainer.model.lm_head.weight.requires_grad_(not frozen)
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    loss = trainer._compute_loss(trainer.model, batch)
+    found = torch.autograd.grad(loss, parameters)
+    logp, mask = chosen(dense(trainer, batch)[1], batch), batch["completion_mask"]
+    policy = -(logp - logp.detach()).exp() * batch["advantages"][:, None]
+    count = batch["num_items_in_batch"].clamp(min=1) / trainer.args.steps_per_generation
+    expected = torch.where(mask.bool(), policy, 0).sum() / count
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    exact = torch.autograd.grad(expected, parameters)
+    assert max(g.abs().max() for g in exact) > 1e-4
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-7)
+
+
+def test_the_reference_is_scored_over_the_same_sets(place):
+    trainer = runs.grpo(place, beta=0.3, top_p=TOP_P)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    own, trainer.model = trainer.model, trainer.ref_model
+    z = dense(trainer, batch)[0]
+    trainer.model = own
+    over = torch.full_like(z, -torch.inf)
+    for b, found in enumerate(batch[replay.SETS]):
+        for t, ids in enumerate(found.sets.token_ids.split(found.sets.counts.tolist())):
+            over[b, t, ids] = z[b, t, ids]
+    valid = batch["completion_mask"].bool()
+    expected = chosen(over.log_softmax(-1), batch)[valid]
+    torch.testing.assert_close(batch["ref_per_token_logps"][valid], expected, rtol=0, atol=5e-6)
+
+
+def test_what_was_sampled_by_another_policy_is_weighed(place):
+    """Corrected: the ratio of trainer and sampler, within bounds, is a factor of each token's loss."""
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P, vllm_importance_sampling_mode="token_truncate")
+    trainer.current_gradient_accumulation_steps = 1
+    install(trainer, replay=True, corrected=True)
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    ratio = batch["importance_sampling_ratio"]
+    torch.testing.assert_close(ratio[valid], torch.ones(int(valid.sum())), rtol=0, atol=1e-5)
+    assert trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"][-1] == pytest.approx(1, abs=1e-5)
+    before = trainer._compute_loss(trainer.model, batch)
+    batch["importance_sampling_ratio"] = torch.full_like(ratio, 0.25)
+    torch.testing.assert_close(trainer._compute_loss(trainer.model, batch), 0.25 * before)
+    assert not trainer.use_vllm
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.5, None), (0.5, 2.0), (None, None)])
+def test_importance_ratio(mode, low, high):
+    log_ratio = torch.tensor([[0.1, -1.2, 0.9], [0.05, 0.0, -0.1]])
+    found = replay.importance_ratio(log_ratio, mode, low, high)
+    ratio = (log_ratio.sum(1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    least, most = low or 0.0, high or float("inf")
+    expected = ratio.clamp(least, most) if "truncate" in mode else ratio * ((ratio >= least) & (ratio <= most))
+    torch.testing.assert_close(found, expected)
+
+
+def adapted(place, **options):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(place), LoraConfig(target_modules=["q_proj"]))
+    return runs.grpo(place, model, **options)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(partial(runs.grpo, num_iterations=2, steps_per_generation=2, beta=0.1), id="grpo, off policy"),
+        pytest.param(partial(runs.rloo, beta=0.1), id="rloo"),
+        pytest.param(partial(adapted, beta=0.1), id="adapters"),
+    ],
+)
+def test_whole_runs(place, made):
+    trainer = made(place, top_p=0.8, top_k=20)
+    install(trainer, replay=True)
+    trainer.train()
+    logged = [record for record in trainer.state.log_history if "sampling/k3" in record]
+    assert len(logged) == trainer.args.max_steps
+    assert logged[0]["sampling/k3"] < 1e-6
+    assert all(record["grad_norm"] < 1e3 for record in logged)
+    assert any(record["grad_norm"] > 0 for record in logged)
+
+
+def test_taken_back(trainer):
+    before = {name: vars(trainer).get(name) for name in ("_compute_loss", "_generate_single_turn")}
+    install(trainer, replay=True)
+    uninstall(trainer)
+    assert {name: vars(trainer).get(name) for name in before} == before
+    assert replay.SETS not in rollouts(trainer)
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (runs.dpo, {}, "replay: expected a trainer that samples, GRPOTrainer or RLOOTrainer, got DPOTrainer"),
+        (runs.grpo, {"exact_kl": True}, "replay: exact_kl is of the whole row"),
+        (runs.grpo, {"top_k": 3}, "replay: top_k is of the whole row"),
+        (partial(runs.grpo, repetition_penalty=1.2), {}, "got a repetition_penalty, which moves logits"),
+        (runs.rloo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got RLOOTrainer"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(place, made, options, message):
+    with pytest.raises((OptionError, ConfigError), match=message):
+        install(made(place), replay=True, **options)
+    with pytest.raises(OptionError, match="corrected: expected replay"):
+        install(runs.grpo(place), corrected=True)
+
+
+def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):
+    monkeypatch.setattr(replay, "KEPT", 83)
+    trainer = runs.grpo(place, top_p=TOP_P, beta=0.0, loss_type="dapo")
+    trainer.current_gradient_accumulation_steps = 1
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    cut = torch.zeros(valid.shape, dtype=torch.bool)
+    cut[valid] = torch.cat([found.whole for found in batch[replay.SETS]])
+    assert 0.1 < cut[valid].double().mean() < 0.9
+    parameters = list(trainer.model.parameters())
+    found = torch.autograd.grad(trainer._compute_loss(trainer.model, batch), parameters)
+    assert trainer._metrics["train"]["sampling/k3"][-1] < 1e-6
+    whole, over = (chosen(rows, batch) for rows in dense(trainer, batch))
+    logp = torch.where(cut, whole, over)
+    policy = -(logp - logp.detach()).exp() * batch["advantages"][:, None]
+    count = batch["num_items_in_batch"].clamp(min=1) / trainer.args.steps_per_generation
+    exact = torch.autograd.grad(torch.where(valid, policy, 0).sum() / count, parameters)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-7)
