@@ -20,7 +20,7 @@ define test-host
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
-.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-sentence-transformers test-torchtitan test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo demo-picture test test-core test-all test-automodel test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-sentence-transformers test-torchtitan test-trackers test-browser lint docs wheel-test bench clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -53,6 +53,9 @@ test-deepspeed: .venv/dev.stamp
 	$(BIN)/python -m pip --python build/deepspeed install --quiet --disable-pip-version-check \
 		--constraint constraints.txt deepspeed
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/transformers/test_deepspeed.py
+
+test-automodel: .venv/dev.stamp
+	$(call test-host,automodel)
 
 test-sentence-transformers: .venv/dev.stamp
 	$(call test-host,sentence_transformers)

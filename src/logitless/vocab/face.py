@@ -16,6 +16,7 @@ from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
 from .devices import capturing, compute_dtype, full_precision
+from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
 from .head.peft import unwrapped
@@ -81,6 +82,7 @@ __all__ = [
     "summed",
     "token_loss",
     "token_stats",
+    "transforms_of",
     "unwrapped",
     "weighted",
     "with_lora",

@@ -110,6 +110,14 @@ def _transforms(model: Any) -> tuple[float, float | None, int | None]:
     name, config = class_of(model).__name__, getattr(model, "config", None)
     if config is None:
         raise ConfigError(f"LMHead.of: {name} has no config to read softcap and scale from; pass LMHead(weight, bias)")
+    return transforms_of(config, name)
+
+
+def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | None]:
+    """(scale, softcap, vocab_size) that the forward of a model of this configuration applies to its logits.
+
+    name: what errors call the model. Raises ConfigError.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"LMHead.of: {name} is an encoder-decoder; pass LMHead(weight, bias, scale)")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
