@@ -3,7 +3,7 @@
     python examples/splade_tiny.py runs/splade
 
 A query is the first line of a function's docstring, its document what comes after. What differs from any other script
-for sentence-transformers is one line, `sentence_transformers.install(model)`.
+for sentence-transformers is one line, `install(model)`.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from sentence_transformers.util import cos_sim
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
-from logitless.integrations import sentence_transformers
+from logitless.integrations.sentence_transformers import install
 
 MODULES = (
     "argparse ast asyncio collections csv decimal email fractions http inspect io json logging os pathlib random re "
@@ -63,7 +63,7 @@ def main(out: str, steps: int = 100) -> None:
     torch.manual_seed(0)
     data = pairs()
     model = untrained(Path(out) / "untrained", [*data["query"], *data["document"]])
-    sentence_transformers.install(model)
+    install(model)
     loss = SpladeLoss(model, SparseMultipleNegativesRankingLoss(model, scale=20, similarity_fct=cos_sim), 1e-2, 1e-2)
     arguments = SparseEncoderTrainingArguments(
         out, max_steps=steps, per_device_train_batch_size=32, learning_rate=3e-3, logging_steps=10, report_to="none",

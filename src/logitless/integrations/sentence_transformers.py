@@ -1,7 +1,7 @@
 """SPLADE models of sentence-transformers whose logits are pooled without being made.
 
-    from logitless.integrations import sentence_transformers
-    sentence_transformers.install(model)  # a SparseEncoder; then train and encode as before
+    from logitless.integrations.sentence_transformers import install
+    install(model)  # a SparseEncoder; then train and encode as before
 
 Works with sentence-transformers 6.2: the two modules, `Transformer` with "fill-mask" and `SpladePooling`, stay what
 they are, in memory and on disk; together they compute as one.
