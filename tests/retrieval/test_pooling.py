@@ -298,3 +298,18 @@ def test_a_sharded_head_is_refused():
             retrieval.max_pool_logits(ops.hidden, ll.LMHead(ops.weight.detach(), shard=shard))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
+def test_in_a_compiled_caller_it_is_a_graph_break():
+    ops, mask = problem(), ragged()
+
+    def loss(hidden):
+        return retrieval.splade_activation(retrieval.max_pool_logits(hidden, ops.head, mask).values).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="max_pool_logits breaks the graph; leave fullgraph=True"):
+        torch.compile(loss, backend="eager", fullgraph=True)(ops.hidden)
+    (got,), (expected,) = (torch.autograd.grad(run(ops.hidden), ops.hidden) for run in (compiled, loss))
+    assert torch.equal(got, expected)
