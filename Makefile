@@ -11,7 +11,16 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-trackers test-browser lint docs wheel-test bench clean
+# The tests of a host in an environment of its own, beside the same torch: $(call test-host,torchtitan)
+define test-host
+	$(BIN)/python -m venv --without-pip build/$(1)
+	$(BIN)/python -c "$(SITE)" > "$$(build/$(1)/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m pip --python build/$(1) install --quiet --disable-pip-version-check \
+		--no-deps --requirement tests/support/integrations/$(1).txt
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
+endef
+
+.PHONY: demo demo-picture test test-core test-all test-automodel test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-sentence-transformers test-torchtitan test-trackers test-browser lint docs wheel-test bench clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -44,6 +53,15 @@ test-deepspeed: .venv/dev.stamp
 	$(BIN)/python -m pip --python build/deepspeed install --quiet --disable-pip-version-check \
 		--constraint constraints.txt deepspeed
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/deepspeed/bin/python -m pytest -rs tests/integrations/transformers/test_deepspeed.py
+
+test-automodel: .venv/dev.stamp
+	$(call test-host,automodel)
+
+test-sentence-transformers: .venv/dev.stamp
+	$(call test-host,sentence_transformers)
+
+test-torchtitan: .venv/dev.stamp
+	$(call test-host,torchtitan)
 
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp

@@ -20,6 +20,7 @@ CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 MODULES = (
     "losses",
     "relax",
+    "retrieval",
     "sample",
     "memory",
     "jax",

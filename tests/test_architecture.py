@@ -20,7 +20,7 @@ LAYERS = (
     {"units"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
-    {"relax", "sample", "models"},
+    {"relax", "sample", "retrieval", "models"},
     {"integrations"},
     {"workbench"},
     {"memory"},
@@ -112,7 +112,10 @@ FLOORS = {
     "integrations": ("transformers", "trl"),
 }
 # Rooms of `vocab` that stand beside its floors, and where: `stats` is read by the passes, the others see all of it.
-ABOVE = {"vocab": {"stats": "passes", "noise": "head", "reference": "head"}}
+ABOVE = {
+    "vocab": {"stats": "passes", "noise": "head", "reference": "head"},
+    "integrations": {"seam": "transformers"},
+}
 FACES = {"vocab": "logitless.vocab.face"}  # what other packages may import of one
 KERNELS_OWN = {"sample/triton_draw.py"}  # draws with the Triton backend's kernels, which the face cannot import
 

@@ -16,6 +16,7 @@ from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
 from .devices import capturing, compute_dtype, full_precision
+from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
 from .head.peft import unwrapped
@@ -23,6 +24,7 @@ from .head.shard import VocabShard, group_named, localised
 from .head.sparse import SparseBackward
 from .noise import Noise, at_a_time, gumbel
 from .passes.engine import Pass
+from .passes.max_pool import Documents, max_pool, max_pool_kept
 from .ranks.agreement import gather_rows, on_all
 from .ranks.collectives import best_of_all, count_tokens, first_on_all, reason_of, spread, summed
 from .reference import dense_cross_entropy
@@ -33,6 +35,7 @@ __all__ = [
     "Accumulated",
     "Call",
     "Chunk",
+    "Documents",
     "LMHead",
     "LowRank",
     "Noise",
@@ -67,6 +70,8 @@ __all__ = [
     "localised",
     "lora_b_of",
     "lora_hidden_of",
+    "max_pool",
+    "max_pool_kept",
     "on_all",
     "place",
     "reason_of",
@@ -77,6 +82,7 @@ __all__ = [
     "summed",
     "token_loss",
     "token_stats",
+    "transforms_of",
     "unwrapped",
     "weighted",
     "with_lora",

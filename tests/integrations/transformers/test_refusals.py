@@ -20,12 +20,8 @@ def refused(kind, config, **changes):
     return kind(config(**shape, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
 
 
-def bert():
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=97, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-        )
-    )
+def xlm():
+    return transformers.XLMWithLMHeadModel(transformers.XLMConfig(vocab_size=97, emb_dim=16, n_layers=1, n_heads=2))
 
 
 def t5():
@@ -63,7 +59,7 @@ REFUSED = {
         lambda: refused(transformers.LlamaForSequenceClassification, transformers.LlamaConfig, num_labels=3),
         "LlamaForSequenceClassification has no output head",
     ),
-    "masked": (bert, "BertForMaskedLM"),
+    "a loss in its head": (xlm, "XLMWithLMHeadModel"),
     "encoder-decoder": (t5, "T5ForConditionalGeneration is an encoder-decoder"),
     "another loss": (with_other_loss, "loss is cross_entropy, expected transformers' ForCausalLMLoss"),
     "a hook that doubles the logits": (with_a_hook, "the output head has a forward hook of tests"),

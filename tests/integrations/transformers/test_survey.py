@@ -1,4 +1,4 @@
-"""Every causal language model of transformers that a small configuration builds: its own loss, or a typed refusal."""
+"""Every language model of transformers that a small configuration builds: its own loss, or a typed refusal."""
 
 from typing import Any
 
@@ -6,13 +6,17 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 import logitless
 from logitless.errors import ConfigError
 
 LARGEST = 30_000_000  # parameters; what ignores the sizes below is no test's size
 BUILT = 90  # of transformers 5.23: 99 take the loss, 11 are decoders of older sequence-to-sequence models
+MASKED_BUILT = 30  # of transformers 5.23: 32 take the loss, ESM and MobileBERT are refused
 SIZES = {
     "vocab_size": 97, "vocab_size_per_layer_input": 97, "max_position_embeddings": 64, "n_positions": 64,
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
@@ -31,9 +35,8 @@ CANNOT_BUILD = (
 )  # fmt: skip
 
 
-def build(kind: str, name: str) -> Any:
+def build(kind: str, name: str, inputs: dict[str, Any]) -> Any:
     """A small model in evaluation mode with the gradient of its own loss; None where these sizes make none."""
-    ids, labels = batch()
     try:
         with_sizes = transformers.CONFIG_MAPPING[kind]
         has = with_sizes()
@@ -47,27 +50,25 @@ def build(kind: str, name: str) -> Any:
         if size > LARGEST or getattr(config, "text_config", None) is not None:
             return None
         model = getattr(transformers, name)(config).eval()
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss = model(**inputs).loss
         loss.backward()
     except CANNOT_BUILD:
         return None
     return model, loss.item(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :3] = -100
-    return ids, labels
+    return {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_every_causal_language_model():
-    ids, labels = batch()
+def survey(models: dict[str, str], inputs: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """(those whose loss and gradients are their own, those that are refused, the others)"""
     equal, refused, wrong = [], [], {}
-    for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
-        built = build(kind, name)
+    for kind, name in sorted(models.items()):
+        built = build(kind, name, inputs)
         if built is None:
             continue
         model, loss, exact = built
@@ -77,7 +78,7 @@ def test_every_causal_language_model():
             refused.append(kind)
             continue
         model.zero_grad()
-        output = model(input_ids=ids, labels=labels, use_cache=False)
+        output = model(**inputs)
         output.loss.backward()
         floor = 1e-4 * max(float(g.abs().max()) for g in exact.values())
         errors = {k: float((p.grad - exact[k]).abs().max() / (exact[k].abs().max() + floor))
@@ -90,6 +91,23 @@ def test_every_causal_language_model():
             equal.append(kind)
         else:
             wrong[kind] = (output.loss.item(), loss, max(errors.values()))
+    return equal, refused, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_causal_language_model():
+    equal, refused, wrong = survey(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, {**batch(), "use_cache": False})
     assert wrong == {}
     assert len(equal) >= BUILT
     assert len(refused) <= 15
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_masked_language_model():
+    masked = {kind: name for kind, name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items() if name.endswith("ForMaskedLM")}
+    equal, refused, wrong = survey(masked, batch())
+    assert wrong == {}
+    assert len(equal) >= MASKED_BUILT
+    assert refused == ["esm", "mobilebert"]

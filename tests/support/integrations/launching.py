@@ -12,14 +12,16 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[3]
 
 
-def torchrun(module: str, *arguments: str, timeout: int = 150, ranks: int = 2, **environment: str) -> None:
-    """`module` on some ranks, one thread each; fails with what they wrote, and leaves none behind."""
+def torchrun(
+    module: str, *arguments: str, timeout: int = 150, ranks: int = 2, at: Path = ROOT, **environment: str
+) -> None:
+    """`module` on some ranks, one thread each, in a folder; fails with what they wrote, and leaves none behind."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)
     command = [sys.executable, "-m", *launcher, "-m", module]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     ranks = subprocess.Popen(
-        [*command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*command, *arguments], cwd=at, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
         written, _ = ranks.communicate(timeout=timeout)

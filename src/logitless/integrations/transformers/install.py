@@ -21,6 +21,7 @@ from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .evaluation import Evaluation
 from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
+from .masked import IGNORED, check_masked, is_masked, takes_the_mean, targets_of
 
 Method = Literal["dense", "logitless"]
 STATE = "_logitless"
@@ -41,6 +42,8 @@ class Installed:
     verified: bool = False  # the model changes its logits as its LMHead says
     watch: Watch = field(default_factory=Watch)
     threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
+    masked: bool = False  # a masked language model
+    mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
 
     def dense(self, model: Any) -> Callable[..., Any]:
         return self.previous or functools.partial(type(model).forward, model)
@@ -74,13 +77,15 @@ def install(
     With labels, `use_cache` is off unless given: a cache makes transformers forget the mask of packed documents.
     A part of a batch without a token that counts has loss 0 with a live graph. A batch without one is a LabelError,
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
-    model: a causal or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or a
-    transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get the
-    logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit the
-    threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given. label_smoothing:
-    in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and never logits.
-    Installing again changes these options. Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss
-    that is not transformers' ForCausalLMLoss) and OptionError; then the model is as it was.
+    Of a masked language model (BERT, ModernBERT, XLM-R, ...) only labelled tokens meet the head's matrix.
+    model: a causal, masked or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or
+    a transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get
+    the logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit
+    the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given.
+    label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and
+    never logits.
+    Installing again changes these options. Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
+    ForCausalLMLoss or a masked model's mean) and OptionError; then the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
@@ -100,6 +105,7 @@ def install(
     names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
     previous = inner.__dict__.get("forward") if _is_installed(inner) else None
     found = Installed(loss, memory_budget, float(label_smoothing), names, previous, threshold=threshold)
+    found.masked, found.mean = is_masked(inner), is_masked(inner) and takes_the_mean(inner)
     setattr(inner, STATE, found)
     inner.forward = MethodType(_forward_like(type(inner)), inner)
 
@@ -245,6 +251,9 @@ def _check(model: Any) -> None:
         raise ConfigError(f"{name} is an encoder-decoder, whose loss is not shifted: use linear_cross_entropy")
     if not any(hasattr(getattr(head, "weight", None), mark) for mark in SHARDED):
         LMHead.of(model)
+    if is_masked(model):
+        check_masked(model)
+        return
     if not _calls_loss_function(type(model)):
         raise ConfigError(f"{name} computes its loss by itself, expected self.loss_function: use linear_cross_entropy")
     if model.loss_function is not ForCausalLMLoss:
@@ -314,16 +323,28 @@ def _asks(value: Any) -> bool:
 def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any]) -> Any:
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
-    with (
-        capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen,
-        replaced(model, "_loss_function", functools.partial(_loss, model, state, seen)),
-    ):
-        full = dense(**given, return_dict=True)
+    with capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
+        full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
     output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
     return output if as_dict else output.to_tuple()
 
 
-def _loss(
+def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
+    """The output of a model that calls its loss function."""
+    with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen)):
+        return dense(**given, return_dict=True)
+
+
+def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
+    """The output of a masked language model, which is not shown its labels."""
+    targets, items = targets_of(model, given.pop("labels")), given.get("num_items_in_batch")
+    full = dense(**given, return_dict=True)
+    mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
+    full["loss"] = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
+    return full
+
+
+def _causal_loss(
     model: Any,
     state: Installed,
     seen: HiddenCapture,
@@ -337,13 +358,27 @@ def _loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-    check_counts(targets, ignore_index, num_items_in_batch)
+    return _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+
+
+def _loss(
+    model: Any,
+    state: Installed,
+    seen: HiddenCapture,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    items: Tensor | int | None,
+    mean: bool = False,
+) -> Tensor:
+    """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
+    check_counts(targets, ignore_index, items)
     state.watch.before()
-    items = None if isinstance(num_items_in_batch, int) and num_items_in_batch == 0 else num_items_in_batch
+    denominator = None if mean or (isinstance(items, int) and items == 0) else items
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
         if seen.probe is not None:
-            _check_transforms(model, head, seen.probe, logits)
+            check_transforms(model, head, seen.probe, logits)
             state.verified = True
         return linear_cross_entropy(
             hidden,
@@ -351,7 +386,7 @@ def _loss(
             targets,
             ignore_index=ignore_index,
             label_smoothing=state.smoothing,
-            denominator=items,
+            denominator=denominator,
             memory_budget=state.budget,
         )
 
@@ -360,7 +395,7 @@ def _loss(
     return loss
 
 
-def _check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
+def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
     """ConfigError where the model does to its logits what its LMHead does not."""
     z = head.scale * probe[..., : head.rows]
     z = head.softcap * (z / head.softcap).tanh() if head.softcap else z

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ...errors import ConfigError
+from .. import seam
 
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
@@ -113,13 +114,7 @@ def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:
 
 def moved(name: str) -> str:
     """What is no longer as expected about one function of TRL, '' where nothing is."""
-    short = name.split(":")[1]
-    try:
-        function = _found(name)
-    except (ImportError, AttributeError):
-        return f"{name} is gone"
-    got, expected = tuple(inspect.signature(function).parameters), PARAMETERS[name]
-    return "" if got == expected else f"{short} takes ({', '.join(got)}), expected ({', '.join(expected)})"
+    return seam.moved(name, PARAMETERS.get(name, ()))
 
 
 def moved_start(name: str) -> str:

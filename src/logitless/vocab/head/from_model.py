@@ -33,6 +33,8 @@ REFUSED = {
     "chameleon": "masks the logits of image tokens",
     "gemma4_assistant": "has logits for some of its vocabulary only",
     "gemma4_unified_assistant": "has logits for some of its vocabulary only",
+    "mobilebert": "joins two matrices into its head",
+    **dict.fromkeys(("esm", "luke", "lxmert", "bridgetower", "perceiver"), "adds a bias that is not its head's"),
 }
 # Whose forward hooks on a head gather its weight, make, move or watch it, and leave the logits as they are.
 HARMLESS_HOOKS = (
@@ -108,6 +110,14 @@ def _transforms(model: Any) -> tuple[float, float | None, int | None]:
     name, config = class_of(model).__name__, getattr(model, "config", None)
     if config is None:
         raise ConfigError(f"LMHead.of: {name} has no config to read softcap and scale from; pass LMHead(weight, bias)")
+    return transforms_of(config, name)
+
+
+def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | None]:
+    """(scale, softcap, vocab_size) that the forward of a model of this configuration applies to its logits.
+
+    name: what errors call the model. Raises ConfigError.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"LMHead.of: {name} is an encoder-decoder; pass LMHead(weight, bias, scale)")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -51,7 +51,7 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
     )
 
 
-def _check_upstream(grads: tuple[Tensor | None, ...]) -> None:
+def check_upstream(grads: tuple[Tensor | None, ...]) -> None:
     """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
     if torch.is_grad_enabled():
         raise GradientError(NO_SECOND_DERIVATIVE)
@@ -80,7 +80,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _check_upstream(grads)
+        check_upstream(grads)
         tensors = ctx.saved_tensors
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
@@ -137,7 +137,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _check_upstream((upstream,))
+        check_upstream((upstream,))
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
         given = [
             None if g is None else (g * upstream).to(dtype)

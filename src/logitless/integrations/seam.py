@@ -1,0 +1,52 @@
+"""Where an adapter takes hold of its host, and one line that says what another version of the host has moved there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..versions import version_of
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What an adapter relies on in a host: the parameters of functions, by their names "package.module:Class.method".
+
+    package: its distribution's name; versions: those it was read and tested with, as pip takes them; functions: name ->
+    parameters, or () for what only has to be there.
+    """
+
+    package: str
+    versions: str
+    functions: Mapping[str, tuple[str, ...]]
+
+    def require(self) -> None:
+        """Raises ConfigError that names what has moved, and ModuleNotFoundError where the host is not installed."""
+        importlib.import_module(next(iter(self.functions)).partition(".")[0].partition(":")[0])
+        lost = [line for name, parameters in self.functions.items() if (line := moved(name, parameters))]
+        if lost:
+            raise self.error("; ".join(lost))
+
+    def error(self, what: str) -> ConfigError:
+        """The error that says which version has what, and which was expected."""
+        return ConfigError(
+            f"{self.package} {version_of(self.package)}: {what}; "
+            f"install '{self.package}{self.versions}' or a newer logitless"
+        )
+
+
+def moved(name: str, expected: tuple[str, ...]) -> str:
+    """What is no longer as expected about one function, '' where nothing is."""
+    try:
+        function: Callable[..., Any] = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return f"{name} is gone"
+    if not expected:
+        return ""
+    got = tuple(inspect.signature(function).parameters)
+    return "" if got == expected else f"{name.split(':')[1]} takes ({', '.join(got)}), expected ({', '.join(expected)})"

@@ -1,0 +1,71 @@
+"""Losses of learned sparse retrieval: how often entries are used, and how documents rank.
+
+Q queries, B documents, V vocabulary entries; weights are those of `splade_activation`, which are not negative.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import OptionError, ShapeError
+from .sparse import SparseRows
+
+
+def flops(weights: Tensor | SparseRows) -> Tensor:
+    """How many products a score takes on average, smoothed: what makes documents sparse, evenly over the vocabulary.
+
+        loss = weights.mean(0).square().sum()
+
+    weights: (B, V), dense or `SparseRows`. Paria et al., "Minimizing FLOPs to Learn Efficient Sparse
+    Representations", arXiv 2004.05665; in SPLADE: arXiv 2107.05720.
+    """
+    if isinstance(weights, Tensor):
+        return weights.mean(0).square().sum()
+    sums = weights.values.new_zeros(weights.size).index_add(0, weights.ids, weights.values)
+    return (sums / max(len(weights), 1)).square().sum()
+
+
+def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+    """Cross-entropy of each query's own document against all others of the batch.
+
+        loss = F.cross_entropy(scores / temperature, positives)
+
+    scores: (Q, B), B ≥ Q; positives: (Q,), each query's document, the first Q in their order unless given; further
+    documents are hard negatives. Karpukhin et al., arXiv 2004.04906; in SPLADE v2: arXiv 2109.10086.
+    """
+    if scores.dim() != 2 or (positives is None and scores.shape[0] > scores.shape[1]):
+        raise ShapeError(f"scores: expected (queries, documents), a document for each query, got {tuple(scores.shape)}")
+    if not temperature > 0:
+        raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
+    own = torch.arange(scores.shape[0], device=scores.device) if positives is None else positives
+    return F.cross_entropy(scores / temperature, own)
+
+
+def margin_mse(positive: Tensor, negative: Tensor, teacher_positive: Tensor, teacher_negative: Tensor) -> Tensor:
+    """The teacher's margin between a query's two documents, learnt by its size.
+
+        loss = ((positive - negative) - (teacher_positive - teacher_negative)).square().mean()
+
+    All of one shape. Hofstätter et al., arXiv 2010.02666; in SPLADE v2 and v3: arXiv 2109.10086, 2403.06789.
+    """
+    shapes = {tuple(x.shape) for x in (positive, negative, teacher_positive, teacher_negative)}
+    if len(shapes) > 1:
+        raise ShapeError(f"margin_mse: expected four tensors of one shape, got {sorted(shapes)}")
+    return F.mse_loss(positive - negative, teacher_positive - teacher_negative)
+
+
+def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
+    """KL(teacher‖student) of each query's distribution over its documents, mean over queries.
+
+        t, s = teacher_scores.log_softmax(-1), scores.log_softmax(-1)
+        loss = (t.exp() * (t - s)).sum(-1).mean()
+
+    scores, teacher_scores: (Q, K). Lassance et al., "SPLADE-v3", arXiv 2403.06789.
+    """
+    if scores.shape != teacher_scores.shape:
+        got = f"{tuple(scores.shape)} and {tuple(teacher_scores.shape)}"
+        raise ShapeError(f"distillation_kl: expected scores of one shape, got {got}")
+    s, t = scores.log_softmax(-1), teacher_scores.log_softmax(-1)
+    return F.kl_div(s, t, reduction="batchmean", log_target=True)

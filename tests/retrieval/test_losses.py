@@ -1,0 +1,81 @@
+"""Scores and losses of sparse documents against their dense formulas."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from logitless import retrieval
+from logitless.errors import OptionError, ShapeError
+from logitless.retrieval import SparseRows
+
+
+def sparse(rows: int, size: int) -> SparseRows:
+    """Random documents, one of them empty."""
+    keep = torch.rand(rows, size) < 0.3
+    keep[rows // 2] = False
+    ends = F.pad(keep.sum(1).cumsum(0), (1, 0))
+    values = torch.rand(int(keep.sum()), dtype=torch.float64, requires_grad=True)
+    return SparseRows(ends, keep.nonzero()[:, 1], values, size)
+
+
+@pytest.mark.parametrize("queries", ["dense", "sparse"])
+@pytest.mark.parametrize("documents", ["dense", "sparse"])
+def test_scores(queries, documents):
+    sides = []
+    for kind, rows in ((queries, 3), (documents, 5)):
+        x = sparse(rows, 17)
+        whole = torch.zeros(rows, 17, dtype=torch.float64).index_put((x.rows, x.ids), x.values)
+        sides.append((x if kind == "sparse" else whole, whole, x.values))
+    got = retrieval.scores(sides[0][0], sides[1][0])
+    expected = sides[0][1] @ sides[1][1].T
+    torch.testing.assert_close(got, expected)
+    up, leaves = torch.randn_like(expected), [side[2] for side in sides]
+    for a, b in zip(*(torch.autograd.grad(x, leaves, up, retain_graph=True) for x in (got, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_flops():
+    documents = sparse(6, 19)
+    dense = documents.dense()
+    expected = sum((dense[:, v].sum() / 6) ** 2 for v in range(19))
+    for got in (retrieval.flops(documents), retrieval.flops(dense)):
+        torch.testing.assert_close(got, expected)
+        (grad,) = torch.autograd.grad(got, documents.values, retain_graph=True)
+        torch.testing.assert_close(grad, 2 * dense.mean(0)[documents.ids] / 6)
+
+
+def test_in_batch_loss():
+    scores = torch.randn(3, 7, dtype=torch.float64)
+    p = (scores / 0.5).softmax(1)
+    torch.testing.assert_close(retrieval.in_batch_loss(scores, temperature=0.5), -p.diagonal().log().mean())
+    own = torch.tensor([6, 0, 3])
+    torch.testing.assert_close(retrieval.in_batch_loss(scores, own, 0.5), -p[range(3), own].log().mean())
+
+
+def test_losses_of_a_teacher():
+    a, b, c, d = torch.randn(4, 5, dtype=torch.float64)
+    assert float(retrieval.margin_mse(a, b, c, d)) == pytest.approx(float(((a - b - c + d) ** 2).mean()))
+    s, t = torch.randn(2, 3, 4, dtype=torch.float64)
+    p = t.softmax(-1)
+    expected = (p * (p.log() - s.log_softmax(-1))).sum(-1).mean()
+    assert float(retrieval.distillation_kl(s, t)) == pytest.approx(float(expected))
+
+
+def test_activation():
+    x = torch.tensor([-torch.inf, -1.0, 0.0, 2.0])
+    torch.testing.assert_close(retrieval.splade_activation(x), torch.tensor([0, 0, 0, 3.0]).clamp(min=1).log())
+    torch.testing.assert_close(retrieval.splade_activation(x, 2)[3], torch.tensor(3.0).log().log1p())
+
+
+def test_what_is_refused():
+    x = torch.zeros(3, 2)
+    cases = [
+        (lambda: retrieval.scores(x, torch.zeros(3, 4)), ShapeError, "of one vocabulary, got 2 and 4"),
+        (lambda: retrieval.in_batch_loss(x), ShapeError, r"a document for each query, got \(3, 2\)"),
+        (lambda: retrieval.in_batch_loss(x.T, temperature=0), OptionError, "temperature: expected a positive number"),
+        (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),
+        (lambda: retrieval.distillation_kl(x, x[0]), ShapeError, "distillation_kl: expected scores of one shape"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
