@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import runpy
+import sys
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from speculators.train import trainer as training
 from logitless.errors import ConfigError
 from logitless.integrations import speculators as ours
 from tests.support.allocations import trace_allocations
+from tests.support.integrations.launching import ROOT
 
 T, H, V = 48, 32, 1500
 SHAPE = {
@@ -163,6 +166,16 @@ def test_its_trainer(kind, dtype, near, monkeypatch, tmp_path):
     assert len(seen[0]) == 3
     assert seen[0][2] < seen[0][0]
     assert seen[1] == pytest.approx(seen[0], rel=near)
+
+
+def test_the_example(monkeypatch):
+    """With its losses and with ours the same ones come of it."""
+    found = []
+    for options in ([], ["--dense"]):
+        monkeypatch.setattr(sys, "argv", ["speculators_tiny.py", *options])
+        found.append(runpy.run_path(str(ROOT / "examples" / "speculators_tiny.py"), run_name="__main__")["losses"])
+    assert found[0][-1] < found[0][0]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def test_refusals():
