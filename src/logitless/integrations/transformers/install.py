@@ -83,9 +83,9 @@ def install(
     the logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit
     the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given.
     label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and
-    never logits.
-    Installing again changes these options. Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
-    ForCausalLMLoss or a masked model's mean) and OptionError; then the model is as it was.
+    never logits. Installing again changes these options. Raises ConfigError (no output head, an unknown head,
+    encoder-decoder, a loss that is not transformers' ForCausalLMLoss or a masked model's mean) and OptionError; then
+    the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
