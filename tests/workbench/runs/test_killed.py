@@ -1,4 +1,4 @@
-"""Runs of train, align, score and eval that are killed at random moments: what they end with is what others end with."""
+"""Runs of train, align, score and eval, killed at random moments: what they end with is what others end with."""
 
 import json
 import random
