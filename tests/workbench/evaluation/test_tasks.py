@@ -93,7 +93,7 @@ def test_two_ranks_give_what_one_gives(micro, whole, tmp_path):
 
 def test_tasks_that_cannot_be_loaded(micro, tmp_path):
     with pytest.raises(DataError, match=r"--tasks hellaswagg: lm-eval has no task .* did you mean .*hellaswag"):
-        run(options(micro, tmp_path / "e", tasks=("hellaswagg",)))
+        run(options(micro, tmp_path / "e", tasks=(f"{CHOICE},hellaswagg",)))
     broken = tmp_path / "broken.yaml"
     broken.write_text(
         "task: x\ndataset_path: json\ndataset_kwargs: {data_files: none.json}\noutput_type: loglikelihood\n"

@@ -26,8 +26,8 @@ class EvalConfig(TextOptions):
     data: str | None = None
     """The text: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness in the place of --data: its names, or YAML files. It is installed by itself,
-    `pip install lm-eval`."""
+    """Tasks of lm-evaluation-harness in the place of --data: its names, or YAML files, with spaces or commas between.
+    It is installed by itself, `pip install lm-eval`."""
     num_fewshot: int | None = None
     """Examples before each question of --tasks. Default: as the task says."""
     limit: int | None = None

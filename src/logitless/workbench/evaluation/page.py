@@ -37,7 +37,8 @@ def page(summary: dict[str, Any]) -> str:
 
 def page_of_tasks(summary: dict[str, Any]) -> str:
     """The HTML of a summary of tasks."""
-    title = f"{summary['options']['model']}, evaluated on {', '.join(summary['options']['tasks'])}"
+    tasks = (task.removesuffix(".yaml").rpartition("/")[2] for task in summary["options"]["tasks"])
+    title = f"{summary['options']['model']}, evaluated on {', '.join(tasks)}"
     parts = {
         "title": html.escape(title),
         "rows": "".join(_task(*entry) for entry in summary["tasks"].items()),

@@ -86,6 +86,7 @@ def _load(names: Sequence[str]) -> list[Any]:
         missing = "lm-eval" if (error.name or "").startswith("lm_eval") else error.name
         raise ConfigError(f"--tasks needs {missing}, which is not installed: pip install lm-eval") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names = [name for given in names for name in ([given] if Path(given).is_file() else given.split(","))]
     manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
     known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
     out: list[Any] = []
