@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
-.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo demo-picture test test-core test-all test-deepspeed test-gemma test-gemma3 test-lm-eval test-peers test-trackers test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -91,6 +91,11 @@ docs: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m bench.run
+
+# What a GPU would be asked for, counted without one, and the page of it.
+gpu-counts: .venv/dev.stamp
+	PYTHONPATH=src:. $(BIN)/python -m bench.gpu_counts --out bench/results/gpu_counts.jsonl
+	$(BIN)/python -m docs.tables
 
 # The wheel itself, installed beside the same dependencies, with the source tree out of reach.
 wheel-test: .venv/dev.stamp
