@@ -27,6 +27,7 @@ class Call:
     build: Callable[[], Callable[[], Any]]
     bare: Callable[[], Callable[[], Any]] | None = None
     capture: bool = False  # whether it is also counted inside a CUDA graph
+    explained: Callable[[], str] | None = None  # what the library says of it before
 
     @property
     def goal(self) -> float | None:
@@ -82,11 +83,21 @@ def loss_of(
         def step() -> None:
             with torch.autocast("cuda", dtype=BF16, enabled=autocast):
                 loss = ll.linear_cross_entropy(hidden, head, labels, memory_budget=budget)
-            (loss if upstream is None else loss * upstream).backward()
+            torch.autograd.grad(loss if upstream is None else loss * upstream, [hidden, head.weight])
 
         return step
 
     return build
+
+
+def explained(shape: tuple[int, int, int], dtype: torch.dtype = BF16, autocast: bool = False) -> Callable[[], str]:
+    """`ll.explain` of `loss_of`."""
+
+    def said() -> str:
+        with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+            return str(ll.explain(*_made(*shape, dtype), loss=True))
+
+    return said
 
 
 def stats_of(
@@ -117,7 +128,7 @@ NOT_ROWS = (
     Call("loss-default", "loss + gradients, default budget", LLAMA_SHAPE, loss_of(LLAMA_SHAPE)),
     Call("loss-qwen-default", "the same", (8192, 4096, 151_936), loss_of((8192, 4096, 151_936))),
     Call("autocast", "loss + gradients, fp32 weights under autocast", LLAMA_SHAPE,
-         loss_of(LLAMA_SHAPE, FP32, autocast=True)),
+         loss_of(LLAMA_SHAPE, FP32, autocast=True), explained=explained(LLAMA_SHAPE, FP32, autocast=True)),
     Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16)),
     Call("upstream", "loss + gradients, upstream 1/8", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, budget=GIB, upstream=0.125)),
     Call("odd-loss", "loss + gradients, V = 50,257", GPT2, loss_of(GPT2, budget=GIB)),

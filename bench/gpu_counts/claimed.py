@@ -1,6 +1,7 @@
-"""A device that is not there: tensors without numbers that claim to be on CUDA, and all that is asked of it recorded.
+"""A device that is not there: tensors that claim to be on CUDA, and all that is asked of it recorded.
 
-torch's and Triton's own code decides everything else: which operators run, and how a launch is specialised.
+They have no numbers, or live on a CPU where Triton's interpreter runs the kernels. torch's and Triton's own code
+decides everything else: which operators run, and how a launch is specialised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.fx.experimental import _config as symbolic
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
+from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 from bench.gpu_counts.kernels import Argument, Launch
@@ -40,17 +43,15 @@ class Generator:
 _GENERATOR = torch.Generator
 
 
-def _home(x: Any) -> Any:
-    """The device that a tensor lives on, for one that it says it is on."""
-    return "meta" if str(x).startswith("cuda") and isinstance(x, str | torch.device) else x
-
-
 class Claims(TorchFunctionMode):
-    """What Python asks of tensors: they say that they are on CUDA, and every number that is read from them is 1."""
+    """What Python asks of tensors: they say that they are on CUDA; where they have no numbers, every one is 1.
 
-    def __init__(self, recording: Recording) -> None:
+    home: where they live, "meta" or "cpu".
+    """
+
+    def __init__(self, recording: Recording, home: str) -> None:
         super().__init__()
-        self.recording = recording
+        self.recording, self.home = recording, home
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -63,20 +64,27 @@ class Claims(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "get_device":
             return 0
+        if func is torch.device:
+            return func(*args, **kwargs)
         if name in ASKS:
-            return self.answer(name, args)
-        args = tuple(_home(x) for x in args)
-        if "device" in kwargs:
-            kwargs["device"] = _home(kwargs["device"])
-        kwargs.pop("pin_memory", None)
+            self.recording.add(Wait(f"{name} at {_caller()}"))
+            return func(*args, **kwargs) if self.home == "cpu" else self.answer(name, args[0])
+        if name == "cuda":
+            return args[0]
+        if name == "pin_memory":
+            return args[0]
+        args = tuple(self.at_home(x) for x in args)
+        kwargs = {key: self.at_home(x) for key, x in kwargs.items() if key != "pin_memory"}
         if kwargs.get("out_dtype") is not None:
             return self.wide(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def answer(self, name: str, args: Any) -> Any:
+    def at_home(self, x: Any) -> Any:
+        """The device that a tensor lives on, for one that it says it is on."""
+        return self.home if isinstance(x, str | torch.device) and str(x).startswith("cuda") else x
+
+    def answer(self, name: str, x: Tensor) -> Any:
         """A number that the host asks for."""
-        x = args[0]
-        self.recording.add(Wait(f"{name} at {_caller()}"))
         if name == "nonzero":
             return x.new_empty(x.numel() - self.recording.ignored, x.dim(), dtype=torch.int64)
         if name == "cpu":
@@ -95,7 +103,11 @@ class Claims(TorchFunctionMode):
         self.recording.add(_product(a, b, dtype.itemsize, adds=func is torch.addmm))
         self.recording.quiet += 1
         try:
-            return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+            out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+            if self.home == "cpu":
+                exact = a.to(dtype) @ b.to(dtype)
+                out.copy_(exact + start[0] if start else exact)
+            return out
         finally:
             self.recording.quiet -= 1
 
@@ -252,23 +264,43 @@ def _cuda(capability: int, name: str, gib: float, processors: int, recording: Re
         "current_stream": lambda _=None: Stream(),
         "synchronize": lambda _=None: None,
         "mem_get_info": lambda _=None: (total, total),
+        "memory_allocated": lambda _=None: 0,
+        "max_memory_allocated": lambda _=None: 0,
+        "memory_reserved": lambda _=None: 0,
+        "reset_peak_memory_stats": lambda _=None: None,
+        "empty_cache": lambda: None,
         "Event": Event,
         "Stream": Stream,
     }
 
 
+def _plainly(launch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter's launch, which is to see where tensors live."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            launch(self, *args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def claimed(
-    capability: int = 90, name: str = "NVIDIA H200", gib: float = 141, processors: int = 132
+    capability: int = 90, name: str = "NVIDIA H200", gib: float = 141, processors: int = 132, home: str = "meta"
 ) -> Iterator[Recording]:
-    """While it lasts a device is there, as far as Python can tell; what is asked of it is in the recording."""
-    if not isinstance(triton.language.sum, JITFunction):
-        raise RuntimeError("bench.gpu_counts: expected Triton's compiler, got its interpreter; unset TRITON_INTERPRET")
+    """While it lasts a device is there, as far as Python can tell; what is asked of it is in the recording.
+
+    home: "meta", for tensors without numbers, or "cpu", where Triton's interpreter has to be on: kernels then run, and
+    of the recording only products and waits are whole.
+    """
+    if isinstance(triton.language.sum, JITFunction) != (home == "meta"):
+        expected = {"meta": "its compiler; unset TRITON_INTERPRET", "cpu": "its interpreter; set TRITON_INTERPRET=1"}
+        raise RuntimeError(f"bench.gpu_counts: home {home!r} wants Triton with {expected[home]}")
     recording = Recording()
     backward = BackwardCFunction.apply
 
     def again(self: Any, *args: Any) -> Any:
-        with Claims(recording):
+        with Claims(recording, home):
             return backward(self, *args)
 
     with ExitStack() as stack:
@@ -276,8 +308,12 @@ def claimed(
             stack.enter_context(patch.object(torch.cuda, attribute, value))
         stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(BackwardCFunction, "apply", again))
-        stack.enter_context(patch.object(JITFunction, "run", _recorder(recording)))
-        stack.enter_context(patch.object(triton.runtime.driver, "_active", Driver(capability)))
-        stack.enter_context(Operators(recording))
-        stack.enter_context(Claims(recording))
+        if home == "meta":
+            stack.enter_context(patch.object(JITFunction, "run", _recorder(recording)))
+            stack.enter_context(patch.object(triton.runtime.driver, "_active", Driver(capability)))
+            stack.enter_context(patch.object(symbolic, "meta_nonzero_assume_all_nonzero", True))  # of boolean indices
+            stack.enter_context(Operators(recording))
+        else:
+            stack.enter_context(patch.object(GridExecutor, "__call__", _plainly(GridExecutor.__call__)))
+        stack.enter_context(Claims(recording, home))
         yield recording

@@ -82,12 +82,14 @@ def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> R
             bare = list(recording.of(Product))
         recording.events = events
         before = recording.waits_before_products
+        said = call.explained() if call.explained else None
     return {
         "kind": "gpu-count", "call": call.name, "title": call.title, "shape": call.shape, "goal": call.goal,
         "launches": recording.launches,
         "kernels": Counter(x.name for x in recording.of(Launch)),
         "operators": Counter(x.name for x in recording.of(Operator)),
         "waits": [x.what for x in recording.of(Wait)], "waits_before_products": before,
+        "explained": said,
         "specialisations": len({x.key for x in recording.of(Launch)}), "first_in_capture": late,
         "converted_mb": sum(x.nbytes for x in recording.of(Operator) if x.converts) / 1e6,
         "products": [_product(p, many, machine) for p, many in Counter(recording.of(Product)).items()],

@@ -132,7 +132,7 @@ def per_processor(registers: int, warps: int, shared: int) -> int:
 
 def _block(arguments: dict[str, Any]) -> int:
     """Entries of a program's block: of rows, of a row, or of a flat tensor."""
-    return arguments.get("ROWS", 1) * arguments.get("BLOCK", arguments.get("GROUPS", 1))
+    return arguments.get("ROWS", 1) * arguments.get("BLOCK", arguments.get("GROUPS", 1)) * arguments.get("PLACES", 1)
 
 
 def _said(*command: str) -> str:

@@ -26,6 +26,7 @@ class Machine:
     processors: int = 132
     clock: float = 1.7e9  # Hz, while tensor cores are busy
     rate: float = 739e12  # flop a second of bf16 products in whole waves
+    rate_fp32: float = 50e12  # of fp32 products, without TF32
     bandwidth: float = 4.3e12  # bytes a second of memory
     shown: float = 0.4  # of a product's result, read and written: what the multiplying does not hide
     issued: float = 0.8  # of the instructions that a processor could issue
@@ -38,7 +39,8 @@ class Machine:
         for rows, columns, share in TILES:
             tiles = -(-p.rows // rows) * -(-p.columns // columns)
             waves = -(-tiles // self.processors)
-            seconds = waves * self.processors * 2 * rows * columns * p.depth / (self.rate * share)
+            rate = self.rate if p.operand == 2 else self.rate_fp32
+            seconds = waves * self.processors * 2 * rows * columns * p.depth / (rate * share)
             best = min(best, (tiles, waves, seconds), key=lambda found: found[2])
         return best
 
@@ -78,6 +80,9 @@ def traffic(launch: Launch) -> tuple[int, int]:
     def size(name: str) -> int:
         return a[name].dtype.itemsize
 
+    if launch.name == "accumulate_plain_slice":
+        rows = launch.grid[0] * a["ROWS"]
+        return rows * a["width"], rows * a["width"] * size("raw")
     if launch.name == "accumulate_slice":
         rows = launch.grid[0] * a["ROWS"]
         each = size("raw") * (1 + a["REF"]) * (1 + a["WRITE_BACK"])

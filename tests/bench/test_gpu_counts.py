@@ -17,13 +17,16 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 PROGRAM = """
 import json
+import torch
 from bench.gpu_counts.calls import CALLS
 from bench.gpu_counts.claimed import claimed
 from bench.gpu_counts.count import first_in_capture, recorded
 from bench.gpu_counts.kernels import Launch, compiled
-from bench.gpu_counts.recording import Operator, Wait
+from bench.gpu_counts.recording import Operator, Product, Wait
+from logitless.sample.rules import Rules
 
-HOT = {"accumulate_slice", "logits_grad_slice"}
+HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice"}
+COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen")
 found, kernels = {}, {}
 with claimed() as recording:
     for name, call in CALLS.items():
@@ -33,23 +36,29 @@ with claimed() as recording:
             "launches": recording.launches,
             "waits": len(list(recording.of(Wait))),
             "late": late,
-            "converted": sum(x.nbytes for x in recording.of(Operator) if x.converts) / 1e6,
+            "converted": [x.nbytes / 1e6 for x in recording.of(Operator) if x.converts and x.nbytes > 1e8],
+            "largest_operator": max(x.nbytes / 1e6 for x in recording.of(Operator)),
+            "kernels": [x.name for x in recording.of(Launch)],
+            "explained": call.explained() if call.explained else "",
         }
         for launch in recording.of(Launch):
-            if name in ("loss", "values") and launch.name in HOT and f"{name} {launch.name}" not in kernels:
+            if name in COMPILED and launch.name in HOT and f"{name} {launch.name}" not in kernels:
                 kernels[f"{name} {launch.name}"] = compiled(launch).record()
-print(json.dumps({"calls": found, "kernels": kernels}))
+    recording.events.clear()
+    Rules(top_p=0.9).kept(torch.empty(50_257, device="cuda"), torch.empty((), device="cuda"))
+    nucleus = sorted({x.name for x in recording.of(Operator)})
+print(json.dumps({"calls": found, "kernels": kernels, "nucleus": nucleus}))
 """
 
 # kernel: registers, instructions an entry, barriers a block
 KERNELS = {
-    "loss accumulate_slice": (48, 29.0, 6),
-    "loss logits_grad_slice": (38, 21.5, 1),
-    "values accumulate_slice": (78, 31.0, 8),
+    "loss accumulate_plain_slice": (48, 9.0, 0),
+    "loss logits_grad_slice": (38, 11.5, 1),
+    "values accumulate_plain_slice": (64, 11.0, 0),
 }
 LAUNCHES = {
-    "loss": 75, "loss-qwen": 166, "values": 29, "values-qwen": 50, "frozen": 101, "ppo": 364, "sample": 21,
-    "loss-default": 217, "autocast": 260, "fp16": 240, "upstream": 77,
+    "loss": 71, "loss-qwen": 233, "values": 31, "values-qwen": 58, "frozen": 101, "ppo": 363, "sample": 21,
+    "loss-default": 69, "autocast": 80, "fp16": 323, "upstream": 71, "odd-loss": 42, "max-logit": 22, "top-20": 23,
 }  # fmt: skip
 WAITS = 1  # of any call
 
@@ -75,6 +84,48 @@ def test_hot_kernels_stay_as_lean(found, name):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_do_not_grow(found, name):
     assert found["calls"][name]["launches"] <= LAUNCHES[name]
+
+
+def test_a_vocabulary_of_any_size_is_read_and_written_in_wide_vectors(found):
+    """50,257 entries: the tile is padded, not the head."""
+    for name in ("accumulate_plain_slice", "logits_grad_slice"):
+        kernel = found["kernels"][f"odd-loss {name}"]
+        assert kernel["loads"]["128"] >= 4, name
+    assert found["kernels"]["odd-loss logits_grad_slice"]["stores"] == {"128": 2}
+
+
+@pytest.mark.parametrize("name", ["max-logit accumulate_slice", "frozen accumulate_slice"])
+def test_a_processor_has_enough_warps_to_hide_memory(found, name):
+    kernel = found["kernels"][name]
+    assert kernel["per_processor"] * kernel["warps"] >= 16
+
+
+@pytest.mark.parametrize("name", ["loss", "values", "sample"])
+def test_a_graph_needs_no_kernel_that_other_numbers_of_tokens_have_not_compiled(found, name):
+    assert found["calls"][name]["late"] == []
+
+
+def test_weights_are_converted_once_a_call(found):
+    """fp32 weights under autocast: read once in fp32, written once in bf16; what it takes is said."""
+    read_and_written = 128_256 * 4096 * (4 + 2) / 1e6
+    large = [x for x in found["calls"]["autocast"]["converted"] if x > 1000]
+    assert large == [pytest.approx(read_and_written)]
+    assert "1002.0 MiB of these a converted copy of the head" in found["calls"]["autocast"]["explained"]
+
+
+def test_an_fp16_heads_copy_in_fp32_stays_within_the_budget(found):
+    assert max(found["calls"]["fp16"]["converted"]) < 1.5 * 1074  # read in fp16, written in fp32
+
+
+@pytest.mark.parametrize("name", ["loss", "upstream"])
+def test_the_heads_gradient_is_scaled_and_rounded_in_one_sweep(found, name):
+    assert found["calls"][name]["largest_operator"] < 100
+    assert found["calls"][name]["kernels"].count("scaled") == 2  # of hidden's, of the head's
+
+
+def test_a_nucleus_is_summed_in_the_same_order_every_time(found):
+    assert "bincount" not in found["nucleus"]
+    assert "index_put_" in found["nucleus"]
 
 
 def test_the_host_waits_once_a_call(found):

@@ -8,7 +8,7 @@ from .backends.base import Accumulated, Chunk, Tile
 from .backends.eager.topk import keep_topk
 from .backends.load import load
 from .backends.logits import exp_
-from .backends.rows import dot, scatter, weighted
+from .backends.rows import add_at, dot, scatter, weighted
 from .call.call import Call
 from .call.choice import CANDIDATES
 from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
@@ -44,6 +44,7 @@ __all__ = [
     "Tile",
     "TokenStats",
     "VocabShard",
+    "add_at",
     "at_a_time",
     "best_of_all",
     "capturing",
