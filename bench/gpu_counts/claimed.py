@@ -29,6 +29,10 @@ from bench.gpu_counts.recording import Operator, Product, Recording, Wait
 
 CUDA = torch.device("cuda", 0)
 ASKS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "equal")
+ASKED: dict[Any, Any] = {
+    Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False,
+    Tensor.is_meta.__get__: False,
+}  # fmt: skip
 PRODUCTS = ("mm", "addmm", "addmm_", "mv", "addmv_", "bmm")
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "lift_fresh")
 
@@ -55,12 +59,8 @@ class Claims(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        answers = {
-            Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False,
-            Tensor.is_meta.__get__: False,
-        }  # fmt: skip
-        if func in answers:
-            return answers[func]
+        if func in ASKED and self.lives_at_home(args[0]):
+            return ASKED[func]
         name = getattr(func, "__name__", "")
         if name == "get_device":
             return 0
@@ -78,6 +78,10 @@ class Claims(TorchFunctionMode):
         if kwargs.get("out_dtype") is not None:
             return self.wide(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def lives_at_home(self, x: Tensor) -> bool:
+        """Whether it is one of those that claim; a meta tensor among those of a CPU stands for nothing else."""
+        return self.home == "meta" or x.device.type == "cpu"
 
     def at_home(self, x: Any) -> Any:
         """The device that a tensor lives on, for one that it says it is on."""
@@ -203,6 +207,13 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
+class OnDevice(nullcontext[None]):
+    """With a device as the current one."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+
 class Driver:
     """Triton's view of the device."""
 
@@ -213,7 +224,7 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # Triton keeps what it has compiled by device
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -259,7 +270,9 @@ def _cuda(capability: int, name: str, gib: float, processors: int, recording: Re
         "get_device_name": lambda _=None: name,
         "get_device_properties": lambda _=None: properties,
         "is_current_stream_capturing": lambda: recording.capturing,
-        "device": lambda _: nullcontext(),
+        "device": OnDevice,
+        "set_device": lambda _: None,
+        "_lazy_init": lambda: None,
         "stream": lambda _: nullcontext(),
         "current_stream": lambda _=None: Stream(),
         "synchronize": lambda _=None: None,

@@ -63,7 +63,8 @@ def sample_tokens(
     has its row, still in the buffer, read again, with no GEMM: nothing is approximate. Without rules noise is made in
     full for those entries only that it can lift above the best ones.
     Returns a SampleRecord of shape (...). Raises ShapeError, DtypeError, DeviceError, OptionError, NotFiniteError.
-    Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
+    Memory: whole rows of a few tokens within the budget (256 MiB unless given, up to 1 GiB on a GPU), or of one; then
+    O(N·keep).
     """
     rules = on_all(head, lambda: Rules(top_k, top_p, min_p))
     return draw_tokens(
