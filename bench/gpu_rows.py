@@ -127,8 +127,8 @@ def errors_of(expected: Tensors, got: Tensors) -> dict[str, float]:
 def bare_gemms(row: Row, t: Tensors) -> Step:
     """The row's products in slices of the memory budget, fp32 results into a reused buffer, and nothing else.
 
-    In the order that such a call needs: whole rows for a trainable head or two heads, of as many tokens as fill the device
-    best, else slices of the vocabulary for up to 4,096 tokens.
+    In the order that such a call needs: whole rows for a trainable head or two heads, of as many tokens as fill the
+    device best, else slices of the vocabulary for up to 4,096 tokens.
     """
     narrow = operand_dtype(t["hidden"], t["weight"].dtype, torch.float32)
     t = {k: x.detach().to(narrow) if x.is_floating_point() else x for k, x in t.items()}

@@ -126,7 +126,7 @@ GPT2 = 4096, 768, 50_257
 GIB = 1 << 30
 NOT_ROWS = (
     Call("loss-default", "loss + gradients, default budget", LLAMA_SHAPE, loss_of(LLAMA_SHAPE)),
-    Call("loss-qwen-default", "the same", (8192, 4096, 151_936), loss_of((8192, 4096, 151_936))),
+    Call("loss-qwen-default", "loss + gradients, default budget", (8192, 4096, 151_936), loss_of((8192, 4096, 151_936))),
     Call("autocast", "loss + gradients, fp32 weights under autocast", LLAMA_SHAPE,
          loss_of(LLAMA_SHAPE, FP32, autocast=True), explained=explained(LLAMA_SHAPE, FP32, autocast=True)),
     Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16)),
