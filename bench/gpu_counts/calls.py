@@ -11,7 +11,7 @@ from torch import Tensor
 
 import logitless as ll
 from bench.cases import Tensors
-from bench.gpu_rows import LLAMA, ROWS, Row, bare_gemms, ours
+from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOALS = {"loss": 1.06, "loss-qwen": 1.10, "values": 1 / 0.88, "values-qwen": 1 / 0.88, "frozen": 1.12, "sample": 1.2}
@@ -122,11 +122,12 @@ def stats_of(
 
 
 LLAMA_SHAPE = LLAMA.tokens, LLAMA.hidden, LLAMA.vocab
+QWEN_SHAPE = QWEN.tokens, QWEN.hidden, QWEN.vocab
 GPT2 = 4096, 768, 50_257
 GIB = 1 << 30
 NOT_ROWS = (
     Call("loss-default", "loss + gradients, default budget", LLAMA_SHAPE, loss_of(LLAMA_SHAPE)),
-    Call("loss-qwen-default", "loss + gradients, default budget", (8192, 4096, 151_936), loss_of((8192, 4096, 151_936))),
+    Call("loss-qwen-default", "loss + gradients, default budget", QWEN_SHAPE, loss_of(QWEN_SHAPE)),
     Call("autocast", "loss + gradients, fp32 weights under autocast", LLAMA_SHAPE,
          loss_of(LLAMA_SHAPE, FP32, autocast=True), explained=explained(LLAMA_SHAPE, FP32, autocast=True)),
     Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16)),

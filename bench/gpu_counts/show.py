@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Record = dict[str, Any]
+SHOWN = 2  # calls that are named beside a kernel
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -112,7 +113,7 @@ def _kernel_row(r: Record, every: list[Record]) -> list[str]:
     return [
         f"`{r['kernel']}`",
         " ".join(f"{name}={x}" if x is not True else name for name, x in r["switches"].items()),
-        ", ".join(r["calls"]),
+        ", ".join(r["calls"][:SHOWN]) + (f" and {len(r['calls']) - SHOWN} more" if len(r["calls"]) > SHOWN else ""),
         str(r["warps"]),
         " / ".join(str(x["registers"]) for x in by_device.values()),
         " / ".join(str(x["spills"]) for x in by_device.values()),

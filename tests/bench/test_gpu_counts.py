@@ -26,7 +26,7 @@ from bench.gpu_counts.recording import Operator, Product, Wait
 from logitless.sample.rules import Rules
 
 HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice"}
-COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen")
+COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "ppo")
 found, kernels = {}, {}
 with claimed() as recording:
     for name, call in CALLS.items():
@@ -94,10 +94,14 @@ def test_a_vocabulary_of_any_size_is_read_and_written_in_wide_vectors(found):
     assert found["kernels"]["odd-loss logits_grad_slice"]["stores"] == {"128": 2}
 
 
-@pytest.mark.parametrize("name", ["max-logit accumulate_slice", "frozen accumulate_slice"])
+@pytest.mark.parametrize("name", ["max-logit", "frozen", "frozen-kl", "ppo"])
 def test_a_processor_has_enough_warps_to_hide_memory(found, name):
-    kernel = found["kernels"][name]
+    kernel = found["kernels"][f"{name} accumulate_slice"]
     assert kernel["per_processor"] * kernel["warps"] >= 16
+
+
+def test_nothing_spills(found):
+    assert {name: x["spills"] for name, x in found["kernels"].items() if x["spills"] or x["stack"]} == {}
 
 
 @pytest.mark.parametrize("name", ["loss", "values", "sample"])

@@ -182,7 +182,7 @@ def fused_slices_of(
         tokens = _tokens_in_waves(n_tokens, most, hidden, processors) if processors else _even_blocks(n_tokens, most)
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, room // tiles // 64)))
-    most = min(vocab_size, FUSED_WIDTH if bases else vocab_size)
+    most = min(vocab_size, FUSED_WIDTH // heads if bases else vocab_size)
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
     width = max(1, min(most, room // (tiles * tokens + converted)))

@@ -69,9 +69,9 @@ class Running:
         """The kernel's sizes, by the registers that it takes; weights: whether it writes some."""
         if self.lean:
             return "plain"
-        if weights and self.chunk.reference is None:
+        if weights:
             return "basis"
-        return "best" if self.topk.in_kernel and not weights else "accumulate"
+        return "best" if self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
 
     def is_lean(self, keep: str | None) -> bool:
         """Whether the kernel for plain heads has all that is asked for."""
@@ -393,7 +393,8 @@ class TritonBackend(Backend):
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""
         out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-        if out.stride() != x.stride():  # of a tensor with gaps
+        truncates = x.device.type == "cpu" and dtype == torch.bfloat16 != x.dtype  # as the interpreter does, no GPU
+        if truncates or out.stride() != x.stride():  # or a tensor with gaps
             return super().scaled(x, factor, dtype)
         with on(x.device):
             programs = max(1, min(1024, triton.cdiv(x.numel(), 4096)))
