@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .stats import STATISTICS, bases_of, sums_of
 
@@ -199,7 +199,7 @@ def sparse_slices(slices: Slices, width: int, vocab_size: int, hidden_size: int,
     """
     width = min(width, slices.width)
     each = 3 * itemsize * hidden_size + SLICE_SHARE * -(-vocab_size // width)
-    return Slices(slices.tokens, width, slices.nbytes + slices.tokens * each)
+    return replace(slices, width=width, nbytes=slices.nbytes + slices.tokens * each)
 
 
 def aligned(width: int) -> int:
