@@ -40,15 +40,6 @@ def test_a_profile(options):
     assert real["allocated_peak_bytes"] > 0
 
 
-def test_training_in_bf16(tmp_path):
-    found = on_cuda(
-        *("logitless.cli", "train", "--model", "tiny", "--context-length", 16, "--batch-size", 1, "--max-steps", 1),
-        *("--loss", "logitless", "--json", "-", "--output-dir", tmp_path / "run", "--device", "cuda"),
-        *("--dtype", "bfloat16"),
-    )
-    assert json.loads(found)
-
-
 def test_memory_of_soft_tokens(tmp_path):
     out = tmp_path / "grade.jsonl"
     sizes = ("--hidden", 64, "--vocab", 301, "--steps", 2)
