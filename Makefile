@@ -22,7 +22,7 @@ endef
 
 .PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
 	test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers \
-	test-browser lint docs wheel-test bench clean
+	test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -120,6 +120,11 @@ docs: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m bench.run
+
+# What a GPU would be asked for, counted without one, and the page of it.
+gpu-counts: .venv/dev.stamp
+	PYTHONPATH=src:. $(BIN)/python -m bench.gpu_counts --out bench/results/gpu_counts.jsonl
+	$(BIN)/python -m docs.tables
 
 # The wheel itself, installed beside the same dependencies, with the source tree out of reach.
 wheel-test: .venv/dev.stamp

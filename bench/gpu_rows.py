@@ -11,6 +11,7 @@ from torch import Tensor
 import logitless as ll
 from bench import peers
 from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
+from logitless.algebra.costs import fused_slices_of
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
 
 MIB = 1 << 20
@@ -126,14 +127,19 @@ def errors_of(expected: Tensors, got: Tensors) -> dict[str, float]:
 def bare_gemms(row: Row, t: Tensors) -> Step:
     """The row's products in slices of the memory budget, fp32 results into a reused buffer, and nothing else.
 
-    In the order that such a call needs: whole rows of some tokens for a trainable head or two heads, else slices of the
-    vocabulary for up to 4,096 tokens.
+    In the order that such a call needs: whole rows for a trainable head or two heads, of as many tokens as fill the
+    device best, else slices of the vocabulary for up to 4,096 tokens.
     """
     narrow = operand_dtype(t["hidden"], t["weight"].dtype, torch.float32)
     t = {k: x.detach().to(narrow) if x.is_floating_point() else x for k, x in t.items()}
     if "weight" in row.case.wrt or "ref_weight" in row.case.takes:
         return _by_tokens(row, t, narrow)
     return _by_entries(row, t, narrow)
+
+
+def processors(device: torch.device) -> int:
+    """How many the device has, 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def _slopes(case: Case, z: Tensor, narrow: torch.dtype) -> Tensor:
@@ -145,8 +151,8 @@ def _by_tokens(row: Row, t: Tensors, narrow: torch.dtype) -> Step:
     case, device = row.case, t["hidden"].device
     n, v = t["hidden"].shape[0], t["weight"].shape[0]
     heads = 1 + ("ref_weight" in case.takes)
-    most = max(1, row.budget // (4 * v * heads))
-    tokens = -(-n // -(-n // most))
+    sizes = {"budget": row.budget, "heads": heads, "whole": True, "hidden": t["hidden"].shape[1]}
+    tokens = fused_slices_of(n, v, **sizes, processors=processors(device)).tokens
     buffers = [torch.empty(tokens, v, device=device) for _ in range(heads)]
     slopes = _slopes(case, buffers[0], narrow)
     d_weight = torch.empty(t["weight"].shape, device=device) if "weight" in case.wrt else None

@@ -115,7 +115,12 @@ def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
     before = copy.deepcopy(kept)
     blocks, warps = ((256, 512), (4,)) if tiny else (BLOCKS, WARPS)
     try:
-        steps = {"accumulate": trial.values(), "logits_grad": trial.loss(), "look": trial.values(want=("jsd",))}
+        steps = {
+            "plain": trial.values(),
+            "accumulate": trial.values(want=("logprob", "entropy", "rank")),
+            "logits_grad": trial.loss(),
+            "look": trial.values(want=("jsd",)),
+        }
         for name, step in steps.items():
             print(f"  {name}", flush=True)
             sizes = ({"block": b, "warps": w} for b, w in product(blocks, warps))

@@ -14,7 +14,7 @@ from typing import Any
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
 from bench.sampling import table as sampling_table
-from docs import long_tables
+from docs import gpu_tables, long_tables
 from docs.grade_tables import grade
 from docs.markdown import grid
 from docs.peers_table import peers
@@ -248,6 +248,7 @@ PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "long_steps.md": ("long_steps.jsonl", long_tables.steps),
     "nsa.md": ("nsa.jsonl", long_tables.sparse),
     "long_run.md": ("long_run.jsonl", long_tables.run),
+    "gpu_counts.md": ("gpu_counts.jsonl", gpu_tables.counts),
 }
 
 

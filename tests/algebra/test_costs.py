@@ -8,12 +8,15 @@ from logitless.algebra.costs import (
     ALIGNED,
     FUSED_WIDTH,
     MIB,
+    copied,
     dense_loss_bytes,
     fused_slices_of,
     gemm_flop,
+    gpu_budget,
     logits_bytes,
     price_of,
     slices_of,
+    waves,
 )
 
 GIB = 1 << 30
@@ -99,11 +102,11 @@ def test_wide_slices_keep_the_tokens_and_the_budget(n, budget, device):
     converted=st.integers(0, 10**4),
     whole=st.booleans(),
     streamed=st.sampled_from([0, 32 * MIB]),
+    processors=st.sampled_from([0, 132]),
 )
-def test_slices_of_kernels_keep_to_the_budget(n, v, budget, heads, bases, converted, whole, streamed):
-    s = fused_slices_of(
-        n, v, budget=budget, heads=heads, bases=bases, converted=converted, whole=whole, streamed=streamed
-    )
+def test_slices_of_kernels_keep_to_the_budget(n, v, budget, heads, bases, converted, whole, streamed, processors):
+    sizes = {"heads": heads, "bases": bases, "converted": converted, "whole": whole, "streamed": streamed}
+    s = fused_slices_of(n, v, budget=budget, **sizes, processors=processors, hidden=4096)
     assert 1 <= s.tokens <= n
     assert 1 <= s.width <= v
     tiles = heads + max(0, bases - 1)
@@ -120,3 +123,27 @@ def test_slices_of_kernels_at_the_sizes_of_a_real_head():
     assert fused_slices_of(4096, 128_256, budget=256 * MIB).width == 16_384
     assert fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1).width == FUSED_WIDTH
     assert fused_slices_of(4096, 128_256, budget=256 * MIB, streamed=32 * MIB).width == 2048
+
+
+def test_sizes_on_a_gpu_fill_its_processors():
+    h200 = {"processors": 132, "hidden": 4096}
+    assert fused_slices_of(4096, 128_256, budget=1024 * MIB, whole=True, **h200).tokens == 2048
+    qwen = fused_slices_of(8192, 151_936, budget=1024 * MIB, whole=True, **h200)
+    assert qwen.tokens == 1024  # 128 blocks of a product with the head, where 1,664 tokens make 208: two waves
+    assert waves(1024, 4096, 132) == 1
+    assert waves(1664, 4096, 132) == 2
+    narrow = fused_slices_of(131_072, 151_936, budget=1024 * MIB, whole=True, processors=132, hidden=2560)
+    assert narrow.tokens == 1664
+    streamed = fused_slices_of(4096, 128_256, budget=1024 * MIB, **h200)
+    assert streamed.width % 256 == 0
+    assert 2 * streamed.width >= 128_256
+    assert fused_slices_of(64, 151_936, budget=256 * MIB, whole=True, **h200).tokens == 64
+
+
+def test_the_default_budget_of_a_gpu_is_a_share_of_its_memory():
+    assert [gpu_budget(gib * GIB) // MIB for gib in (8, 24, 80, 141)] == [256, 384, 1024, 1024]
+
+
+def test_a_heads_copy_leaves_room_for_slices():
+    assert copied(300, 200) == 200
+    assert copied(300, 201) == 0

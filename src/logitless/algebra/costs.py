@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .stats import STATISTICS, bases_of, sums_of
 
 MIB = 1 << 20
 DEFAULT_BUDGET = 256 * MIB
+GPU_BUDGET = 1024 * MIB  # the default where it is at most GPU_SHARE of a device's memory
+GPU_SHARE = 1 / 64
+COPIED = 2 / 3  # of a budget, that a head's copy in the dtype that it multiplies in may take
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
@@ -17,7 +20,8 @@ FUSED_WIDTH = 8192  # entries of a row that one program of a kernel holds
 SLICE_SHARE = 48  # bytes for each token and slice while a sparse backward decides: sums, order, ids
 ALIGNED = 16  # entries, to which a kernel's slices are padded
 DEQUANTISED = 3  # hidden widths of a slice of a quantised head: its rows, and what decoding them takes
-GEMM_ROWS = 128  # tokens of a product that a GPU computes as one block
+GEMM_ROWS, GEMM_COLUMNS = 128, 256  # of a product, that a processor of a GPU computes as one block
+REWRITTEN = 550  # flop for whose time a number of the head's gradient is read and written once more
 ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the pass
 
 
@@ -78,11 +82,26 @@ def price_of(
 
 @dataclass(frozen=True)
 class Slices:
-    """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes."""
+    """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes.
+
+    copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
+    converted whenever it is read.
+    """
 
     tokens: int
     width: int
     nbytes: int
+    copied: int = 0
+
+
+def gpu_budget(memory: int) -> int:
+    """The bytes of slices that a call gets by default on a GPU with so many bytes of memory."""
+    return max(DEFAULT_BUDGET, min(GPU_BUDGET, int(memory * GPU_SHARE)))
+
+
+def copied(budget: int, copies: int) -> int:
+    """`copies` bytes where they leave room for slices in the budget, else 0."""
+    return copies if copies <= COPIED * budget else 0
 
 
 def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) -> int:
@@ -143,12 +162,14 @@ def fused_slices_of(
     converted: int = 0,
     whole: bool = False,
     streamed: int = 0,
+    processors: int = 0,
+    hidden: int = 1,
 ) -> Slices:
     """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
 
     bases: products that accumulate on the way, whose weights lie over the slice, a second one's beside it;
-    streamed: bytes of a slice that is not kept, such as fit a cache, 0 for as many as the budget; the rest as
-    `slices_of`.
+    streamed: bytes of a slice that is not kept, such as fit a cache, 0 for as many as the budget; processors: of the
+    GPU, where sizes are to fill it, 0 elsewhere; hidden: the hidden size; the rest as `slices_of`.
     """
     room = max(1, budget // itemsize)
     tiles = heads + max(0, bases - 1)
@@ -157,14 +178,17 @@ def fused_slices_of(
         if converted:
             width = min(vocab_size, max(ALIGNED, room // (4 * converted) // ALIGNED * ALIGNED))
         row = tiles * -(-vocab_size // width) * aligned(width)
-        tokens = _even_blocks(n_tokens, max(1, (room - converted * width) // row))
+        most = max(1, (room - converted * width) // row)
+        tokens = _tokens_in_waves(n_tokens, most, hidden, processors) if processors else _even_blocks(n_tokens, most)
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, room // tiles // 64)))
-    most = min(vocab_size, FUSED_WIDTH if bases else vocab_size)
+    most = min(vocab_size, FUSED_WIDTH // heads if bases else vocab_size)
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
     width = max(1, min(most, room // (tiles * tokens + converted)))
     width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
+    if processors and not bases:
+        width = _width_in_waves(tokens, width, vocab_size, processors)
     return Slices(tokens, width, itemsize * (tiles * tokens * aligned(width) + converted * width))
 
 
@@ -175,7 +199,7 @@ def sparse_slices(slices: Slices, width: int, vocab_size: int, hidden_size: int,
     """
     width = min(width, slices.width)
     each = 3 * itemsize * hidden_size + SLICE_SHARE * -(-vocab_size // width)
-    return Slices(slices.tokens, width, slices.nbytes + slices.tokens * each)
+    return replace(slices, width=width, nbytes=slices.nbytes + slices.tokens * each)
 
 
 def aligned(width: int) -> int:
@@ -188,6 +212,43 @@ def _even_blocks(n_tokens: int, most: int) -> int:
     tokens = _even(n_tokens, most)
     blocks = -(-tokens // GEMM_ROWS) * GEMM_ROWS
     return blocks if tokens > GEMM_ROWS and blocks <= min(most, n_tokens) else tokens
+
+
+def waves(rows: int, columns: int, processors: int) -> int:
+    """How often all of a GPU's processors compute a block each of a product, the last time mostly not all."""
+    blocks = -(-rows // GEMM_ROWS) * -(-columns // GEMM_COLUMNS)
+    return -(-blocks // processors)
+
+
+def _tokens_in_waves(n_tokens: int, most: int, hidden: int, processors: int) -> int:
+    """The chunk of at most `most` tokens whose two products of backward take the least time together.
+
+    That of the hidden states has few blocks, so they should fill the processors; that of the head is added to what the
+    chunks before gave, so the fewer of them the better. Both times are over the vocabulary's.
+    """
+
+    def cost(tokens: int) -> int:
+        chunks, last = divmod(n_tokens, tokens)
+        filled = chunks * waves(tokens, hidden, processors) + (waves(last, hidden, processors) if last else 0)
+        return filled * processors * 2 * GEMM_ROWS * GEMM_COLUMNS + (chunks + bool(last)) * REWRITTEN * hidden
+
+    sizes = range(GEMM_ROWS, min(most, n_tokens) + 1, GEMM_ROWS)
+    return min(reversed(sizes), key=cost) if sizes and n_tokens > most else min(n_tokens, most)
+
+
+def _width_in_waves(tokens: int, most: int, vocab_size: int, processors: int) -> int:
+    """The width of at most `most` entries, three quarters of them at least, whose slices take the fewest waves.
+
+    What a slice costs beside its product's waves is about a quarter of one.
+    """
+
+    def cost(width: int) -> float:
+        slices, last = divmod(vocab_size, width)
+        filled = slices * waves(tokens, width, processors) + (waves(tokens, last, processors) if last else 0)
+        return filled + (slices + bool(last)) / 4
+
+    sizes = range(GEMM_COLUMNS * -(-3 * most // (4 * GEMM_COLUMNS)), most + 1, GEMM_COLUMNS)
+    return min((most, *reversed(sizes)), key=cost) if most < vocab_size else most
 
 
 def _even(n_tokens: int, most: int) -> int:

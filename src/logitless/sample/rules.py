@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..algebra import rules
-from ..vocab.face import exp_
+from ..vocab.face import add_at, exp_
+
+NOTHING = 0x7F80  # the bin of -inf, bf16 bits of infinity
 
 
 class Kept(NamedTuple):
@@ -50,8 +52,9 @@ class Rules(rules.Rules):
 def _nucleus(x: Tensor, p: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """The entries, best first, before which there is less than `share` of p; and how much of it they have."""
     bins = x.abs().bfloat16().view(torch.int16)  # bits are in the order of their numbers
-    total = torch.bincount(bins, weights=p.double()).cumsum_(0)
-    last = int(torch.searchsorted(total, share).clamp(max=total.numel() - 1))
+    shares = p.new_zeros(NOTHING + 1, dtype=torch.float64)
+    total = add_at(shares, bins.long().clamp_(max=NOTHING), p.double()).cumsum_(0)
+    last = int(torch.searchsorted(total, share).clamp(max=NOTHING))
     mask = torch.empty_like(bins)  # of numbers: comparisons that give booleans take six times as long
     inside = _where(torch.eq(bins, last, out=mask))
     order = inside[x[inside].sort(descending=True, stable=True).indices]

@@ -18,6 +18,7 @@ from ..vocab.face import (
     Noise,
     Pass,
     capturing,
+    default_budget,
     first_on_all,
     flatten,
     full_precision,
@@ -63,7 +64,8 @@ def sample_tokens(
     has its row, still in the buffer, read again, with no GEMM: nothing is approximate. Without rules noise is made in
     full for those entries only that it can lift above the best ones.
     Returns a SampleRecord of shape (...). Raises ShapeError, DtypeError, DeviceError, OptionError, NotFiniteError.
-    Memory: whole rows of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
+    Memory: whole rows of a few tokens within the budget (256 MiB unless given, up to 1 GiB on a GPU), or of one; then
+    O(N·keep).
     """
     rules = on_all(head, lambda: Rules(top_k, top_p, min_p))
     return draw_tokens(
@@ -126,7 +128,7 @@ def draw_tokens(
 def _halved(call: Call, retained: int) -> tuple[Call, int]:
     """The call with half of its budget, and the other half, for rows that are read again."""
     options = call.options
-    budget = max(1, options.memory_budget // 2)
+    budget = max(1, (options.memory_budget or default_budget(call.inputs.hidden.device)) // 2)
     want = (*options.want, "mean_logit") if load(options.backend).sums_logits_anyway else options.want
     return replace(call, options=replace(options, memory_budget=budget, top_k=retained, want=want)), budget
 

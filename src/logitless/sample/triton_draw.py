@@ -105,7 +105,14 @@ class _Look:
         self.common = (*rows, noisy, places, self.sums, lives)
         if n:
             kernels.look_for_tokens[(n, self.parts)](
-                *self.common, width, self.parts, blocks * BLOCK, NOISE=alone, BLOCK=BLOCK, enable_fp_fusion=False
+                *self.common,
+                width,
+                self.parts,
+                blocks * BLOCK,
+                NOISE=alone,
+                BLOCK=BLOCK,
+                num_warps=8,
+                enable_fp_fusion=False,
             )
 
     def tokens(self, top_logits: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:

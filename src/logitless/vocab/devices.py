@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algebra.costs import DEFAULT_BUDGET, gpu_budget
+
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of statistics, losses and accumulated gradients: fp32, fp64 for fp64 inputs."""
@@ -30,6 +32,13 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     if hidden.dtype == torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes of slices where a call names none, by how much memory its device has in all."""
+    if device.type != "cuda":
+        return DEFAULT_BUDGET
+    return gpu_budget(torch.cuda.get_device_properties(device).total_memory)
 
 
 def capturing(x: Tensor) -> bool:

@@ -38,7 +38,7 @@ class Explanation:
     slices: Slices
     rank: int  # of the head's adapters together
     flop: int  # of all products with the vocabulary, of a sharded head with its rows here; or with a mask's entries
-    buffer_bytes: int  # slices, reused
+    buffer_bytes: int  # slices, reused, and `copied_bytes`
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     head_bytes: int  # its weight as it is stored, of a sharded head the rows here
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
@@ -47,6 +47,7 @@ class Explanation:
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
     entries: int | None = None  # of the sampling mask, where statistics are over it
+    copied_bytes: int = 0  # of the heads in the dtype that they multiply in, converted once
     passed_over: str = ""  # the backends that are preferred where they run and fit, and why this call gets another
 
     def __str__(self) -> str:
@@ -55,6 +56,7 @@ class Explanation:
         told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
+        once = f"{self.copied_bytes / mib:.1f} MiB of these a converted copy of the head, " if self.copied_bytes else ""
         held = self.head_bytes / mib
         head = f"a head of {held:.1f} MiB in {self.quantised}, dequantised slice by slice; " if self.quantised else ""
         why = f" ({self.passed_over})" if self.passed_over else ""
@@ -65,7 +67,7 @@ class Explanation:
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}{why}; {parts}; "
-            f"{self.buffer_bytes / mib:.1f} MiB of slices, {self.saved_bytes / mib:.1f} MiB saved for backward, "
+            f"{self.buffer_bytes / mib:.1f} MiB of slices, {once}{self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
             f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
         )
@@ -104,6 +106,7 @@ def explain(
         flop=price.gemms * gemm_flop(n, head.hidden_size, rows)
         + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
         buffer_bytes=slices.nbytes,
+        copied_bytes=slices.copied,
         saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
         head_bytes=head.weight.nbytes,
         gradient_bytes=_gradient_bytes(i, needs, itemsize),
@@ -111,7 +114,7 @@ def explain(
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
-        passed_over=passed_over(call.options.backend, hidden.device.type, compilable(hidden, head)),
+        passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head)),
     )
 
 

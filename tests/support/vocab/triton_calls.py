@@ -68,8 +68,15 @@ def one_kernel(device: str) -> AbstractContextManager[None]:
     return sizes(device, gemm=gemm)
 
 
-def no_kernel_for_slices() -> AbstractContextManager[Any]:
-    """The kernel that reads products from memory is not there."""
+@contextmanager
+def no_kernel_for_slices() -> Iterator[None]:
+    """The kernels that read products from memory are not there."""
+    with plain_kernel_alone(), patch.object(backend.plainly, "accumulate_plain_slice", None):
+        yield
+
+
+def plain_kernel_alone() -> AbstractContextManager[Any]:
+    """Of the kernels that read products from memory only the one for plain heads is there."""
     return patch.object(backend.accumulating, "accumulate_slice", None)
 
 

@@ -11,7 +11,7 @@ from logitless.vocab.call import choice, triton_support
 
 def on_a_gpu(monkeypatch, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
 def test_a_gpu_gets_triton(monkeypatch):
@@ -38,6 +38,14 @@ def test_an_old_gpu_gets_eager(monkeypatch):
     assert choice.choose(None, "cuda") == "eager"
     with pytest.raises(BackendError, match=r"8\.0 or more, got 7\.5"):
         choice.choose("triton", "cuda")
+
+
+def test_the_tensors_own_gpu_is_asked(monkeypatch):
+    on_a_gpu(monkeypatch)
+    capabilities = {0: (7, 5), 1: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    assert choice.choose(None, torch.device("cuda", 0)) == "eager"
+    assert choice.choose(None, torch.device("cuda", 1)) == "triton"
 
 
 def test_no_gpu_that_torch_sees():

@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algebra.costs import DEQUANTISED, Slices, slices_of, sparse_slices, tiles_of
+from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
+from ..devices import default_budget
 from ..head.lm_head import LMHead
+from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
-from .logits import FewRows, GivenLogits, Operands, Projection, cap_at, mask_labels, operand_dtype
+from .logits import FewRows, GivenLogits, Operands, Projection, cap_at, logits_grad_dtype, mask_labels, operand_dtype
 
+COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
 
 
@@ -104,42 +107,77 @@ class Backend(ABC):
         many products accumulate on the way; sparse: whether a backward pass may leave slices out.
         """
         options, i, compute = call.options, call.inputs, call.compute
+        demand, held = self.within(call, vocab_size, sparse)
         found = slices_of(
             n_tokens,
             vocab_size,
-            **self.demand(call),
+            **demand,
             whole=materialised,
             device=i.hidden.device.type,
             tiles=tiles_of(options.want, softcap=bool(call.head.softcap), top_k=options.top_k),
             wide=wide,
         )
+        found = replace(found, nbytes=found.nbytes + held, copied=held)
         if not sparse or options.sparse is None:
             return found
         width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
         return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)
 
-    def demand(self, call: Call) -> dict[str, int]:
-        """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths."""
+    def demand(self, call: Call, gradient: bool = False) -> dict[str, int]:
+        """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths.
+
+        gradient: whether the slices' gradient is formed, whose products may take another dtype than the logits'.
+        """
         i, compute = call.inputs, call.compute
         weights = [head.weight for head in (call.head, call.reference) if head is not None]
-        converted = sum(
-            w.shape[1]
-            for w in weights
-            if w.dtype != operand_dtype(i.hidden, w.dtype, compute) or call.options.autocast is not None
-        )
+        converted = sum(w.shape[1] for w in weights if converts(call, w))
+        wide = multiplied_dtype(call, call.head.weight)
+        converted += call.head.weight.shape[1] * (gradient and logits_grad_dtype(wide, compute) != wide)
         converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
         converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
         return {
-            "budget": call.options.memory_budget,
+            "budget": call.options.memory_budget or default_budget(i.hidden.device),
             "itemsize": compute.itemsize,
             "heads": len(weights) + (call.reference_rows is not None),
             "converted": converted,
         }
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        """x times a scalar tensor, in place."""
-        if factor.device.type != "cpu" or factor.item() != 1:
-            x.mul_(factor)
+    def within(self, call: Call, vocab_size: int, gradient: bool) -> tuple[dict[str, int], int]:
+        """`demand` of what a call's budget leaves for slices, and the bytes of the heads' copies, 0 where none stay.
+
+        Copies stay on a GPU, where a weight that is converted whenever it is read is so for every chunk, twice. A
+        budget of the call's own holds them; beside a default one they may take twice as much.
+        """
+        demand = self.demand(call, gradient)
+        if call.inputs.hidden.device.type not in COPIES:
+            return demand, 0
+        heads = (call.head, call.reference)
+        weights = [
+            x.weight for x in heads if x is not None and isinstance(x.weight, Tensor) and converts(call, x.weight)
+        ]
+        copies = sum(vocab_size * w.shape[1] * multiplied_dtype(call, w).itemsize for w in weights)
+        budget = demand["budget"]
+        held = copied(budget if call.options.memory_budget else budget + copies, copies)
+        if held:
+            demand["budget"] -= held if call.options.memory_budget else 0
+            demand["converted"] -= sum(w.shape[1] for w in weights)
+        return demand, held
+
+    def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """x times a scalar tensor: in place, or where `dtype` is another one, in one sweep into a new tensor."""
+        if factor.device.type == "cpu" and factor.item() == 1:
+            return x.to(dtype)
+        return torch.mul(x, factor, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
+
+
+def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
+    """The dtype that a head's weight multiplies in."""
+    return operand_dtype(call.inputs.hidden, call.options.autocast or weight.dtype, call.compute)
+
+
+def converts(call: Call, weight: Weight) -> bool:
+    """Whether that is not its own."""
+    return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
 
 
 def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:
@@ -153,6 +191,13 @@ class Scratch:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.buffers: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, of which it is asked once."""
+        if name not in self.copies:
+            self.copies[name] = make()
+        return self.copies[name]
 
     def take(self, name: str, like: Tensor | tuple[int, int]) -> Tensor:
         """A buffer (rows, width), with anything in it."""
@@ -220,6 +265,7 @@ class Chunk:
                 autocast=options.autocast,
                 lora=lora,
                 buffer=partial(scratch.take, name),
+                once=partial(scratch.once, name) if slices.copied else None,
             )
 
         policy = on(i.hidden, call.head, (i.lora_hidden, i.lora_b), "rows")

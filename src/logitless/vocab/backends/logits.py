@@ -30,7 +30,9 @@ def _multiplies_wide(device_type: str) -> bool:
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
     try:
         add_product(x, x, torch.mm(x, x, out_dtype=torch.float32))
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "ALLOC_FAILED" in str(error):
+            raise  # which says nothing about products: the next call asks again
         return False
     return True
 
@@ -71,6 +73,7 @@ class FewRows(Protocol):
 
 
 Buffer = Callable[[tuple[int, int]], Tensor]  # room for rows, with anything in it, the same at every call
+Once = Callable[[Callable[[], Tensor]], Tensor]  # what a function gives, of which it is asked once a call
 Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
 
 
@@ -86,9 +89,10 @@ class Factor:
         cast: torch.dtype,
         few_rows: FewRows,
         buffer: Buffer,
+        once: Once | None = None,  # where the entries' copy in the operands' dtype stays for the whole call
     ) -> None:
         self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
-        self.buffer = buffer
+        self.buffer, self.once = buffer, once
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
         unit = isinstance(inner, float) and inner == 1.0
@@ -98,20 +102,31 @@ class Factor:
 
     def operand(self, v: slice) -> Tensor:
         """A slice of the entries in the operands' dtype; of a quantised head in a buffer, until the next slice."""
-        if isinstance(self.entries, Tensor):
-            return self.entries[v].to(self.cast).to(self.dtype)
-        rows = self.entries.rows(v, self.buffer((v.stop - v.start, self.entries.shape[1])))
-        return rows.to(self.cast).to(self.dtype)
+        table, cast = self.table
+        if isinstance(table, Tensor):
+            return table[v].to(cast).to(self.dtype)
+        rows = table.rows(v, self.buffer((v.stop - v.start, table.shape[1])))
+        return rows.to(cast).to(self.dtype)
+
+    @property
+    def table(self) -> tuple[Weight, torch.dtype]:
+        """The entries, converted where the copy stays, and the dtype that they are rounded to."""
+        entries = self.entries
+        if self.once is None or not isinstance(entries, Tensor) or entries.dtype == self.dtype:
+            return entries, self.cast
+        return self.once(lambda: entries.to(self.cast).to(self.dtype)), self.dtype
 
     def at(self, ids: Tensor) -> Tensor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
-        z = self.few_rows.dot(self.rows, self.entries, ids, self.cast, self.compute)
+        table, cast = self.table
+        z = self.few_rows.dot(self.rows, table, ids, cast, self.compute)
         return z if self.late is None else z * self.late
 
     def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
         """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
         if tokens is not None:
-            self.few_rows.add_weighted(tokens, c, self.entries, ids, self.cast)
+            table, cast = self.table
+            self.few_rows.add_weighted(tokens, c, table, ids, cast)
         if entries is not None:
             self.few_rows.scatter(c, self.tokens, ids, entries)
 
@@ -135,6 +150,7 @@ class Projection:
         autocast: torch.dtype | None = None,
         lora: tuple[Tensor | None, Tensor | None] = (None, None),  # (C, R) of the tokens, (V, R) of the entries
         buffer: Buffer,
+        once: Once | None = None,
     ) -> None:
         self.head = head
         self.compute = compute
@@ -145,7 +161,7 @@ class Projection:
         self.outer = head.softcap / column if head.softcap else None
         self.row_scale = head.scale / column  # dz/d(hW) where the softcap is flat
         weight, (lora_hidden, lora_b) = head.weight.detach()[: head.local_rows], lora
-        self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows, buffer)]
+        self.factors = [Factor(hidden, weight, self.inner, compute, autocast or weight.dtype, few_rows, buffer, once)]
         if lora_hidden is not None and lora_b is not None:  # small: they multiply in the compute dtype
             entries = lora_b.detach()[: head.local_rows]
             self.factors.append(Factor(lora_hidden, entries, self.inner, compute, lora_b.dtype, few_rows, buffer))

@@ -58,12 +58,11 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
         add_at(into, ids[n, k].reshape(-1), part.view(-1, x.shape[1]))
 
 
-def add_at(into: Tensor, ids: Tensor, rows: Tensor) -> None:
+def add_at(into: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """into[ids] += rows, ids (n,) with repeats, in an order that is always the same: on a GPU not index_add's."""
     if into.device.type == "cuda":
-        into.index_put_((ids,), rows, accumulate=True)
-    else:
-        into.index_add_(0, ids, rows)
+        return into.index_put_((ids,), rows, accumulate=True)
+    return into.index_add_(0, ids, rows)
 
 
 def _rows(table: Weight, ids: Tensor, dtype: torch.dtype, cast: torch.dtype | None) -> Tensor:

@@ -81,8 +81,8 @@ class ShardedBackend(Backend):
             call, n_tokens, vocab_size, materialised=materialised, wide=wide, bases=bases, sparse=sparse
         )
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        self.local.scale_(x, factor)
+    def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.local.scaled(x, factor, dtype)
 
     def _label(self, each: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The label's logits, which one rank has and the others have 0 for."""

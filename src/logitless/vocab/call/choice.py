@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ...errors import BackendError
 from . import compiled_support, triton_support
 
@@ -16,17 +18,21 @@ WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or
 class Candidate:
     """A backend that may serve a call; `backends.load` has the backend itself.
 
-    why_not: the reason why it cannot run on a type of device, None where it can, said without loading it. devices: the
-    types on which it is taken where no backend is named, None for all. least: logits of a call for that.
+    why_not: the reason why it cannot run on a device, None where it can, said without loading it. devices: the types on
+    which it is taken where no backend is named, None for all. least: logits of a call for that.
     """
 
-    why_not: Callable[[str], str | None]
+    why_not: Callable[[torch.device | str], str | None]
     devices: tuple[str, ...] | None = None
     least: int = 0
 
-    def fits(self, device: str, logits: int) -> bool:
-        """Whether it is taken where no backend is named."""
-        return logits >= self.least and (self.devices is None or device in self.devices)
+    def serves(self, device: torch.device | str) -> bool:
+        """Whether it is taken on such a device where no backend is named."""
+        return self.devices is None or torch.device(device).type in self.devices
+
+    def fits(self, device: torch.device | str, logits: int) -> bool:
+        """Whether it is taken for so many logits, too."""
+        return logits >= self.least and self.serves(device)
 
 
 # In the order of preference.
@@ -37,7 +43,7 @@ CANDIDATES = {
 }
 
 
-def choose(name: str | None, device: str, logits: int = 0) -> str:
+def choose(name: str | None, device: torch.device | str, logits: int = 0) -> str:
     """The backend's name for tensors on `device` and so many logits, 0 where nothing is to be compiled."""
     if name is None:
         return next(x for x, c in CANDIDATES.items() if c.fits(device, logits) and c.why_not(device) is None)
@@ -51,13 +57,13 @@ def choose(name: str | None, device: str, logits: int = 0) -> str:
     return name
 
 
-def passed_over(name: str, device: str, logits: int) -> str:
+def passed_over(name: str, device: torch.device | str, logits: int) -> str:
     """Why a call gets this backend and not one that is preferred where it runs; empty where none is."""
     reasons = []
     for better, candidate in CANDIDATES.items():
         if better == name:
             break
-        if candidate.devices is None or device in candidate.devices:
+        if candidate.serves(device):
             few = f"fewer than {candidate.least:,} logits"
             reasons.append(f"not {better}: {few if logits < candidate.least else candidate.why_not(device) or 'named'}")
     return ", ".join(reasons)

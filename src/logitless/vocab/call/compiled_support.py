@@ -10,14 +10,16 @@ import sys
 import tempfile
 from functools import cache
 
+import torch
+
 PROGRAM = '#include <omp.h>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
 PATIENCE = 60.0  # seconds that a compiler may take for it
 
 
-def why_not(device: str) -> str | None:
-    """The reason why slices cannot be compiled for this type of device, None where they can."""
-    if device != "cpu":
-        return f"it compiles for a CPU, got {device}"
+def why_not(device: torch.device | str) -> str | None:
+    """The reason why slices cannot be compiled for this device, None where they can."""
+    if torch.device(device).type != "cpu":
+        return f"it compiles for a CPU, got {torch.device(device).type}"
     if not sys.platform.startswith("linux"):
         return f"it runs on Linux, got {sys.platform}"
     return _compiler_fails(os.environ.get("CXX") or "g++")  # as TorchInductor looks for it

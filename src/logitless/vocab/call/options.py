@@ -52,7 +52,7 @@ class CallOptions:
     ignore_index: int = -100
     top_k: int = 0
     jsd_beta: float = 0.5
-    memory_budget: int = 0  # bytes of slices
+    memory_budget: int = 0  # bytes of slices; 0 for what the device has room for
     backend: str = "eager"
     autocast: torch.dtype | None = None  # what autocast multiplies in
     sparse: SparseBackward | None = None  # the head's, where gradients are recorded

@@ -10,18 +10,20 @@ LEAST = (8, 0)  # compute capability: bf16, and products of it with fp32 results
 INTERPRETER = "set TRITON_INTERPRET=1 before triton's first import to have its kernels interpreted, slowly, on a CPU"
 
 
-def why_not(device: str) -> str | None:
-    """The reason why kernels cannot run on this type of device, None where they can."""
+def why_not(device: torch.device | str) -> str | None:
+    """The reason why kernels cannot run on this device, None where they can; "cuda" is the current one."""
+    device = torch.device(device)
     if find_spec("triton") is None:
         return "triton is not installed: pip install triton"
-    if device == "cpu":
+    if device.type == "cpu":
         return None if interpreted() else f"it needs a CUDA device, got cpu; {INTERPRETER}"
-    if device != "cuda":
-        return f"it needs a CUDA device, got {device}"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, got {device.type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if torch.version.hip is None and torch.cuda.get_device_capability() < LEAST:
-        have, need = (".".join(map(str, x)) for x in (torch.cuda.get_device_capability(), LEAST))
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < LEAST:
+        have, need = (".".join(map(str, x)) for x in (capability, LEAST))
         return f"it needs compute capability {need} or more, got {have}"
     return None
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ...algebra.costs import DEFAULT_BUDGET
 from ...algebra.options import check_ignore_index, check_numbers, check_want
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
@@ -47,14 +46,14 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
     logits = 0 if mask is not None else compilable(hidden, head)
-    backend = _backend(o["backend"], want, hidden.device.type, sparse is not None, ref_rows is not None, logits)
+    backend = _backend(o["backend"], want, hidden.device, sparse is not None, ref_rows is not None, logits)
     checked = CallOptions(
         want=want,
         temperature=temperature,
         ignore_index=o["ignore_index"],
         top_k=o["top_k"],
         jsd_beta=float(o["jsd_beta"]),
-        memory_budget=int(o["memory_budget"] or DEFAULT_BUDGET),
+        memory_budget=int(o["memory_budget"] or 0),
         backend=backend,
         autocast=cast,
         sparse=sparse,
@@ -80,7 +79,9 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     return Call(checked, head, inputs, _beside(head, ref_head, rows, inputs), sampling_mask=mask)
 
 
-def _backend(name: str | None, want: tuple[str, ...], device: str, sparse: bool, rows: bool, logits: int) -> str:
+def _backend(
+    name: str | None, want: tuple[str, ...], device: torch.device, sparse: bool, rows: bool, logits: int
+) -> str:
     """The backend that serves a call; only "eager" has a sparse backward, the candidates' tail, a reference's rows.
 
     logits: as `compilable` counts them.

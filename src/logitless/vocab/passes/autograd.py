@@ -113,18 +113,16 @@ class FormedLoss:
         """The gradients of the differentiated inputs times the upstream gradient."""
         total, self.total = self.total, None
         if total is not None:
-            total.scale_(upstream)
-            return total.result()
+            return total.result(upstream)
         call = self.call.with_tensors(inputs)
 
         def again(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: call.rows(g, rows) for name, g in self.stat_grads.items()}
 
         total = loss_gradients(call, self.needs, again)[0]  # the same steps, so the same bits
-        total.scale_(upstream)
         if call.options.sparse is not None:
             call.options.sparse.scale(upstream)
-        return total.result()
+        return total.result(upstream)
 
 
 class _Attach(torch.autograd.Function):

@@ -152,13 +152,6 @@ class GradientBuffers:
             if whole is not None and part is not None:
                 self.call.put(whole, rows, part)
 
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply by a scalar, in place."""
-        self.total.clear()
-        for x in self.total.all:
-            if x is not None:
-                self.backend.scale_(x, factor)
-
     def summed(self) -> list[Tensor | None]:
         """The gradients in the dtypes that they were summed in, those of tokens added up over ranks; once."""
         self.total.clear()
@@ -169,10 +162,14 @@ class GradientBuffers:
                     ranks.add_(x)
         return self.total.all
 
-    def result(self) -> tuple[Tensor | None, ...]:
-        """`summed` as autograd takes them; once."""
+    def result(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """`summed`, times a scalar, as autograd takes them; once."""
+
+        def given(x: Tensor, dtype: torch.dtype) -> Tensor:
+            return x.to(dtype) if factor is None else self.backend.scaled(x, factor, dtype)
+
         pairs = zip(self.summed(), self.call.inputs[:DIFFERENTIATED], strict=True)
-        return tuple(None if x is None or i is None else x.to(_gradient_dtype(i, x.dtype)) for x, i in pairs)
+        return tuple(None if x is None or i is None else given(x, _gradient_dtype(i, x.dtype)) for x, i in pairs)
 
 
 def _gradient_dtype(x: Tensor, summed: torch.dtype) -> torch.dtype:

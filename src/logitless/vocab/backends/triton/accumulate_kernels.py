@@ -16,6 +16,7 @@ from .maths import EMPTY, FAR, MASK, TAKEN, expm1, finite, keys_of, load_rows, l
 FIELDS = ("m", "rest", "t", "r", "above", "zsum", "m_ref", "s_ref", "near", "shift", "a", "b", "a_ref")
 ALONE = FIELDS.index("m_ref")
 M, REST, T, R, ABOVE, ZSUM, M_REF, S_REF, NEAR, SHIFT, A, B, A_REF = map(tl.constexpr, range(len(FIELDS)))
+PER_TOKEN = ("labels", "label_logits", "row_scales", "ref_row_scales")  # read number by number, wherever they begin
 BASES = {"": 0, "p": 1, "plogp": 2, "pD": 3, "p2": 4, "q": 5}
 
 
@@ -140,7 +141,7 @@ def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_parts"], do_not_specialize_on_alignment=PER_TOKEN)
 def accumulate_slice(
     raw,
     ref_raw,
@@ -161,9 +162,11 @@ def accumulate_slice(
     growth,
     n,
     width,
+    padded,
     start,
     n_parts,
     part_width,
+    RAGGED: tl.constexpr,
     FIRST: tl.constexpr,
     LABEL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -189,6 +192,7 @@ def accumulate_slice(
 
     WRITE_BACK: leave final logits in place of the products. BASIS0, BASIS1: write these bases' weights, relative to
     the new maximum, over the products or elsewhere, and the growth of the maximum; the block then holds whole rows.
+    padded: the entries that a row has room for, RAGGED where these are more than `width`.
     GROUP: instead of the best entries themselves `best_keys` gets the highest of every GROUP neighbours, (n, groups).
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -234,13 +238,17 @@ def accumulate_slice(
         label_logit = tl.maximum(tl.load(label_logits + rows, mask=live, other=0.0), MASK)
     begin = part * part_width
     stop = tl.minimum(begin + part_width, width)
+    edge = tl.minimum(begin + part_width, padded)  # whole vectors are read and written where rows end within one
     for column in range(begin, stop, BLOCK):
         columns = column + tl.arange(0, BLOCK)
         ids = start + columns
         inside = columns < stop
         seen = live[:, None] & inside[None, :]
+        room = live[:, None] & (columns < edge)[None, :]
         at = raw + rows[:, None] * raw_stride + columns[None, :]
-        x = tl.load(at, mask=seen, other=0.0)
+        x = tl.load(at, mask=room, other=0.0)
+        if RAGGED:
+            x = tl.where(seen, x, 0.0)
         x = logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, True)
         if WITH_SUM:
             zsum += tl.sum(tl.where(seen, x, 0.0), 1)
@@ -257,7 +265,9 @@ def accumulate_slice(
         moved = zero
         if REF:
             at_ref = ref_raw + rows[:, None] * ref_stride + columns[None, :]
-            z_ref = tl.load(at_ref, mask=seen, other=0.0)
+            z_ref = tl.load(at_ref, mask=room, other=0.0)
+            if RAGGED:
+                z_ref = tl.where(seen, z_ref, 0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
             had, before = near > EMPTY, shift
             near, shift = nearest(finite(x), finite(z_ref), valid, near, shift)
@@ -266,9 +276,9 @@ def accumulate_slice(
             z_ref = finite(z_ref)
         x = finite(x)
         if WRITE_BACK:
-            tl.store(at, x, mask=seen)
+            tl.store(at, x, mask=room)
             if REF:
-                tl.store(at_ref, z_ref, mask=seen)
+                tl.store(at_ref, z_ref, mask=room)
         final = x
         x = tl.where(valid, x, MASK)
         s = 1.0 + rest
@@ -290,10 +300,10 @@ def accumulate_slice(
                 flat = 1.0 - share * share
             tl.debug_barrier()  # the weights may lie over products that other threads have yet to read
             at0 = out0 + rows[:, None] * out0_stride + columns[None, :]
-            tl.store(at0, (basis_weights(BASIS0, w, d, gap, w_ref) * flat).to(out0.dtype.element_ty), mask=seen)
+            tl.store(at0, (basis_weights(BASIS0, w, d, gap, w_ref) * flat).to(out0.dtype.element_ty), mask=room)
             if BASIS1 > 0:
                 at1 = out1 + rows[:, None] * out1_stride + columns[None, :]
-                tl.store(at1, (basis_weights(BASIS1, w, d, gap, w_ref) * flat).to(out1.dtype.element_ty), mask=seen)
+                tl.store(at1, (basis_weights(BASIS1, w, d, gap, w_ref) * flat).to(out1.dtype.element_ty), mask=room)
             tl.store(growth + rows, grow, mask=live)
             tl.store(growth + n + rows, step, mask=live)
             tl.store(growth + 2 * n + rows, grow_ref, mask=live)
@@ -312,7 +322,7 @@ def accumulate_slice(
         tl.store(places, best, mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_parts", "n_out", "group"])
 def merge_parts(
     state,
     out,
@@ -386,7 +396,7 @@ def merge_parts(
             tl.store(to + A_REF * jump, tl.sum(times(g, qq), 0), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["factors", "steps"])
 def rescale(x, gains, factors, steps, n, width, GAINS: tl.constexpr, SQUARED: tl.constexpr, BLOCK: tl.constexpr):
     """A token's row of a product, (n, width), times its maximum's growth: most slices have no new maximum.
 
@@ -411,7 +421,7 @@ def rescale(x, gains, factors, steps, n, width, GAINS: tl.constexpr, SQUARED: tl
                 tl.store(gains + row * width + columns, times(factor, y + p * step), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_TOKEN)
 def accumulate_products(
     tokens,
     entries,

@@ -7,6 +7,7 @@ to what they read. The gradient of bf16 operands is written in bf16 over the pro
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,8 @@ from ...call.call import Call
 from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised
 from ..logits import Operands, add_product, logits_grad_dtype, product
-from . import accumulate_kernels, logits_grad_kernels, rows
-from .device import on
+from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows
+from .device import on, processors
 from .slices import Heads, ahead, buffer, narrow, of_slice, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
@@ -30,6 +31,8 @@ from .written import finished, label_coefficients
 
 accumulating: Any = accumulate_kernels  # a launch turns plain numbers into what a kernel's signature says
 differentiating: Any = logits_grad_kernels
+plainly: Any = plain_kernels
+STEEPEST = 1e6  # factor of a product, up to which masked entries stay finite in the kernel for plain heads
 MERGED = 64  # partial accumulations that one program merges
 
 
@@ -39,29 +42,56 @@ class Running:
     def __init__(self, chunk: Chunk, bases: tuple[str, ...], keep: str | None, parts: int | None = None) -> None:
         self.chunk, self.bases, self.heads, n = chunk, bases, Heads(chunk), chunk.n_tokens
         like = {"dtype": chunk.policy.compute, "device": self.heads.device}
-        sizes = self.sizes = table_for(self.heads.device)["accumulate"]
-        self.blocks = triton.cdiv(n, sizes["rows"])
-        most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
-        self.parts = parts or (1 if bases else max(1, most))
         self.flags = {
             "WITH_T": "t" in chunk.sums,
             "WITH_R": "r" in chunk.sums,
             "RANK": "above" in chunk.sums,
             "WITH_SUM": "zsum" in chunk.sums,
         }
+        local_rows = chunk.policy.head.local_rows
+        stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
+        self.lean = self.is_lean(keep)
+        self.topk = TopK(chunk.top_k, n, local_rows if stays else 0, **like)
+        sizes = self.sizes = table_for(self.heads.device)[self.kind(bool(bases))]
+        self.blocks = triton.cdiv(n, sizes["rows"])
+        most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
+        self.parts = parts or (1 if bases else max(1, most))
         self.reference = {"REF": chunk.reference is not None, "WITH_QE": "qe" in chunk.sums}
         fields = len(accumulating.FIELDS) if chunk.reference is not None else accumulating.ALONE
         self.state = torch.empty(fields, self.parts, n, **like)
-        local_rows = chunk.policy.head.local_rows
-        stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
-        self.topk = TopK(chunk.top_k, n, self.parts, local_rows if stays else 0, **like)
+        self.topk.begin(self.parts)
         self.final = (keep == "logits" or self.topk.reads_logits) and not self.heads.plain
         self.growth = torch.empty(4, n, **like)  # of the maximum, its logarithm, the reference's, the shift's step
         self.widths = chunk.policy.widths
         self.products = {basis: torch.zeros(n, sum(self.widths), **like) for basis in bases}
 
+    def kind(self, weights: bool) -> str:
+        """The kernel's sizes, by the registers that it takes; weights: whether it writes some."""
+        if self.lean:
+            return "plain"
+        if weights:
+            return "basis"
+        return "best" if self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
+
+    def is_lean(self, keep: str | None) -> bool:
+        """Whether the kernel for plain heads has all that is asked for."""
+        chunk, late = self.chunk, self.chunk.policy.factors[0].late
+        scaled = late is None or (isinstance(late, float) and 0 < late < STEEPEST)
+        simple = not (self.bases or chunk.top_k or self.flags["WITH_R"] or self.flags["RANK"])
+        bare = chunk.reference is None and chunk.policy.bias is None and chunk.policy.outer is None
+        as_is = keep != "logits" or self.heads.plain
+        return simple and bare and scaled and as_is and chunk.policy.compute == torch.float32
+
     def add(self, tile: Tile, w: Operands) -> None:
         """Accumulation one slice in."""
+        if self.lean:
+            self.add_plain(tile)
+        else:
+            self.add_any(tile, w)
+        tile.raw = not (self.final or self.heads.plain)
+
+    def add_any(self, tile: Tile, w: Operands) -> None:
+        """`add` by the kernel that has every statistic."""
         sizes, best = self.sizes, self.topk
         blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
         weights = [self.room(tile, w, k) for k in range(len(self.bases))]
@@ -94,12 +124,30 @@ class Running:
             ROWS=sizes["rows"],
             BLOCK=triton.next_power_of_2(tile.z.shape[1]) if self.bases else sizes["block"],
         )
-        tile.raw = not (self.final or self.heads.plain)
         best.add(tile)
         self.rescale()
         for basis, x in zip(self.bases, weights, strict=True):
             for part, out in zip(w, self.products[basis].split(self.widths, 1), strict=True):
                 add_product(x, part.to(x.dtype), out)
+
+    def add_plain(self, tile: Tile) -> None:
+        """`add` by the kernel for plain heads."""
+        of_tile, sizes = of_slice(tile), self.sizes
+        blocks = triton.cdiv(triton.cdiv(self.chunk.slices.width, self.parts), sizes["block"])
+        plainly.accumulate_plain_slice[(self.blocks, self.parts)](
+            **{name: of_tile[name] for name in ("raw", "raw_stride", "width", "padded", "start", "RAGGED")},
+            **{name: self.heads.tensors[name] for name in ("labels", "row_scales", "n")},
+            **launch(sizes),
+            state=self.state,
+            n_parts=self.parts,
+            part_width=blocks * sizes["block"],
+            FIRST=tile.v.start == 0,
+            LABEL=self.heads.flags["LABEL"],
+            WITH_T=self.flags["WITH_T"],
+            WITH_SUM=self.flags["WITH_SUM"],
+            ROWS=sizes["rows"],
+            BLOCK=sizes["block"],
+        )
 
     def room(self, tile: Tile, w: Operands, k: int) -> Tensor:
         """Where the k-th basis' weights go: over the products, unless these are read again or have no room for them."""
@@ -326,15 +374,31 @@ class TritonBackend(Backend):
         bases: int = 0,
         sparse: bool = False,
     ) -> Slices:
-        table, demand = table_for(call.inputs.hidden.device), self.demand(call)
+        hidden = call.inputs.hidden
+        table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
         if table["overlap"] and not (materialised or bases):  # two slices live at once
             demand["heads"] *= 2
-        return fused_slices_of(
-            n_tokens, vocab_size, **demand, whole=materialised, bases=bases, streamed=table["streamed_bytes"]
+        found = fused_slices_of(
+            n_tokens,
+            vocab_size,
+            **demand,
+            whole=materialised,
+            bases=bases,
+            streamed=table["streamed_bytes"],
+            processors=processors(hidden.device),
+            hidden=hidden.shape[1],
         )
+        return replace(found, nbytes=found.nbytes + held, copied=held)
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        """x times a scalar on the device, in place; costs nothing where that is 1, and nobody waits to know."""
+    def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """In place it costs nothing where the number is 1, and nobody waits to know."""
+        out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+        truncates = x.device.type == "cpu" and dtype == torch.bfloat16 != x.dtype  # as the interpreter does, no GPU
+        if truncates or out.stride() != x.stride():  # or a tensor with gaps
+            return super().scaled(x, factor, dtype)
         with on(x.device):
             programs = max(1, min(1024, triton.cdiv(x.numel(), 4096)))
-            differentiating.scale[(programs,)](x, factor, x.numel(), BLOCK=4096)
+            differentiating.scaled[(programs,)](
+                x, factor, out, x.numel(), CONVERTS=out is not x, BLOCK=4096, num_warps=8
+            )
+        return out

@@ -49,7 +49,7 @@ def gumbel_of(words):
     return (-exact_log(-exact_log(uniform))).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_parts"])
 def look_for_tokens(
     raw,
     raw_stride,
@@ -74,8 +74,8 @@ def look_for_tokens(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     top = tl.load(tops + row)
-    divisor = tl.load(temperatures + row)
-    divisor = tl.where(divisor == 0, 1.0, divisor)
+    temperature = tl.load(temperatures + row)
+    divisor = tl.where(temperature == 0, 1.0, temperature)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     most = top * 0.0 - float("inf")
@@ -92,7 +92,7 @@ def look_for_tokens(
         live += tl.sum((z > MASK).to(tl.int32), 0)
         if NOISE:
             peak = tl.max(x, 0)
-            if peak + MOST >= most:
+            if (temperature != 0) & (peak + MOST >= most):  # a greedy row has its token already
                 a, b, c, d = words_of(seed, position, column // 4 + tl.arange(0, BLOCK // 4))
                 words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
                 share = -expm1(-tl.exp(peak - most + 1e-3)) * 1.001  # of all words that reach most - peak
@@ -124,7 +124,7 @@ def among_the_best(best, ids, top, divisor, seed, position, kept, lane, inside):
     return token, tl.log(tl.sum(tl.exp(x), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_parts", "n"])
 def draw_tokens(
     raw,
     raw_stride,

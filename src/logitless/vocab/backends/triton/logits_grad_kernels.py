@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times
+from .maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times, without_label
 
 # The rows of a kernel's totals and of its coefficients.
 TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
 COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
 def look_again(
     raw,
     ref_raw,
@@ -28,7 +28,9 @@ def look_again(
     totals,
     n,
     width,
+    padded,
     start,
+    RAGGED: tl.constexpr,
     BETA: tl.constexpr,
     LABEL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -44,10 +46,12 @@ def look_again(
         label = tl.load(labels + rows, mask=live, other=-1)
     for column in range(0, width, BLOCK):
         columns = column + tl.arange(0, BLOCK)
-        seen = live[:, None] & (columns < width)[None, :]
-        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=MASK)
-        y = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=MASK)
-        seen = seen & ((start + columns)[None, :] != label[:, None])
+        room = live[:, None] & (columns < padded)[None, :]
+        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=room, other=MASK)
+        y = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=MASK)
+        seen = room & ((start + columns)[None, :] != label[:, None])
+        if RAGGED:
+            seen = seen & (columns < width)[None, :]
         x = tl.where(seen, x, MASK)
         y = tl.where(seen, y, MASK)
         p = tl.exp((x - load_rows(totals, 0, n, rows, live)[:, None]) - load_rows(totals, 1, n, rows, live)[:, None])
@@ -61,7 +65,7 @@ def look_again(
     tl.store(out + n + rows, first, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
 def logits_grad_slice(
     raw,
     ref_raw,
@@ -78,7 +82,9 @@ def logits_grad_slice(
     ref_bias,
     n,
     width,
+    padded,
     start,
+    RAGGED: tl.constexpr,
     BETA: tl.constexpr,
     RAW: tl.constexpr,
     LABEL: tl.constexpr,
@@ -99,7 +105,7 @@ def logits_grad_slice(
     """dL/d(products) of a slice, 0 at the label but for δ, over the products themselves where `out` is narrower.
 
     A narrower gradient's column c lies where column c/2 was: blocks go from left to right, each read before it is
-    written, so a row belongs to one program.
+    written, so a row belongs to one program. Whole vectors, where rows end within one: nobody reads what is past it.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < n
@@ -113,16 +119,22 @@ def logits_grad_slice(
         columns = column + tl.arange(0, BLOCK)
         ids = start + columns
         inside = columns < width
-        seen = live[:, None] & inside[None, :]
-        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=seen, other=0.0)
-        x = finite(logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
-        valid = seen & (ids[None, :] != label[:, None])
-        log_p = (tl.where(valid, x, MASK) - m[:, None]) - log_s[:, None]
+        room = live[:, None] & (columns < padded)[None, :]
+        x = tl.load(raw + rows[:, None] * raw_stride + columns[None, :], mask=room, other=0.0)
+        x = logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, RAW)
+        if BIAS:
+            x = finite(x)
+        if LABEL:
+            x = without_label(x, ids, label, start + column, BLOCK)
+        log_p = (x - m[:, None]) - log_s[:, None]
         p = tl.exp(log_p)
         total = tl.zeros((ROWS, BLOCK), raw.dtype.element_ty) + base[:, None]
         z_ref = x
+        valid = room
+        if LABEL and (REF or CAP):
+            valid = room & (ids[None, :] != label[:, None])
         if REF:
-            z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=seen, other=0.0)
+            z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
         if PD or PM:
@@ -137,7 +149,9 @@ def logits_grad_slice(
             total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
         if P2:
             total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
-        dz = times(p, total)
+        dz = p * total
+        if PD or PM:  # whose factors of p can be infinite
+            dz = times(p, total)
         if Q:
             m_ref = load_rows(totals, 4, n, rows, live)[:, None]
             q = tl.exp((tl.where(valid, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
@@ -148,18 +162,18 @@ def logits_grad_slice(
             share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
             dz = tl.where(valid, dz * (1.0 - share * share), 0.0)
         tl.debug_barrier()
-        tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=seen)
+        tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=room)
 
 
 @triton.jit
-def scale(x, factor, count, BLOCK: tl.constexpr):
-    """x times a number, in place; nothing is read or written where that is 1."""
+def scaled(x, factor, out, count, CONVERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """x times a number into `out`; where that is x itself, nothing is read or written if the number is 1."""
     by = tl.load(factor)
-    if by != 1.0:
+    if CONVERTS or by != 1.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         for begin in range(start, count, step):
             at = begin + tl.arange(0, BLOCK)
             inside = at < count
             y = tl.load(x + at, mask=inside, other=0.0).to(by.dtype) * by  # not by's bf16 rounding: a bias
-            tl.store(x + at, y.to(x.dtype.element_ty), mask=inside)
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

@@ -86,6 +86,15 @@ def finite(z):
 
 
 @triton.jit
+def without_label(x, ids, label, first, BLOCK: tl.constexpr):
+    """A block's logits, entries from `first` on, with MASK at the label, which few blocks hold."""
+    here = (label >= first) & (label < first + BLOCK)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        x = tl.where(ids[None, :] == label[:, None], MASK, x)
+    return x
+
+
+@triton.jit
 def times(weight, x):
     """weight·x with 0·(±inf) = 0."""
     return tl.where(weight == 0, 0.0, weight * x)

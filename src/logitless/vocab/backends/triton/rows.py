@@ -15,6 +15,7 @@ from .device import on
 
 kernels: Any = rows_kernels
 BLOCK = {"cpu": 1 << 14, "cuda": 1024}  # numbers of a row at a time
+PLACES = 8  # rows at a time that go to one entry: labels repeat, and a row after another is a wait each
 
 
 def _fits(table: Weight, cast: torch.dtype | None, *others: Tensor) -> TypeGuard[Tensor]:
@@ -87,6 +88,7 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
             ids.shape[1],
             ids.numel(),
             width,
+            PLACES=PLACES,
             BLOCK=block,
         )
 

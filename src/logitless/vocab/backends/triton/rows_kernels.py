@@ -37,11 +37,14 @@ def add_weighted(into, into_stride, weights, table, table_stride, ids, k, width,
     tl.store(into + row * into_stride + columns, total, mask=inside)
 
 
-@triton.jit
-def scatter(into, into_stride, weights, x, x_stride, ids, order, k, count, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def scatter(
+    into, into_stride, weights, x, x_stride, ids, order, k, count, width, PLACES: tl.constexpr, BLOCK: tl.constexpr
+):
     """into[i] += Σ w·x over the places whose id is i: sorted ids, and from which place each came.
 
-    The first place of an id adds up all of them, in the order in which they stand; the others end at once.
+    The first place of an id adds up all of them, PLACES at a time in the order in which they stand; the others end at
+    once.
     """
     at = tl.program_id(0).to(tl.int64)
     mine = tl.load(ids + at)
@@ -50,11 +53,15 @@ def scatter(into, into_stride, weights, x, x_stride, ids, order, k, count, width
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         total = tl.load(into + mine * into_stride + columns, mask=inside, other=0.0)
-        now = mine
-        while now == mine:
-            place = tl.load(order + at)
-            row = tl.load(x + place // k * x_stride + columns, mask=inside, other=0.0)
-            total += tl.load(weights + place) * row.to(total.dtype)
-            at += 1
-            now = tl.load(ids + at, mask=at < count, other=-1)
+        more = 1
+        while more > 0:
+            run = at + tl.arange(0, PLACES)
+            same = tl.load(ids + run, mask=run < count, other=-1) == mine
+            place = tl.load(order + run, mask=same, other=0)
+            weight = tl.load(weights + place, mask=same, other=0.0)
+            at_rows = x + (place // k * x_stride)[:, None] + columns[None, :]
+            rows = tl.load(at_rows, mask=same[:, None] & inside[None, :], other=0.0)
+            total += tl.sum(weight[:, None] * rows.to(total.dtype), 0)
+            at += PLACES
+            more = tl.min(same.to(tl.int32), 0)
         tl.store(into + mine * into_stride + columns, total, mask=inside)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....algebra.costs import aligned
+from ....algebra.costs import ALIGNED, aligned
 from ..base import Chunk, Tile
 from ..logits import Operands, Projection, add_product, product
 
@@ -140,9 +140,9 @@ class Heads:
 
 
 def of_slice(tile: Tile) -> dict[str, Any]:
-    """A slice's arguments of a kernel."""
-    ref = tile.z if tile.z_ref is None else tile.z_ref
+    """A slice's arguments of a kernel; RAGGED: its rows end in memory that is theirs but holds nothing."""
+    ref, width = tile.z if tile.z_ref is None else tile.z_ref, tile.z.shape[1]
     return {
         "raw": tile.z, "ref_raw": ref, "raw_stride": tile.z.stride(0), "ref_stride": ref.stride(0),
-        "width": tile.z.shape[1], "start": tile.v.start,
+        "width": width, "padded": aligned(width), "start": tile.v.start, "RAGGED": width % ALIGNED != 0,
     }  # fmt: skip

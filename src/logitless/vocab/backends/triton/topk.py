@@ -26,14 +26,13 @@ class TopK:
     highest of each group only: the k best lie in the k best groups, equal ones by id.
     """
 
-    def __init__(self, k: int, n: int, parts: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k, self.double = k, dtype == torch.float64
+    def __init__(self, k: int, n: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k, self.n, self.device, self.double = k, n, device, dtype == torch.float64
         narrow = k <= LANES and not self.double
         self.group = GROUP if narrow and k > 1 and width else 0
         self.in_kernel = k if narrow and not self.group else 0
         self.reads_logits = k > LANES or (k > 0 and self.double)
         self.lanes = 1 << max(0, k - 1).bit_length() if narrow else 1
-        self.keys = torch.empty(n if self.in_kernel else 1, parts, self.lanes, dtype=torch.int64, device=device)
         if self.group:
             self.keys = torch.empty(n, triton.cdiv(width, GROUP), dtype=torch.int32, device=device)
         elif self.reads_logits and self.double:
@@ -41,6 +40,12 @@ class TopK:
             self.ids = torch.full((n, k), -1, dtype=torch.int64, device=device)
         elif self.reads_logits:
             self.keys = torch.full((n, k), LOWEST_KEY, dtype=torch.int64, device=device)
+
+    def begin(self, parts: int) -> None:
+        """Room for what a kernel finds in so many parts of every slice."""
+        if not self.group and (self.double or not self.reads_logits):
+            rows = self.n if self.in_kernel else 1
+            self.keys = torch.empty(rows, parts, self.lanes, dtype=torch.int64, device=self.device)
 
     def add(self, tile: Tile) -> None:
         """Take in a slice of final logits, where the kernel did not."""

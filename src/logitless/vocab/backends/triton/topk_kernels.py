@@ -79,7 +79,7 @@ def best_of_groups(
     tl.store(ids + row * k + rank, 0xFFFFFFFF - (keys & 0xFFFFFFFF), mask=lane < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def decode(keys, logits, ids, count, BLOCK: tl.constexpr):
     """Logits and ids of keys."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

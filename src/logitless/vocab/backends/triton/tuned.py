@@ -25,6 +25,6 @@ def table_for(device: torch.device) -> dict[str, Any]:
     return table("interpreter" if device.type == "cpu" else torch.cuda.get_device_name(device))
 
 
-def launch(sizes: Sizes) -> dict[str, int]:
-    """The part of a kernel's sizes that its launch takes."""
-    return {"num_warps": sizes["warps"], "num_stages": sizes["stages"]}
+def launch(sizes: Sizes) -> dict[str, Any]:
+    """The part of a kernel's sizes that its launch takes; and fused multiply-adds, to be asked for from Triton 3.10."""
+    return {"num_warps": sizes["warps"], "num_stages": sizes["stages"], "enable_fp_fusion": True}

@@ -138,7 +138,8 @@ def _compiled(title: str, source: str) -> Any:
         "tl": tl, "expm1": expm1, "log1p": log1p, "logaddexp": logaddexp, "__name__": __name__,
     }  # fmt: skip
     exec(compile(source, file, "exec"), scope)
-    kernel: Any = triton.jit(do_not_specialize=["n"])
+    names = scope[title].__code__.co_varnames[: scope[title].__code__.co_argcount]
+    kernel: Any = triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=[x for x in names if x != "n"])
     return kernel(scope[title])
 
 

@@ -1,0 +1,145 @@
+"""What is counted: the GPU benchmark's rows, and calls beside them in which a cost was found or is to be kept low."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import logitless as ll
+from bench.cases import Tensors
+from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GOALS = {"loss": 1.06, "loss-qwen": 1.10, "values": 1 / 0.88, "values-qwen": 1 / 0.88, "frozen": 1.12, "sample": 1.2}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step to be counted. build: the step, on the claimed device; bare: the same products and nothing else."""
+
+    name: str
+    title: str
+    shape: tuple[int, int, int]  # tokens, hidden size, vocabulary
+    build: Callable[[], Callable[[], Any]]
+    bare: Callable[[], Callable[[], Any]] | None = None
+    capture: bool = False  # whether it is also counted inside a CUDA graph
+    explained: Callable[[], str] | None = None  # what the library says of it before
+
+    @property
+    def goal(self) -> float | None:
+        """Times the bare products that it may take."""
+        return GOALS.get(self.name)
+
+
+def operands(row: Row) -> Tensors:
+    """A row's operands, in bf16."""
+    n, h, v = row.shape.tokens, row.shape.hidden, row.shape.vocab
+    sizes = {
+        "hidden": (n, h), "weight": (v, h), "cotangent": (n,), "advantages": (n,), "old_logprob": (n,),
+        "ref_hidden": (n, h), "ref_weight": (v, h),
+    }  # fmt: skip
+    matrices = ("hidden", "weight", "ref_hidden", "ref_weight")
+    out = {k: torch.empty(s, device="cuda", dtype=BF16 if k in matrices else FP32) for k, s in sizes.items()}
+    out = {k: x for k, x in out.items() if k in row.case.takes or k in ("hidden", "weight", "cotangent")}
+    return out | {"labels": torch.empty(n, dtype=torch.int64, device="cuda")}
+
+
+def of_row(row: Row) -> Call:
+    shape = row.shape.tokens, row.shape.hidden, row.shape.vocab
+    return Call(
+        row.name,
+        row.title,
+        shape,
+        lambda: ours(row, None)(row.case, operands(row)),
+        lambda: bare_gemms(row, operands(row)),
+        capture=row.name in ("loss", "values", "sample"),
+    )
+
+
+def _made(
+    n: int, h: int, v: int, dtype: torch.dtype = BF16, head_dtype: torch.dtype | None = None, grad: str = "hw"
+) -> tuple[Tensor, ll.LMHead, Tensor]:
+    hidden = torch.empty(n, h, dtype=dtype, device="cuda").requires_grad_("h" in grad)
+    weight = torch.empty(v, h, dtype=head_dtype or dtype, device="cuda").requires_grad_("w" in grad)
+    return hidden, ll.LMHead(weight), torch.empty(n, dtype=torch.int64, device="cuda")
+
+
+def loss_of(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = BF16,
+    budget: int | None = None,
+    upstream: float | None = None,
+    autocast: bool = False,
+) -> Callable[[], Callable[[], Any]]:
+    """Cross-entropy with the gradients of hidden and head."""
+
+    def build() -> Callable[[], Any]:
+        hidden, head, labels = _made(*shape, dtype)
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+                loss = ll.linear_cross_entropy(hidden, head, labels, memory_budget=budget)
+            torch.autograd.grad(loss if upstream is None else loss * upstream, [hidden, head.weight])
+
+        return step
+
+    return build
+
+
+def explained(shape: tuple[int, int, int], dtype: torch.dtype = BF16, autocast: bool = False) -> Callable[[], str]:
+    """`ll.explain` of `loss_of`."""
+
+    def said() -> str:
+        with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+            return str(ll.explain(*_made(*shape, dtype), loss=True))
+
+    return said
+
+
+def stats_of(
+    shape: tuple[int, int, int], want: tuple[str, ...], grad: str = "", **options: Any
+) -> Callable[[], Callable[[], Any]]:
+    """Statistics, with the gradient of their sum."""
+
+    def build() -> Callable[[], Any]:
+        hidden, head, labels = _made(*shape, grad=grad)
+        if "kl" in want:
+            options["reference"] = _made(*shape, grad="")[:2]
+
+        def step() -> None:
+            with torch.set_grad_enabled(bool(grad)):
+                stats = ll.token_stats(hidden, head, labels, want=want, **options)
+                if grad:
+                    sum(getattr(stats, name).sum() for name in want).backward()
+
+        return step
+
+    return build
+
+
+LLAMA_SHAPE = LLAMA.tokens, LLAMA.hidden, LLAMA.vocab
+QWEN_SHAPE = QWEN.tokens, QWEN.hidden, QWEN.vocab
+GPT2 = 4096, 768, 50_257
+GIB = 1 << 30
+NOT_ROWS = (
+    Call("loss-default", "loss + gradients, default budget", LLAMA_SHAPE, loss_of(LLAMA_SHAPE)),
+    Call("loss-qwen-default", "loss + gradients, default budget", QWEN_SHAPE, loss_of(QWEN_SHAPE)),
+    Call("autocast", "loss + gradients, fp32 weights under autocast", LLAMA_SHAPE,
+         loss_of(LLAMA_SHAPE, FP32, autocast=True), explained=explained(LLAMA_SHAPE, FP32, autocast=True)),
+    Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16)),
+    Call("upstream", "loss + gradients, upstream 1/8", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, budget=GIB, upstream=0.125)),
+    Call("odd-loss", "loss + gradients, V = 50,257", GPT2, loss_of(GPT2, budget=GIB)),
+    Call("odd-values", "log-prob + entropy, V = 50,257", GPT2, stats_of(GPT2, ("logprob", "entropy"))),
+    Call("max-logit", "log-prob, max logit and rank", LLAMA_SHAPE,
+         stats_of(LLAMA_SHAPE, ("logprob", "max_logit", "rank"))),
+    Call("top-20", "log-prob + entropy + top-20", LLAMA_SHAPE,
+         stats_of(LLAMA_SHAPE, ("logprob", "entropy"), top_k=20)),
+    Call("frozen-entropy", "log-prob + entropy, frozen head", LLAMA_SHAPE,
+         stats_of(LLAMA_SHAPE, ("logprob", "entropy"), "h")),
+    Call("frozen-kl", "log-prob + KL, frozen head", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("logprob", "kl"), "h")),
+)  # fmt: skip
+CALLS = {call.name: call for call in (*map(of_row, ROWS.values()), *NOT_ROWS)}

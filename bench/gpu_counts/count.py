@@ -1,0 +1,128 @@
+"""A call's counts and its predicted time, as records of a result file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.gpu_counts.calls import Call
+from bench.gpu_counts.claimed import claimed
+from bench.gpu_counts.kernels import Counted, Launch, compiled
+from bench.gpu_counts.machine import Machine, shared_bytes, traffic
+from bench.gpu_counts.recording import Event, Operator, Product, Recording, Wait
+
+IGNORED = 3  # tokens without a label in the calls that go before a capture: another number of tokens than in it
+Record = dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """The kernels of all calls, each compiled once for the device that is claimed."""
+
+    kernels: dict[str, Counted] = field(default_factory=dict)
+    calls: dict[str, list[str]] = field(default_factory=dict)  # key -> names of the calls that launch it
+
+    def add(self, call: str, recording: Recording) -> None:
+        for launch in recording.of(Launch):
+            if launch.key not in self.kernels:
+                self.kernels[launch.key] = compiled(launch)
+            names = self.calls.setdefault(launch.key, [])
+            if call not in names:
+                names.append(call)
+
+    def records(self, capability: int) -> list[Record]:
+        """One for each compiled kernel."""
+        return [
+            {"kind": "gpu-kernel", "capability": capability, "calls": self.calls[key], **kernel.record()}
+            for key, kernel in self.kernels.items()
+        ]
+
+
+def recorded(call: Call, recording: Recording) -> list[Event]:
+    """The events of one step of the call, once everything that happens but once has happened."""
+    step = call.build()
+    for _ in range(2):
+        recording.events.clear()
+        step()
+    return list(recording.events)
+
+
+def first_in_capture(call: Call, recording: Recording) -> list[str]:
+    """The kernels that a CUDA graph of the step would have to compile, after steps with some tokens ignored."""
+    step = call.build()
+    recording.events.clear()
+    recording.ignored = IGNORED
+    try:
+        step()
+    finally:
+        recording.ignored = 0
+    known = {launch.key for launch in recording.of(Launch)}
+    recording.events.clear()
+    recording.capturing = True
+    try:
+        step()
+    finally:
+        recording.capturing = False
+    return [launch.name for launch in recording.of(Launch) if launch.key not in known]
+
+
+def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> Record:
+    """Everything that is known of a call."""
+    with claimed(capability, machine.name, processors=machine.processors) as recording:
+        late = first_in_capture(call, recording) if call.capture else None
+        recording.events = recorded(call, recording)
+        seen.add(call.name, recording)
+        events = list(recording.events)
+        bare: list[Product] = []
+        if call.bare is not None:
+            step = call.bare()
+            recording.events.clear()
+            step()
+            bare = list(recording.of(Product))
+        recording.events = events
+        before = recording.waits_before_products
+        said = call.explained() if call.explained else None
+    return {
+        "kind": "gpu-count", "call": call.name, "title": call.title, "shape": call.shape, "goal": call.goal,
+        "launches": recording.launches,
+        "kernels": Counter(x.name for x in recording.of(Launch)),
+        "operators": Counter(x.name for x in recording.of(Operator)),
+        "waits": [x.what for x in recording.of(Wait)], "waits_before_products": before,
+        "explained": said,
+        "specialisations": len({x.key for x in recording.of(Launch)}), "first_in_capture": late,
+        "converted_mb": sum(x.nbytes for x in recording.of(Operator) if x.converts) / 1e6,
+        "products": [_product(p, many, machine) for p, many in Counter(recording.of(Product)).items()],
+        "bytes": _bytes(events, machine), "seconds": _seconds(events, machine, seen.kernels),
+        "bare_seconds": sum(map(machine.product, bare)) or None,
+    }  # fmt: skip
+
+
+def _product(p: Product, many: int, machine: Machine) -> Record:
+    tiles, waves, _ = machine.tiling(p)
+    return {
+        "shape": [p.rows, p.columns, p.depth], "adds": p.adds, "many": many, "tiles": tiles, "waves": waves,
+        "full": tiles / (waves * machine.processors), "seconds": machine.product(p),
+    }  # fmt: skip
+
+
+def _bytes(events: list[Event], machine: Machine) -> Record:
+    """Bytes from and to memory by who moves them, and what the products' tiles read through the cache."""
+    products = [x for x in events if isinstance(x, Product)]
+    return {
+        "products": sum(x.nbytes for x in products),
+        "kernels": sum(traffic(x)[1] for x in events if isinstance(x, Launch)),
+        "operators": sum(x.nbytes for x in events if isinstance(x, Operator)),
+        "through the cache": sum(shared_bytes(x, machine) for x in products),
+    }
+
+
+def _seconds(events: list[Event], machine: Machine, kernels: dict[str, Counted]) -> Record:
+    """Predicted, by who takes them; small: what takes no longer than its launch."""
+    out: dict[str, float] = dict.fromkeys(("products", "kernels", "operators", "small", "waits"), 0.0)
+    names: dict[type, str] = {Product: "products", Launch: "kernels", Operator: "operators", Wait: "waits"}
+    for event in events:
+        seconds = machine.seconds(event, kernels)
+        small = seconds <= machine.launch and not isinstance(event, Wait)
+        out["small" if small else names[type(event)]] += seconds
+    return out | {"all": sum(out.values())}

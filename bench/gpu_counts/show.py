@@ -1,0 +1,143 @@
+"""Tables of a result file of counts, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+SHOWN = 2  # calls that are named beside a kernel
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def counts_of(records: list[Record]) -> list[Record]:
+    return [r for r in records if r["kind"] == "gpu-count"]
+
+
+def times_table(records: list[Record]) -> str:
+    """Each call's predicted time beside the bare products' and its goal; bold is what misses it."""
+    rows = []
+    for r in counts_of(records):
+        seconds, bare, goal = r["seconds"]["all"], r["bare_seconds"], r["goal"]
+        ratio = "–" if bare is None else f"{seconds / bare:.2f} ×"
+        missed = goal is not None and bare is not None and seconds / bare > goal
+        rows.append(
+            [
+                r["title"],
+                f"`{r['call']}`",
+                " x ".join(f"{x:,}" for x in r["shape"]),
+                "–" if bare is None else _ms(bare),
+                _ms(seconds),
+                f"**{ratio}**" if missed else ratio,
+                "–" if goal is None else f"{goal:.2f} ×",
+            ]
+        )
+    return grid(["work", "call", "shape", "bare products", "predicted", "ratio", "goal"], rows)
+
+
+def parts_table(records: list[Record]) -> str:
+    """What a call's predicted time is made of; small is whatever takes no longer than its launch."""
+    kinds = ("products", "kernels", "operators", "small", "waits")
+    rows = [[f"`{r['call']}`", *(_ms(r["seconds"][kind]) for kind in kinds)] for r in counts_of(records)]
+    return grid(["call", *kinds], rows)
+
+
+def launches_table(records: list[Record]) -> str:
+    """What the host does for a call: launches, waits, kernels to compile, and those that only a CUDA graph needs."""
+    rows = [
+        [
+            f"`{r['call']}`",
+            str(r["launches"]),
+            str(len(r["waits"])),
+            str(r["waits_before_products"]),
+            str(r["specialisations"]),
+            "–" if r["first_in_capture"] is None else str(len(r["first_in_capture"])),
+            f"{r['converted_mb']:,.0f} MB",
+        ]
+        for r in counts_of(records)
+    ]
+    head = ["call", "launches", "waits", "before a product", "kernels", "first in a graph", "converted"]
+    return grid(head, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def products_table(records: list[Record]) -> str:
+    """The products of each call, the largest first: tiles, waves and how full these are."""
+    rows = []
+    for r in counts_of(records):
+        for p in sorted(r["products"], key=lambda p: -p["many"] * p["seconds"])[:4]:
+            shape = " x ".join(f"{x:,}" for x in p["shape"])
+            rows.append(
+                [
+                    f"`{r['call']}`",
+                    f"{p['many']} x ({shape})" + (", added" if p["adds"] else ""),
+                    f"{p['tiles']:,}",
+                    f"{p['waves']:,}",
+                    f"{100 * p['full']:.0f} %",
+                    _ms(p["many"] * p["seconds"]),
+                ]
+            )
+    return grid(["call", "product", "tiles", "waves", "full", "predicted"], rows)
+
+
+def bytes_table(records: list[Record]) -> str:
+    """Bytes that each call moves: from and to memory by who moves them, and by products through the cache."""
+    kinds = ("products", "kernels", "operators", "through the cache")
+    rows = [[f"`{r['call']}`", *(f"{r['bytes'][k] / 1e9:,.2f} GB" for k in kinds)] for r in counts_of(records)]
+    return grid(["call", *kinds], rows)
+
+
+def kernels_table(records: list[Record]) -> str:
+    """The kernels with a loop over slices or rows, for each device that they were compiled for."""
+    found = [r for r in records if r["kind"] == "gpu-kernel"]
+    first = found[0]["capability"]
+    rows = [_kernel_row(r, found) for r in found if r["capability"] == first and r["loop"]]
+    head = [
+        "kernel", "switches", "calls", "warps", "registers", "spills", "programs a processor", "instructions an entry",
+        "of these at half rate", "barriers a block", "loads", "stores",
+    ]  # fmt: skip
+    return grid(head, rows)
+
+
+def _kernel_row(r: Record, every: list[Record]) -> list[str]:
+    alike = [x for x in every if x["kernel"] == r["kernel"] and x["switches"] == r["switches"]]
+    by_device = {x["capability"]: x for x in alike if x["calls"] == r["calls"]}
+    loop = r["loop"]
+    return [
+        f"`{r['kernel']}`",
+        " ".join(f"{name}={x}" if x is not True else name for name, x in r["switches"].items()),
+        ", ".join(r["calls"][:SHOWN]) + (f" and {len(r['calls']) - SHOWN} more" if len(r["calls"]) > SHOWN else ""),
+        str(r["warps"]),
+        " / ".join(str(x["registers"]) for x in by_device.values()),
+        " / ".join(str(x["spills"]) for x in by_device.values()),
+        str(r["per_processor"]),
+        f"{r['instructions']:.1f}",
+        f"{loop['half_rate'] / r['entries']:.1f}",
+        str(loop["barriers"]),
+        _widths(r["loads"]),
+        _widths(r["stores"]),
+    ]
+
+
+def _widths(found: dict[str, int]) -> str:
+    return ", ".join(f"{bits}: {many}" for bits, many in found.items()) or "–"
+
+
+def machine_line(records: list[Record]) -> str:
+    """The constants of the predictions, and who counted."""
+    m = next(r for r in records if r["kind"] == "gpu-machine")
+    versions = records[0]["versions"]
+    return (
+        f"Predicted for one {m['name']}: {m['processors']} processors at {m['clock'] / 1e9:g} GHz, products at "
+        f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves with {100 * m['shown']:.0f} % of what they write or add to "
+        f"not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that a "
+        f"processor could issue, {1e6 * m['launch']:g} µs a launch at least, {1e6 * m['wait']:g} µs for each time the "
+        f"host waits. Compiled with Triton {versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
+    )

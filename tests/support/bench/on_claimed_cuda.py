@@ -1,0 +1,38 @@
+"""A command of the project on a CUDA device that is claimed.
+
+    python -m tests.support.bench.on_claimed_cuda MODULE ARGUMENTS
+
+Tensors live on the CPU and say that they are on CUDA; kernels run in Triton's interpreter, so set TRITON_INTERPRET=1.
+What Python does on CUDA alone is so executed; numbers of memory and time mean nothing.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from bench import harness
+from bench.gpu_counts.claimed import claimed
+
+
+class Here:
+    """`harness.Worker` in this process: another one would see no device."""
+
+    def __init__(self, build: Callable[..., Any], *args: Any) -> None:
+        self.subject = build(*args)
+
+    def call(self, method: str, *args: Any, **_: Any) -> Any:
+        return getattr(self.subject, method)(*args)
+
+    def stop(self) -> None: ...
+
+
+def main() -> None:
+    module, *sys.argv[1:] = sys.argv[1:]
+    with claimed(home="cpu"), patch.object(harness, "Worker", Here):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

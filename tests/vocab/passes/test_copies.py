@@ -1,0 +1,75 @@
+"""A head that multiplies in another dtype than its own: its copy is made once a pass, and gives the same bits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import logitless as ll
+from logitless.vocab.backends import base
+from logitless.vocab.head.sparse import SparseBackward
+from tests.support.vocab.comparing import Operands, operands
+
+V, H = 301, 16
+COPY = V * H * 4
+BUDGET = 4 * COPY
+
+
+class Conversions(TorchDispatchMode):
+    """The numbers of each conversion of so many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_to_copy" and out.dim() == 2 and args[0].dtype == torch.bfloat16:
+            self.sizes.append(out.numel())
+        return out
+
+
+@pytest.fixture
+def on_a_cpu_too(monkeypatch):
+    monkeypatch.setattr(base, "COPIES", ("cpu",))
+
+
+def mixed() -> Operands:
+    """A bf16 head and fp32 hidden states, whose products are in fp32."""
+    ops = operands((40,), H, V, dtype=torch.float32, bias=False)
+    ops.weight = ops.weight.detach().bfloat16().requires_grad_()
+    return ops
+
+
+def found(ops: Operands, backend: str, budget: int | None) -> list[torch.Tensor]:
+    """Statistics and gradients of several chunks."""
+    options = {"memory_budget": budget, "backend": backend}
+    stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "entropy"), **options)
+    loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, **options)
+    total = loss + stats.logprob.sum() + stats.entropy.sum()
+    return [stats.logprob, stats.entropy, *torch.autograd.grad(total, (ops.hidden, ops.weight))]
+
+
+def test_the_numbers_are_the_same(backend, on_a_cpu_too, monkeypatch):
+    ops = mixed()
+    copied = found(ops, backend, BUDGET)
+    monkeypatch.setattr(base, "COPIES", ())
+    for mine, theirs in zip(copied, found(ops, backend, BUDGET), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_is_made_once_where_it_fits(on_a_cpu_too):
+    ops = mixed()
+    for budget, whole in ((BUDGET, 1), (COPY, 0)):
+        with torch.no_grad(), Conversions() as seen:
+            ll.token_stats(ops.hidden, ops.head, ops.labels, memory_budget=budget, backend="eager")
+        assert seen.sizes.count(V * H) == whole
+        said = ll.explain(ops.hidden.detach(), ops.head, ops.labels, memory_budget=budget, backend="eager")
+        assert said.copied_bytes == whole * COPY
+        assert said.buffer_bytes <= max(budget, COPY)
+
+
+def test_a_sparse_backward_keeps_it(on_a_cpu_too):
+    ops = mixed()
+    head = ll.LMHead(ops.weight, sparse=SparseBackward(1e-3, width=64))
+    said = ll.explain(ops.hidden, head, ops.labels, loss=True, memory_budget=BUDGET, backend="eager")
+    assert said.copied_bytes == COPY
