@@ -71,10 +71,11 @@ test-trackers: .venv/dev.stamp
 		tensorboard 'trackio>=0.40' wandb
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/trackers/bin/python -m pytest -rs tests/workbench/runs/test_trackers.py
 
-# lm-evaluation-harness beside the same dependencies, whose log-likelihoods `logitless score` is held against.
+# lm-evaluation-harness beside the same dependencies, whose numbers our scores and our class for it are held against.
 test-lm-eval: .venv/dev.stamp
-	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval
-	PYTHONPATH=build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/workbench/scoring/test_lm_eval.py
+	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval sacrebleu portalocker tabulate colorama lxml sqlitedict
+	PYTHONPATH=$(CURDIR)/build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o timeout=1200 \
+		tests/workbench/scoring/test_lm_eval.py tests/integrations/test_lm_eval.py tests/workbench/evaluation/test_tasks.py
 
 # Other projects' test cases, and their own functions beside the same torch: `PEERS=liger` runs one, all by default.
 PEERS ?= *

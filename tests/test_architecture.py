@@ -104,6 +104,7 @@ FLOORS = {
         "sft",
         "sampling",
         "scoring",
+        "evaluation",
         "align",
         "grade",
         "demo",

@@ -47,7 +47,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         output_dir=Path("o"),
         json=Path("j"),
     )
-    assert parse("--top-p 0.9 --min-p 0.1".split()) == AlignConfig(top_p=0.9, min_p=0.1)  # not with --exact-kl
+    assert parse(["--top-p", "0.9", "--min-p", "0.1"]) == AlignConfig(top_p=0.9, min_p=0.1)  # not with --exact-kl
 
 
 def test_the_command_line_overrides_a_file(tmp_path):

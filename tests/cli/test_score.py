@@ -36,7 +36,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         "--model m --data d --out o --documents l --keep 3 --context-length 64 --stride 8 --bos yes --batch-tokens 9 "
         "--memory-budget 1GiB --dtype bfloat16 --device cpu --json j"
     )
-    expected = ScoreConfig("m", "d", Path("o"), Path("l"), 3, 64, 8, "yes", 9, "1GiB", "bfloat16", "cpu", Path("j"))
+    expected = ScoreConfig("m", "d", 64, 8, "yes", 9, "1GiB", "bfloat16", "cpu", Path("j"), Path("o"), Path("l"), 3)
     assert parse(ScoreConfig, prog="x", description=score.DESCRIPTION, arguments=given.split()) == expected
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a causal language model on text, without its logits",
     "align": "align a model by its own certainty, by rewards or by preferences (TRL)",
     "score": "log-prob, rank, entropy and best entries of each token of existing text, as parquet",
+    "eval": "perplexity, accuracy and calibration on text or tasks, and the distance between two models",
     "sample": "sample text, with each token's probability, rank, entropy and alternatives",
     "doctor": "what this machine has, which backends can run on it, and what typical calls would cost",
     "verify": "check the logitless loss against the dense one, and show where each is used",

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from logitless.workbench.align.run import run as align
 from logitless.workbench.common.files import read_lines
+from logitless.workbench.evaluation.config import EvalConfig
+from logitless.workbench.evaluation.run import run as evaluate
 from logitless.workbench.runs.rundir import RUN_FILE, stored
 from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig
@@ -22,7 +24,7 @@ TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "step_time", "memo
 RUNS = {"train": sft.run, "align": align, "score": run}
 
 
-def killed(after: int | str, config: ScoreConfig) -> int:
+def killed(after: int | str, config: ScoreConfig | EvalConfig) -> int:
     """The exit status of a run that ends after so many parts, or in the "merge"; "never": at its end."""
     return _ended(_run, after, config)
 
@@ -73,7 +75,7 @@ def _begin(begun: Any, command: str, config: Any) -> None:
     RUNS[command](config, Console(quiet=True))
 
 
-def _run(begun: Any, after: int | str, config: ScoreConfig) -> None:
+def _run(begun: Any, after: int | str, config: ScoreConfig | EvalConfig) -> None:
     begun.set()
     torch.set_num_threads(1)
     documents.PIECE = block.PIECE = 400
@@ -93,4 +95,7 @@ def _run(begun: Any, after: int | str, config: ScoreConfig) -> None:
         written += not merging
 
     parts.write_whole = write_then_die
-    run(config)
+    if isinstance(config, EvalConfig):
+        evaluate(config)
+    else:
+        run(config)

@@ -19,6 +19,7 @@ from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ...errors import ConfigError, DtypeError, OptionError
 from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
+from .evaluation import Evaluation
 from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
 from .masked import IGNORED, check_masked, is_masked, takes_the_mean, targets_of
 
@@ -44,6 +45,18 @@ class Installed:
     masked: bool = False  # a masked language model
     mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
 
+    @classmethod
+    def of(
+        cls, model: Any, method: Method | Literal["auto"], budget: int | None, smoothing: float, threshold: int | None
+    ) -> Installed:
+        """With what is read of the model as it is now."""
+        names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        previous = model.__dict__.get("forward") if _is_installed(model) else None
+        found = cls(method, budget, smoothing, names, previous, threshold=threshold)
+        found.masked = is_masked(model)
+        found.mean = found.masked and takes_the_mean(model)
+        return found
+
     def dense(self, model: Any) -> Callable[..., Any]:
         return self.previous or functools.partial(type(model).forward, model)
 
@@ -62,6 +75,7 @@ def install(
     memory_budget: int | None = None,
     label_smoothing: float | None = None,
     threshold: int | None = None,
+    metrics: bool = False,
 ) -> None:
     """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
 
@@ -80,13 +94,14 @@ def install(
     a transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get
     the logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit
     the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given.
-    label_smoothing: in 0..1.
-    Installing again changes these options.
-    Raises ConfigError (no output head, an unknown head, encoder-decoder, a loss that is not transformers'
-    ForCausalLMLoss or a masked model's mean) and OptionError; then the model is as it was.
+    label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and
+    never logits. Installing again changes these options. Raises ConfigError (no output head, an unknown head,
+    encoder-decoder, a loss that is not transformers' ForCausalLMLoss or a masked model's mean) and OptionError; then
+    the model is as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
+    _check_metrics(metrics, model, loss)
     trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
     inner = causal_lm(model)
     _check(inner)
@@ -94,16 +109,13 @@ def install(
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
     if trainer is not None:
-        label_smoothing = _take_over(trainer, loss, label_smoothing)
+        evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if metrics else None
+        label_smoothing = _take_over(trainer, loss, label_smoothing, evaluation)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
         state.threshold = threshold
         return
-    names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
-    previous = inner.__dict__.get("forward") if _is_installed(inner) else None
-    found = Installed(loss, memory_budget, float(label_smoothing), names, previous, threshold=threshold)
-    found.masked, found.mean = is_masked(inner), is_masked(inner) and takes_the_mean(inner)
-    setattr(inner, STATE, found)
+    setattr(inner, STATE, Installed.of(inner, loss, memory_budget, float(label_smoothing), threshold))
     inner.forward = MethodType(_forward_like(type(inner)), inner)
 
 
@@ -140,6 +152,12 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return forward_with(model, dict(batch), lambda _, hidden: hidden)
 
 
+def _check_metrics(metrics: bool, model: Any, loss: str) -> None:
+    if metrics and (loss == "dense" or isinstance(model, nn.Module)):
+        got = "loss='dense', which has logits" if loss == "dense" else type(model).__name__
+        raise OptionError(f"metrics: expected a Trainer whose loss is streamed, got {got}; leave metrics out")
+
+
 def _check_options(
     loss: str, memory_budget: float | None, smoothing: float | None, threshold: float | None = None
 ) -> None:
@@ -160,14 +178,17 @@ class Kept:
 
     step: Callable[..., Any] | None  # prediction_step of the instance, where it had one
     smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
+    evaluation: Evaluation | None = None  # where its metrics come from statistics
+    loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
 
 
-def _take_over(trainer: Any, loss: str, smoothing: float) -> float:
+def _take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation | None) -> float:
     """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
     kept: Kept | None = trainer.__dict__.get(STATE)
     if kept is None:
         kept = trainer.__dict__[STATE] = Kept(trainer.__dict__.get("prediction_step"))
         trainer.prediction_step = MethodType(_prediction_step, trainer)
+    _measure(trainer, evaluation)
     if loss == "dense":
         trainer.label_smoother, kept.smoother = kept.smoother or trainer.label_smoother, None
     elif trainer.label_smoother is not None:
@@ -175,10 +196,24 @@ def _take_over(trainer: Any, loss: str, smoothing: float) -> float:
     return smoothing if kept.smoother is None else kept.smoother.epsilon
 
 
+def _measure(trainer: Any, evaluation: Evaluation | None) -> None:
+    """Puts the metrics of an evaluation in, or takes them out."""
+    kept: Kept = trainer.__dict__[STATE]
+    if kept.evaluation is not None:
+        del trainer.evaluation_loop
+        if kept.loop is not None:
+            trainer.evaluation_loop = kept.loop
+    kept.evaluation = evaluation
+    if evaluation is not None:
+        kept.loop = trainer.__dict__.get("evaluation_loop")
+        trainer.evaluation_loop = functools.partial(evaluation.loop, trainer.evaluation_loop)
+
+
 def _give_back(trainer: Any) -> None:
-    kept: Kept | None = trainer.__dict__.pop(STATE, None)
-    if kept is None:
+    if STATE not in trainer.__dict__:
         return
+    _measure(trainer, None)
+    kept: Kept = trainer.__dict__.pop(STATE)
     trainer.label_smoother = kept.smoother or trainer.label_smoother
     del trainer.prediction_step
     if kept.step is not None:
@@ -192,6 +227,11 @@ def _prediction_step(
     kept: Kept = trainer.__dict__[STATE]
     step = kept.step or functools.partial(type(trainer).prediction_step, trainer)
     state: Installed | None = causal_lm(trainer.model).__dict__.get(STATE)
+    if kept.evaluation is not None and state is not None:
+        with replaced(state, "method", "logitless"):
+            return kept.evaluation.step(
+                trainer, lambda given: step(model, given, True, ignore_keys), inputs, prediction_loss_only
+            )
     if prediction_loss_only or state is None:
         return step(model, inputs, prediction_loss_only, ignore_keys)
     smoother = kept.smoother or trainer.label_smoother

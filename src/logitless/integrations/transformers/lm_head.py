@@ -15,6 +15,7 @@ from ...vocab.face import LMHead, unwrapped
 
 T = TypeVar("T")
 
+OBSERVER = "_logitless_observer"
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -73,7 +74,10 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
                 f"the output head's weight is offloaded (on meta), expected it on {hidden.device}; "
                 "leave the head out of cpu_offload, disk_offload or device_map"
             )
-        return compute(found, hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
+        given_to = (hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
+        if OBSERVER in inner.__dict__:
+            inner.__dict__[OBSERVER](found, *given_to)
+        return compute(found, *given_to)
 
     with replaced(own, "forward", forward):
         return head(hidden)
@@ -104,6 +108,13 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     whole: Any = model._modules.get("_orig_mod", model)
     with replaced(inner, "forward", forward):
         return whole(**given)
+
+
+@contextmanager
+def observed(model: nn.Module, look: Callable[..., None]) -> Iterator[None]:
+    """While it lasts, `look` gets what every `compute` of `through_head` gets, before it."""
+    with replaced(causal_lm(model), OBSERVER, look):
+        yield
 
 
 class HiddenCapture:

@@ -57,18 +57,30 @@ def token_scores(
     *,
     keep: int,
     memory_budget: int | None,
+    want: tuple[str, ...] = WANT,
+    reference: tuple[Tensor, LMHead] | None = None,
 ) -> tuple[TokenStats, int]:
-    """The statistics of the distributions at some positions of a batch, (n,) each, and the vocabulary's size."""
+    """The statistics of the distributions at some positions of a batch, (n,) each, and the vocabulary's size.
+
+    reference: as `head_inputs` gives them of another model.
+    """
     size = 0
 
     def read(head: LMHead, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         nonlocal size
         size = head.rows
-        return vars(token_stats(hidden, head, labels, want=WANT, top_k=keep, memory_budget=memory_budget))
+        options = {"want": want, "top_k": keep, "reference": reference, "memory_budget": memory_budget}
+        return vars(token_stats(hidden, head, labels, **options))
 
     with torch.no_grad(), evaluating(model):
         found = forward_with(model, batch, lambda inner, h: through_head(inner, read, h[at], labels))
     return TokenStats(found), size
+
+
+def head_inputs(model: nn.Module, batch: dict[str, Any], at: tuple[Tensor, Tensor]) -> tuple[Tensor, LMHead]:
+    """The hidden states (n, H) at some positions of a batch, and their head, of a model that is not sharded."""
+    with torch.no_grad(), evaluating(model):
+        return forward_with(model, batch, lambda inner, hidden: (hidden[at], LMHead.of(inner)))
 
 
 def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from ...errors import ConfigError, OptionError
 from ...models.positions import reach
 from ...vocab.face import LMHead, explain
+from ..transformers.evaluation import Evaluation
 from ..transformers.lm_head import causal_lm, output_head, replaced
 from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss
@@ -36,6 +37,7 @@ def install(
     replay: bool = False,
     corrected: bool = False,
     memory_budget: int | None = None,
+    metrics: bool = False,
 ) -> None:
     """Puts a TRL trainer on the pass, in place; `uninstall` takes it back.
 
@@ -54,7 +56,8 @@ def install(
     over the entries that top_k, top_p and min_p left when they were sampled (arXiv 2512.02556), entropy included, and
     log `sampling/k1` and `sampling/k3`, how far the trainer is from the sampler; corrected: GRPO's loss is weighted by
     their ratio too, by the vllm_importance_sampling_* options, for one forward pass more a rollout where TRL makes
-    none itself. memory_budget: bytes of slices.
+    none itself. memory_budget: bytes of slices. metrics, of SFT: `evaluate` and `predict` give perplexity, accuracy,
+    top-5 accuracy and entropy, and no logits.
     Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
     be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
     context does not hold) and OptionError; then the trainer is as it was.
@@ -62,18 +65,7 @@ def install(
     GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head;
     replay 0.
     """
-    kind = kind_of(trainer)
-    before: Installed | None = vars(trainer).get(STATE)
-    if before is not None:
-        before.undo()
-    try:
-        installed = _planned(trainer, kind, statistics, top_k, exact_kl, (replay, corrected), memory_budget)
-    except Exception:
-        if before is not None:
-            before.apply()
-        raise
-    installed.apply()
-    setattr(trainer, STATE, installed)
+    _install(trainer, Asked(statistics, top_k, exact_kl, replay, corrected, metrics, memory_budget))
 
 
 def uninstall(trainer: Any) -> None:
@@ -81,6 +73,36 @@ def uninstall(trainer: Any) -> None:
     installed: Installed | None = vars(trainer).pop(STATE, None)
     if installed is not None:
         installed.undo()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of one `install`."""
+
+    statistics: tuple[str, ...]
+    top_k: int
+    exact_kl: bool
+    replay: bool
+    corrected: bool
+    metrics: bool
+    memory_budget: int | None
+
+
+def _install(trainer: Any, asked: Asked) -> None:
+    kind = kind_of(trainer)
+    before: Installed | None = vars(trainer).get(STATE)
+    if before is not None:
+        before.undo()
+    try:
+        installed = _planned(trainer, kind, asked)
+        if asked.metrics:
+            installed.changes += _metrics(trainer, kind, asked.memory_budget)
+    except Exception:
+        if before is not None:
+            before.apply()
+        raise
+    installed.apply()
+    setattr(trainer, STATE, installed)
 
 
 @contextmanager
@@ -143,35 +165,27 @@ class Installed:
             change.undo()
 
 
-def _planned(
-    trainer: Any,
-    kind: str,
-    statistics: tuple[str, ...],
-    top_k: int,
-    exact_kl: bool,
-    replayed: tuple[bool, bool],
-    memory_budget: int | None,
-) -> Installed:
-    """The changes to make; nothing is changed yet. replayed: what was sampled from, and corrected for."""
-    _check_replay(kind, replayed, exact_kl, top_k)
-    require(kind, exact_kl=exact_kl, replay=replayed[0])
-    if (exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
+def _planned(trainer: Any, kind: str, asked: Asked) -> Installed:
+    """The changes to make; nothing is changed yet."""
+    _check_replay(kind, asked)
+    require(kind, exact_kl=asked.exact_kl, replay=asked.replay)
+    if (asked.exact_kl or kind not in FUSED_TRAINERS) and not own_loss(trainer, kind):
         raise ConfigError(
             f"trainer: {type(trainer).__name__} has a loss of its own in the place of {kind}'s, "
             "which this would replace; call divergence or token_stats in it"
         )
     policy = causal_lm(trainer.model)
-    wanted = Wanted(("logprob", *statistics), top_k=top_k, memory_budget=memory_budget)
+    wanted = Wanted(("logprob", *asked.statistics), top_k=asked.top_k, memory_budget=asked.memory_budget)
     _check_model(trainer, policy)
     _check_options(kind, policy, wanted)
     if kind == "DistillationTrainer":
-        return Installed([Change(trainer, "_compute_loss", distillation_loss(trainer, memory_budget))])
+        return Installed([Change(trainer, "_compute_loss", distillation_loss(trainer, asked.memory_budget))])
     if kind == "GKDTrainer":
-        return Installed([Change(trainer, "compute_loss", gkd_loss(trainer, memory_budget))])
+        return Installed([Change(trainer, "compute_loss", gkd_loss(trainer, asked.memory_budget))])
     if kind not in FUSED_TRAINERS:
         return _pairs(trainer, kind, policy, wanted)
-    replay = Replay(trainer, corrected=replayed[1]) if replayed[0] else None
-    return _fused(trainer, kind, policy, wanted, exact_kl, replay)
+    replay = Replay(trainer, corrected=asked.corrected) if asked.replay else None
+    return _fused(trainer, kind, policy, wanted, asked.exact_kl, replay)
 
 
 def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool, replay: Replay | None) -> Installed:
@@ -190,6 +204,28 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool,
     if replay is not None:
         changes += [Change(trainer, name, method) for name, method in replay.methods().items()]
     return Installed(changes)
+
+
+def _metrics(trainer: Any, kind: str, memory_budget: int | None) -> list[Change]:
+    """What gives an evaluation its metrics."""
+    if kind != "SFTTrainer":
+        raise OptionError(f"metrics: expected an SFTTrainer, got a {kind}, which has metrics of its own; leave it out")
+    evaluation, own = Evaluation(memory_budget), trainer.prediction_step
+
+    def step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
+        def loss_of(given: Any) -> Any:
+            return own(model, given, True, ignore_keys)
+
+        return evaluation.step(trainer, loss_of, inputs, prediction_loss_only)
+
+    own_loop = trainer.evaluation_loop
+
+    def loop(*given: Any, **more: Any) -> Any:
+        found = evaluation.loop(own_loop, *given, **more)
+        trainer._metrics["eval"].pop("entropy", None)  # of its batches' means, which would take our entropy's name
+        return found
+
+    return [Change(trainer, "prediction_step", step), Change(trainer, "evaluation_loop", loop)]
 
 
 def _fused_forward(
@@ -213,14 +249,13 @@ def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
     return True, kind == "SFTTrainer" and trainer.args.loss_type == "nll"
 
 
-def _check_replay(kind: str, replayed: tuple[bool, bool], exact_kl: bool, top_k: int) -> None:
-    replay, corrected = replayed
-    if corrected and not replay:
+def _check_replay(kind: str, asked: Asked) -> None:
+    if asked.corrected and not asked.replay:
         raise OptionError("corrected: expected replay, whose log-probs are the sampler's; pass replay=True")
-    if replay and kind not in ROLLOUT_TRAINERS:
+    if asked.replay and kind not in ROLLOUT_TRAINERS:
         raise OptionError(f"replay: expected a trainer that samples, {' or '.join(ROLLOUT_TRAINERS)}, got {kind}")
-    if replay and (exact_kl or top_k):
-        other = "exact_kl" if exact_kl else "top_k"
+    if asked.replay and (asked.exact_kl or asked.top_k):
+        other = "exact_kl" if asked.exact_kl else "top_k"
         raise OptionError(f"replay: {other} is of the whole row, which replay never forms; leave one of them out")
 
 

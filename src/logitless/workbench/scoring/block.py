@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ...integrations.transformers.scoring import token_scores
+from ..sources.model import ModelSource
 from ..sources.tokenizer import TextTokenizer
 from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 
 OF_A_DOCUMENT = 64  # characters that one counts for beside its text: empty ones take memory too
-COLUMNS = {  # of the record's names: the pass's, and what holds them
-    "token_logit": ("label_logit", np.float32),
-    "logprob": ("logprob", np.float32),
-    "rank": ("rank", np.int32),
-    "logsumexp": ("logsumexp", np.float32),
-    "mean_logit": ("mean_logit", np.float32),
-    "entropy": ("entropy", np.float32),
-    "self_certainty": ("self_certainty", np.float32),
-    "topk_ids": ("top_k_ids", np.int32),
-    "topk_logits": ("top_k_logits", np.float32),
-}
+PLACES = ("document", "position", "context", "token")  # columns that a token without a score has, too
+Rows = Mapping[str, np.ndarray]  # columns by name
+Reading = Callable[[dict[str, Tensor], tuple[Tensor, Tensor], Tensor], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is known of each token beside its place, as columns, and of each document.
+
+    `columns` says of which type and of how many entries a row each is; logsumexp and logprob are among them. `read`
+    takes a batch's inputs, the rows and positions (n,) that are scored there, and their labels (n,). `sums` adds up
+    what else a document has, of its scored rows. A document with a `finite` column that is not has no scores.
+    """
+
+    columns: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
+    read: Reading
+    sums: Callable[[Rows], dict[str, float]] = lambda rows: {}
+    finite: tuple[str, ...] = ("logsumexp",)
+    others: tuple[ModelSource, ...] = ()  # models that it reads beside the scorer's
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that text goes through, with its tokenizer; `context` tokens are fed at most."""
+
+    model: Any
+    source: ModelSource
+    tokenizer: TextTokenizer
+    device: torch.device
+    context: int
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model with its tokenizer and what `logitless score` was told."""
+    """A model, how text goes through it, and what is measured there."""
 
-    model: Any
-    tokenizer: TextTokenizer
-    device: torch.device
-    keep: int
-    context: int
+    subject: Subject
     stride: int
     bos: int | None  # the id that is put before each document
     batch_tokens: int
-    memory_budget: int
+    measure: Measure
 
     def tokens(self, pieces: list[Piece]) -> list[Tokens]:
         """The pieces' tokens, each behind the begin-of-text token or the end of the piece before."""
-        found = self.tokenizer.encode(["" if p.problem else p.text for p in pieces])
-        leads = self.tokenizer.encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
+        encode = self.subject.tokenizer.encode
+        found = encode(["" if p.problem else p.text for p in pieces])
+        leads = encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
         out = []
         for piece, ids, lead in zip(pieces, found, leads, strict=True):
             start = [] if piece.lead or self.bos is None or not ids else [self.bos]
-            before = [*start, *lead[-(self.context + 1 - self.stride) :]]
+            before = [*start, *lead[-(self.subject.context + 1 - self.stride) :]]
             out.append(Tokens(np.array([*before, *ids], dtype=np.int64), len(before)))
         return out
 
@@ -82,19 +99,16 @@ def score_block(scorer: Scorer, block: list[Piece], tick: Callable[[int, float],
     """Scores the pieces of a block; `tick` hears after each batch how many tokens it scored, and the share done."""
     tokens = scorer.tokens(block)
     first_rows = [0, *accumulate(t.rows for t in tokens)]
-    columns, scored = _columns(tokens, block, scorer.keep)
-    found = [w for i, t in enumerate(tokens) for w in windows(t, i, scorer.context, scorer.stride)]
+    columns, scored = _columns(tokens, block, scorer.measure)
+    found = [w for i, t in enumerate(tokens) for w in windows(t, i, scorer.subject.context, scorer.stride)]
     all_fed, fed = sum(w.fed for w in found), 0
     for some in batches(found, scorer.batch_tokens):
-        batch = Batch.of(some, tokens, first_rows, scorer.device)
-        stats, _ = token_scores(
-            scorer.model, batch.inputs, batch.at, batch.labels, keep=scorer.keep, memory_budget=scorer.memory_budget
-        )
+        batch = Batch.of(some, tokens, first_rows, scorer.subject.device)
+        found_here = scorer.measure.read(batch.inputs, batch.at, batch.labels)
         columns["context"][batch.rows] = batch.context
         scored[batch.rows] = True
-        for name, (theirs, _) in COLUMNS.items():
-            if name in columns:
-                columns[name][batch.rows] = getattr(stats, theirs).cpu().numpy()
+        for name in scorer.measure.columns:
+            columns[name][batch.rows] = found_here[name].cpu().numpy()
         fed += sum(w.fed for w in some)
         tick(len(batch.rows), fed / all_fed)
     known = [
@@ -104,7 +118,7 @@ def score_block(scorer: Scorer, block: list[Piece], tick: Callable[[int, float],
     return Scored(columns, scored, known)
 
 
-def _columns(tokens: list[Tokens], pieces: list[Piece], keep: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _columns(tokens: list[Tokens], pieces: list[Piece], measure: Measure) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Room for the rows of a block."""
     rows = [t.rows for t in tokens]
     n = sum(rows)
@@ -114,11 +128,7 @@ def _columns(tokens: list[Tokens], pieces: list[Piece], keep: int) -> tuple[dict
         "context": np.zeros(n, dtype=np.int32),
         "token": np.concatenate([t.ids[t.before :] for t in tokens] or [np.zeros(0)]).astype(np.int32),
     }
-    for name, (_, dtype) in COLUMNS.items():
-        if not name.startswith("topk"):
-            columns[name] = np.zeros(n, dtype=dtype)
-        elif keep:
-            columns[name] = np.zeros((n, keep), dtype=dtype)
+    columns |= {name: np.zeros((n, *shape), dtype=dtype) for name, (dtype, shape) in measure.columns.items()}
     return columns, np.zeros(n, dtype=bool)
 
 
@@ -127,10 +137,12 @@ def _known(
 ) -> dict[str, Any]:
     """A piece's sums; one whose scores are no numbers keeps its rows, without scores."""
     why = piece.problem or ("" if rows.start < rows.stop else "no token in it")
-    if not np.isfinite(columns["logsumexp"][rows]).all():
+    if not all(np.isfinite(columns[name][rows]).all() for name in scorer.measure.finite):
         why, scored[rows] = "its scores are not finite", False
     unscored = columns["token"][rows][~scored[rows]].tolist()
-    size = len(piece.text.encode()) - len(scorer.tokenizer.saved.decode(unscored).encode())
-    nats = -float(columns["logprob"][rows][scored[rows]].sum(dtype=np.float64))
+    size = len(piece.text.encode()) - len(scorer.subject.tokenizer.saved.decode(unscored).encode())
+    with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
+    nats = -float(with_scores["logprob"].sum(dtype=np.float64))
     sums = {"rows": rows.stop - rows.start, "scored": int(scored[rows].sum()), "nats": nats, "bytes": max(0, size)}
+    sums |= scorer.measure.sums(with_scores)
     return {"document": piece.document, "name": piece.name, **sums, **({"why": why} if why else {})}

@@ -1,4 +1,4 @@
-"""`ScoreConfig`: every option of `logitless score`, as one frozen dataclass (no torch import)."""
+"""`TextOptions`, of whatever reads text by a model, and `ScoreConfig`, of `logitless score` (no torch import)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ from ..common.options import (
 )
 
 MOST_CONTEXT = 4096  # unless asked for: attention over more costs more than it tells
-DECIDING = ("model", "data", "keep", "context_length", "stride", "bos", "batch_tokens", "dtype")
+DECIDING = ("model", "data", "context_length", "stride", "bos", "batch_tokens", "dtype")
 
 
 @dataclass(frozen=True)
-class ScoreConfig:
-    """Options of `logitless score`; the command line mirrors them. Raises OptionError from `check`."""
+class TextOptions:
+    """What is read, by which model, and how: options that `logitless score` and `logitless eval` share."""
 
     model: TrainedModel = DEFAULT_MODEL
     data: Annotated[str | None, Option(required=True)] = None
-    """Text to score: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
-    out: Path | None = None
-    """The parquet file to write, a row per token. Default: NAME.scores.parquet for --data NAME, in this directory."""
-    documents: Path | None = None
-    """Write a line of JSON per document to this file too: tokens, bytes, perplexity."""
-    keep: Keep = 10
+    """The text: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
     context_length: int | None = None
     """Tokens that the model sees at most. Default: its own positions, 4096 at most."""
     stride: int | None = None
@@ -56,19 +51,15 @@ class ScoreConfig:
     device: Device = "auto"
     json: JsonFile = None
 
-    def check(self) -> ScoreConfig:
-        """Itself, or OptionError for the first value without a meaning."""
+    def check_text(self) -> None:
+        """OptionError for the first of these values, or of those with a check, without a meaning."""
         if not self.data:
             raise OptionError("--data is missing: expected a text, jsonl or parquet file, or a folder of them")
         check_values(self)
-        outputs = {"out": self.place, "documents": self.documents, "json": self.json}
-        read = None if self.data is None or Path(self.data).is_dir() else self.data  # below a folder they are no data
-        check_outputs(outputs, {"data": read, "model": self.model}, new_folders=True)
         length, stride = self.context_length, self.stride
         expected = "at least 2 (a token and its successor), less than 2^31"
         require(length is None or 2 <= length < MOST, "context_length", expected, length)
         require(stride is None or 1 <= stride < MOST, "stride", "at least 1, less than 2^31", stride)
-        return self
 
     @property
     def memory_budget_bytes(self) -> int:
@@ -76,10 +67,47 @@ class ScoreConfig:
 
     @property
     def place(self) -> Path:
-        """The file to write."""
-        data = Path(self.data or "")
-        return self.out or Path(f"{data.name if data.is_dir() else data.stem}.scores.parquet")
+        """The parquet file to write, a row per token."""
+        raise NotImplementedError
+
+    def outputs(self) -> dict[str, Path | None]:
+        """The files and folders that are written, by the names of their options."""
+        raise NotImplementedError
 
     def deciding(self) -> dict[str, Any]:
         """The options that decide what the rows hold: an unfinished run goes on with the same ones only."""
         return {name: getattr(self, name) for name in DECIDING}
+
+
+@dataclass(frozen=True)
+class ScoreConfig(TextOptions):
+    """Options of `logitless score`; the command line mirrors them. Raises OptionError from `check`."""
+
+    out: Path | None = None
+    """The parquet file to write, a row per token. Default: NAME.scores.parquet for --data NAME, in this directory."""
+    documents: Path | None = None
+    """Write a line of JSON per document to this file too: tokens, bytes, perplexity."""
+    keep: Keep = 10
+
+    def check(self) -> ScoreConfig:
+        """Itself, or OptionError for the first value without a meaning."""
+        self.check_text()
+        read = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
+        check_outputs(self.outputs(), {"data": read, "model": self.model}, new_folders=True)
+        return self
+
+    @property
+    def place(self) -> Path:
+        return self.out or named_after(self.data, "scores.parquet")
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {"out": self.place, "documents": self.documents, "json": self.json}
+
+    def deciding(self) -> dict[str, Any]:
+        return {**super().deciding(), "keep": self.keep}
+
+
+def named_after(data: str | None, ending: str) -> Path:
+    """What is written by default, in this directory, of --data."""
+    path = Path(data or "")
+    return Path(f"{path.name if path.is_dir() else path.stem}.{ending}")

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from ...errors import OptionError
 from ..common.files import remove_leftovers, write_json, write_whole
-from .block import COLUMNS, Scored
+from .block import PLACES, Scored
 from .documents import hash_of
 
 KEY, RUN = b"logitless", b"logitless.run"  # of the files' metadata
 MANIFEST = "manifest.json"
-SUMS = ("rows", "scored", "nats", "bytes")
+NO_SUMS = ("document", "name", "why")  # of what is known of a piece
 WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
 
 
@@ -106,7 +106,8 @@ class Parts:
             for piece in pieces:
                 if open_ is not None and open_["document"] == piece["document"]:
                     position[row : row + piece["rows"]] += open_["rows"]
-                    open_ = {**piece, **open_, **{name: open_[name] + piece[name] for name in SUMS}}
+                    sums = {name: open_[name] + x for name, x in piece.items() if name not in NO_SUMS}
+                    open_ = {**piece, **open_, **sums}
                 else:
                     if open_ is not None:
                         of_document(open_)
@@ -128,7 +129,7 @@ def _table(block: Scored) -> pa.Table:
     unscored = ~block.scored
     arrays = {}
     for name, x in block.columns.items():
-        mask = unscored if name in COLUMNS else None
+        mask = None if name in PLACES else unscored
         if x.ndim == 2:
             values, kind = pa.array(x.reshape(-1)), pa.list_(pa.from_numpy_dtype(x.dtype), x.shape[1])
             arrays[name] = pa.FixedSizeListArray.from_arrays(values, type=kind, mask=pa.array(unscored))

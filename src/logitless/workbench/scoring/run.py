@@ -1,22 +1,25 @@
-"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary."""
+"""`run`: text scored by a model, from a `ScoreConfig` to a parquet file and a summary; `measured`: what all such do."""
 
 from __future__ import annotations
 
 import errno
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from ...errors import DeviceError, OptionError
+from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
 from ..common.say import quiet, say
@@ -24,14 +27,27 @@ from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .block import Scorer, blocks, score_block
-from .config import MOST_CONTEXT, ScoreConfig
+from .block import Measure, Scorer, Subject, blocks, score_block
+from .config import MOST_CONTEXT, ScoreConfig, TextOptions
 from .documents import Documents, hash_of
 from .parts import Parts
 from .progress import Progress
 from .summary import conclude
 
 NEVER = timedelta(days=100)  # ranks wait for the slowest one
+COLUMNS = {  # of the record's names: the pass's, and what holds them
+    "token_logit": ("label_logit", np.float32),
+    "logprob": ("logprob", np.float32),
+    "rank": ("rank", np.int32),
+    "logsumexp": ("logsumexp", np.float32),
+    "mean_logit": ("mean_logit", np.float32),
+    "entropy": ("entropy", np.float32),
+    "self_certainty": ("self_certainty", np.float32),
+    "topk_ids": ("top_k_ids", np.int32),
+    "topk_logits": ("top_k_logits", np.float32),
+}
+Wanted = Callable[[Subject], Measure]
+Conclude = Callable[[Scorer, Parts, int, dict[str, Any]], dict[str, Any]]
 
 
 def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
@@ -42,42 +58,67 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     passed over. Under torchrun each rank scores blocks of its own, and the first one merges them.
     Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
     """
+
+    def wanted(subject: Subject) -> Measure:
+        most = subject.source.vocab_size
+        if config.keep > most:
+            raise OptionError(f"--keep must be at most the vocabulary, here {most}, got {config.keep}")
+        return scores(subject.model, config.keep, config.memory_budget_bytes)
+
+    return measured(config.check(), wanted, lambda *done: conclude(config, *done), console)
+
+
+def scores(model: Any, keep: int, memory_budget: int) -> Measure:
+    """What `logitless score` writes of each token."""
+
+    def read(inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        found = vars(token_scores(model, inputs, at, labels, keep=keep, memory_budget=memory_budget)[0])
+        return {name: found[theirs] for name, (theirs, _) in COLUMNS.items() if theirs in found}
+
+    columns = {name: (dtype, (keep,) * name.startswith("topk")) for name, (_, dtype) in COLUMNS.items()}
+    return Measure({name: kind for name, kind in columns.items() if 0 not in kind[1]}, read)
+
+
+def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: Console | None) -> dict[str, Any]:
+    """Each token of the text measured as `wanted` says: written as `run` says it, and whatever `conclude` makes of it.
+
+    conclude: gets the scorer, the parts, their number and what the run took, once all parts are there.
+    """
     console = console or Console(stderr=True)
     quiet()
-    if config.check().device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    for path in (config.documents, config.json):
-        if path is not None and str(path) != "-":
+    device_of(config, 0)
+    outputs = [path for path in config.outputs().values() if path is not None]
+    for path in (config.place, *outputs):
+        if str(path) != "-":
             path.parent.mkdir(parents=True, exist_ok=True)
-    rank, ranks = _ranks()
+    rank, ranks = joined()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "score with")
-    scorer = _scorer(config, source, load_tokenizer(source), rank)
+    scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
-    written = [path for path in (parts.place, parts.folder, config.documents, config.json) if path is not None]
-    documents = Documents(Path(config.data or ""), scorer.context, tuple(written))
-    if rank == 0 and parts.open(_manifest(config, source, scorer, documents)):
+    documents = Documents(Path(config.data or ""), scorer.subject.context, (*outputs, parts.folder))
+    if rank == 0 and parts.open(_manifest(config, scorer, documents)):
         say(console, f"going on with the unfinished run in {parts.folder}")
     _together(0)
-    reset_peak(scorer.device)
+    reset_peak(scorer.subject.device)
     begin = time.perf_counter()
-    with _explained(config.place), Progress(console if rank == 0 else None) as progress:
+    with explained(config.place), Progress(console if rank == 0 else None) as progress:
         count = _score(scorer, documents, parts, (rank, ranks), progress)
         tokens = _together(progress.tokens)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
-        measured = {
+        took = {
             "tokens_scored_now": tokens,
             "seconds": round(seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1),
-            "peak_memory_bytes": peak_bytes(scorer.device),
+            "peak_memory_bytes": peak_bytes(scorer.subject.device),
             "ranks": ranks,
         }
-        return conclude(config, scorer, source.vocab_size, parts, count, measured)
+        return conclude(scorer, parts, count, took)
 
 
-def _ranks() -> tuple[int, int]:
+def joined() -> tuple[int, int]:
     """(rank, ranks) of a torchrun launch, joined; (0, 1) without one."""
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=NEVER)
@@ -93,29 +134,26 @@ def _together(number: int) -> int:
     return int(total)
 
 
-def _scorer(config: ScoreConfig, source: ModelSource, tokenizer: TextTokenizer, rank: int) -> Scorer:
+def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, wanted: Wanted, rank: int) -> Scorer:
     """The model and what it is to do, checked."""
     longest = reach(source.config) or MOST_CONTEXT
     context = config.context_length or min(longest, MOST_CONTEXT)
     stride = config.stride or max(1, context // 2)
     if stride > context:
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
-    if config.keep > source.vocab_size:
-        raise OptionError(f"--keep must be at most the vocabulary, here {source.vocab_size}, got {config.keep}")
-    model = load_model(source, dtype=config.dtype, length=context)
+    bos = _bos(config.bos, tokenizer)
+    device = device_of(config, rank)
+    model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
+    subject = Subject(model, source, tokenizer, device, context)
+    return Scorer(subject, stride, bos, config.batch_tokens, wanted(subject))
+
+
+def device_of(config: TextOptions, rank: int) -> torch.device:
+    """Where a rank computes. Raises DeviceError for a GPU that is not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    return Scorer(
-        model=model.eval().to(device),
-        tokenizer=tokenizer,
-        device=device,
-        keep=config.keep,
-        context=context,
-        stride=stride,
-        bos=_bos(config.bos, tokenizer),
-        batch_tokens=config.batch_tokens,
-        memory_budget=config.memory_budget_bytes,
-    )
+    return torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
 
 
 def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
@@ -127,16 +165,25 @@ def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:
     return saved.bos_token_id if wanted == "yes" or by_itself else None
 
 
-def _manifest(config: ScoreConfig, source: ModelSource, scorer: Scorer, documents: Documents) -> dict[str, Any]:
+def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files: dict[str, str] = {}
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
-    for path in sorted(Path(source.weights or "").glob("*.safetensors")):
-        files[f"the weights {path.name}"] = f"of {path.stat().st_size} bytes, {path.stat().st_mtime_ns} ns"
-    decided = {"context_length": scorer.context, "stride": scorer.stride}
-    known = {"the tokenizer": _known_of(scorer.tokenizer), "the model's config": _known_of(source.config)}
-    return {"schema": 3, **config.deciding(), **decided, **known, **files}
+    decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
+    models = known_of(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
+    return {"schema": 3, **config.deciding(), **decided, **models, **files}
+
+
+def known_of(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
+    """What tells a model, with its tokenizer, and the models beside it from all others."""
+    known = {"the tokenizer": _known_of(tokenizer)}
+    for model in (source, *others):
+        known[f"{'the model' if model is source else model.name}'s config"] = _known_of(model.config)
+        for path in sorted(Path(model.weights or "").glob("*.safetensors")):
+            size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
+            known[f"the weights {path.name} of {model.name}"] = f"of {size} bytes, {time_ns} ns"
+    return known
 
 
 def _known_of(thing: Any) -> str:
@@ -171,7 +218,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
 
 
 @contextmanager
-def _explained(place: Path) -> Iterator[None]:
+def explained(place: Path) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on."""
     try:
         yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,23 @@ from rich.table import Table
 from ...errors import DataError
 from ...units import format_bytes, plural
 from ...versions import versions
-from ..common.files import write_whole
+from ..common.files import remove_leftovers, strict_json, write_whole
 from .block import Scorer
-from .config import ScoreConfig
-from .parts import SUMS, Parts
+from .config import ScoreConfig, TextOptions
+from .parts import NO_SUMS, Parts
 
 SCHEMA = 1
 MOST_LISTED = 20  # skipped documents that a summary names
 
 
 class Sums:
-    """What the documents come to; writes each as a line of JSON where there is a file for it."""
+    """What the documents come to; writes the `numbers` of each as a line of JSON where there is a file for it."""
 
-    def __init__(self, lines: Any = None) -> None:
-        self.total: dict[str, Any] = dict.fromkeys(SUMS, 0)
+    def __init__(self, numbers: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.total: Counter[str] = Counter()
         self.documents, self.skipped, self.listed = 0, 0, []
-        self.lines = lines
+        self.numbers = numbers
+        self.lines: Any = None
 
     def __call__(self, known: dict[str, Any]) -> None:
         self.documents += 1
@@ -36,44 +38,63 @@ class Sums:
             self.skipped += 1
             if len(self.listed) < MOST_LISTED:
                 self.listed.append({name: known[name] for name in ("document", "name", "why")})
-        for name in SUMS:
-            self.total[name] += known[name]
+        self.total.update({name: x for name, x in known.items() if name not in NO_SUMS})
         if self.lines is not None:
-            values = {k: known[k] for k in ("document", "name", "why") if k in known}
-            self.lines.write(json.dumps(values | _numbers(known)) + "\n")
+            values = {k: known[k] for k in NO_SUMS if k in known}
+            self.lines.write(strict_json(values | self.numbers(known)) + "\n")
 
 
-def conclude(
-    config: ScoreConfig, scorer: Scorer, vocab_size: int, parts: Parts, count: int, measured: dict[str, Any]
-) -> dict[str, Any]:
+def conclude(config: ScoreConfig, scorer: Scorer, parts: Parts, count: int, measured: dict[str, Any]) -> dict[str, Any]:
     """Merges the parts, removes them, and returns the summary. Raises DataError where there is no score in them."""
-    options = config.deciding() | {"context_length": scorer.context, "stride": scorer.stride, "bos": scorer.bos}
-    metadata = {"schema": SCHEMA, "vocab_size": vocab_size, **options}
-    sums = Sums()
+    summary = merged(config, scorer, parts, count, config.documents, numbers)
+    parts.remove()
+    return {"schema": SCHEMA, **summary, **measured, **circumstances(config, scorer)}
+
+
+def merged(
+    config: TextOptions,
+    scorer: Scorer,
+    parts: Parts,
+    count: int,
+    documents: Path | None,
+    numbers: Callable[[dict[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """One file of all parts, and of `documents` a line each; returns the options and what the documents come to.
+
+    The parts stay where they are, unless there is no document or no score in them: that is a DataError.
+    """
+    options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": scorer.bos}
+    metadata = {"schema": SCHEMA, "vocab_size": scorer.subject.source.vocab_size, **options}
+    sums = Sums(numbers)
     if count == 0:
         parts.remove()
         raise DataError(f"--data {config.data}: no document in it; expected text, .jsonl or .parquet")
-    if config.documents is None:
+    if documents is None:
         parts.merge(count, metadata, sums)
     else:
-        write_whole(config.documents, lambda path: _merge_with_lines(path, parts, count, metadata, sums))
-    parts.remove()
+        remove_leftovers(documents)
+        write_whole(documents, lambda path: _merge_with_lines(path, parts, count, metadata, sums))
     if not sums.total["scored"]:
+        parts.remove()
         config.place.unlink()
         first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
         raise DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
     return {
-        "schema": SCHEMA,
         **options,
         "out": str(config.place),
-        "vocab_size": vocab_size,
+        "vocab_size": scorer.subject.source.vocab_size,
         "documents": sums.documents,
         "skipped": sums.skipped,
         "skipped_documents": sums.listed,
-        **_numbers(sums.total),
-        **measured,
-        "device": str(scorer.device),
-        "dtype": str(scorer.model.dtype).removeprefix("torch."),
+        **numbers(sums.total),
+    }
+
+
+def circumstances(config: TextOptions, scorer: Scorer) -> dict[str, Any]:
+    """What a summary says of where and with what it was made."""
+    return {
+        "device": str(scorer.subject.device),
+        "dtype": str(scorer.subject.model.dtype).removeprefix("torch."),
         "out_bytes": config.place.stat().st_size,
         "versions": versions("torch", "transformers"),
     }
@@ -84,7 +105,7 @@ def _merge_with_lines(path: Path, parts: Parts, count: int, metadata: dict[str, 
         parts.merge(count, metadata, sums)
 
 
-def _numbers(known: dict[str, Any]) -> dict[str, Any]:
+def numbers(known: Mapping[str, Any]) -> dict[str, Any]:
     """Sums as people read them; None where nothing was scored."""
     nats, scored, size = known["nats"], known["scored"], known["bytes"]
     return {
@@ -92,29 +113,50 @@ def _numbers(known: dict[str, Any]) -> dict[str, Any]:
         "scored_tokens": scored,
         "nats": nats,
         "nats_per_token": nats / scored if scored else None,
-        "perplexity": math.exp(min(nats / scored, 700.0)) if scored else None,
+        "perplexity": perplexity(nats / scored) if scored else None,
         "bytes": size,
         "bits_per_byte": nats / math.log(2) / size if scored and size else None,
     }
 
 
-def show(summary: dict[str, Any], console: Console) -> None:
-    """The summary as a table."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+def perplexity(nats_per_token: float) -> float:
+    """Its exponential, which a double holds."""
+    return math.exp(min(nats_per_token, 700.0))
+
+
+def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What every summary's table begins with."""
     bits, unscored = summary["bits_per_byte"], summary["tokens"] - summary["scored_tokens"]
-    rows = [
+    return [
         ("documents", f"{summary['documents']:,}, {summary['skipped']:,} of them skipped"),
         ("tokens", f"{summary['scored_tokens']:,} scored; {unscored:,} have nothing before them, and no score"),
         ("perplexity", f"{summary['perplexity']:,.2f} ({summary['nats_per_token']:.4f} nats per token)"),
         ("bits per byte", "no byte in the text" if bits is None else f"{bits:.4f}"),
-        ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['seconds']:.0f} s"),
-        ("peak memory", format_bytes(summary["peak_memory_bytes"])),
-        ("written", f"{summary['out']}, {format_bytes(summary['out_bytes'])}"),
     ]
+
+
+def measured_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """How fast it was, and in how much memory."""
+    what = "tokens" if "tokens_per_second" in summary else "requests"
+    return [
+        ("speed", f"{summary[f'{what}_per_second']:,.0f} {what}/s, {summary['seconds']:.0f} s"),
+        ("peak memory", format_bytes(summary["peak_memory_bytes"])),
+    ]
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """The summary as a table."""
+    written = ("written", f"{summary['out']}, {format_bytes(summary['out_bytes'])}")
+    show_rows(console, [*rows_of(summary), *measured_rows(summary), written], summary["skipped_documents"])
+
+
+def show_rows(console: Console, rows: list[tuple[str, str]], skipped_documents: list[dict[str, Any]]) -> None:
+    """Names and values side by side, and below them the documents that were skipped."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table, highlight=False)
-    for skipped in summary["skipped_documents"]:
+    for skipped in skipped_documents:
         console.print(f"skipped {skipped['name']}: {skipped['why']}", highlight=False, markup=False, soft_wrap=True)

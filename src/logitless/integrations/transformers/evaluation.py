@@ -1,0 +1,110 @@
+"""Metrics of a Trainer's evaluation from statistics of each token, in the place of logits that it would gather."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import ConfigError
+from ...vocab.face import LMHead, token_stats
+from .lm_head import observed
+
+IGNORED = -100
+KEPT = ("logprob", "rank", "entropy")  # of each token, for predict and compute_metrics
+TOP_K = 5
+
+
+class Predictions(dict[str, Any]):
+    """What evaluation keeps of each token: `KEPT` by name, (rows, tokens) each, beside its label; 0 where that is -100.
+
+    logprob: of the label; rank: 1 where the label is the best entry; entropy: in nats. Whatever asks for more, as code
+    that expects logits does, is a ConfigError.
+    """
+
+    def __getitem__(self, name: Any) -> Any:
+        if not isinstance(name, str) or name not in self:
+            raise _no_logits(f"predictions[{name!r}]")
+        return super().__getitem__(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name != "__array__":
+            raise AttributeError(name)
+        raise _no_logits(f"predictions.{name}")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise _no_logits("numpy")
+
+
+def _no_logits(asked: str) -> ConfigError:
+    names = ", ".join(f"predictions[{name!r}]" for name in KEPT)
+    return ConfigError(
+        f"{asked} asks for logits, which install(trainer, metrics=True) does not make: ask for {names}, each beside "
+        "label_ids, or for the perplexity, accuracy and entropy that evaluate() gives by itself; install(trainer) "
+        "without metrics gathers logits"
+    )
+
+
+@dataclass
+class Evaluation:
+    """The steps and the loop of an evaluation, with the sums of what its tokens come to."""
+
+    memory_budget: int | None = None
+    shifted: bool = True  # a position predicts the token after it; not so in a masked language model
+    sums: list[float] = field(default_factory=list)  # tokens, nats, right, within the best TOP_K, nats of entropy
+    seen: dict[str, Tensor] = field(default_factory=dict)
+
+    def loop(self, own: Callable[..., Any], *given: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
+        """The Trainer's own evaluation_loop, and the metrics of its tokens."""
+        self.sums = [0.0] * 5
+        out = own(*given, metric_key_prefix=metric_key_prefix, **more)
+        out.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self.metrics().items()})
+        return out
+
+    def metrics(self) -> dict[str, float]:
+        tokens, nats, right, near, entropy = self.sums
+        if not tokens:
+            return {}
+        return {
+            "perplexity": math.exp(min(nats / tokens, 700.0)),
+            "accuracy": right / tokens,
+            f"top_{TOP_K}_accuracy": near / tokens,
+            "entropy": entropy / tokens,
+        }
+
+    def step(self, trainer: Any, own: Callable[..., Any], inputs: Any, loss_only: bool) -> tuple[Any, Any, Any]:
+        """(loss, predictions, labels) of a batch; `own` gives its loss alone."""
+        self.seen = {}
+        with observed(trainer.model, self._look):
+            loss, *_ = own(inputs)
+        if not self.seen:
+            return loss, None, None
+        found = trainer.accelerator.gather_for_metrics(_row_sums(self.seen))
+        self.sums = [a + b for a, b in zip(self.sums, found.double().sum(0).tolist(), strict=True)]
+        if loss_only:
+            return loss, None, None
+        kept = Predictions({name: self._beside_label(self.seen[name]) for name in KEPT})
+        return loss, kept, inputs["labels"].detach().to(self.seen["rank"].device)
+
+    def _beside_label(self, x: Tensor) -> Tensor:
+        """What a position says beside the token that it predicts, (rows, tokens)."""
+        return F.pad(x[:, :-1], (1, 0)) if self.shifted else x
+
+    def _look(self, head: LMHead, hidden: Tensor, targets: Tensor) -> None:
+        with torch.no_grad():
+            stats = token_stats(
+                hidden, head, targets, want=KEPT, ignore_index=IGNORED, memory_budget=self.memory_budget
+            )
+        self.seen = {**vars(stats), "counts": targets != IGNORED}
+
+
+def _row_sums(seen: dict[str, Tensor]) -> Tensor:
+    """(B, 5): what `Evaluation.sums` adds up, of each row."""
+    counts, rank = seen["counts"], seen["rank"]
+    columns = (counts, -seen["logprob"], counts & (rank == 1), counts & (rank <= TOP_K), seen["entropy"])
+    return torch.stack([x.float().sum(1) for x in columns], 1)

@@ -1,0 +1,162 @@
+"""Tasks of lm-evaluation-harness: its names and YAML files, evaluated by `LogitlessLM`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...errors import ConfigError, DataError
+from ...resident import peak_bytes, reset_peak
+from ...versions import versions
+from ..common.say import quiet, say
+from ..scoring.documents import hash_of
+from ..scoring.parts import Parts
+from ..scoring.run import device_of, explained, joined, known_of
+from ..sft.default_model import default_model
+from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..sources.tokenizer import TextTokenizer
+from .config import EvalConfig
+from .page import page_of_tasks, write_pages
+
+SCHEMA = 1
+ANSWERS = "answers"  # of the harness' own cache, which a run that goes on reads
+NO_METRICS = ("name", "alias", "sample_len", "sample_count")  # of a task's results
+MOST_ROWS = 1024  # of a batch, where that many fit
+
+
+def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, Any]:
+    """Evaluates config.tasks and returns the summary; writes summary.json and page.html.
+
+    Answers are kept as they come, so that the same call goes on where a killed one stopped. Under torchrun each rank
+    has documents of its own. Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is
+    empty.
+    """
+    console = console or Console(stderr=True)
+    quiet()
+    tasks = _load(config.tasks)
+    rank, ranks = joined()
+    default_model(config.model, config.device, console)
+    source = resolve_trained(config.model, "evaluate")
+    tokenizer, device = load_tokenizer(source), device_of(config, rank)
+    model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    parts = Parts(config.place)
+    if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
+        say(console, f"going on with the unfinished run in {parts.folder}")
+    reset_peak(device)
+    begin = time.perf_counter()
+    with explained(config.place):
+        found = _evaluated(config, model, tokenizer, tasks, parts.folder / ANSWERS)
+        if rank:
+            return {}
+        seconds = time.perf_counter() - begin
+        summary = {
+            "schema": SCHEMA,
+            "options": config.deciding(),
+            **found,
+            "out": str(config.folder),
+            "seconds": round(seconds, 3),
+            "requests_per_second": round(found["requests"] / seconds, 1),
+            "peak_memory_bytes": peak_bytes(device),
+            "ranks": ranks,
+            "device": str(device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "versions": versions("torch", "transformers", "lm-eval"),
+        }
+        write_pages(config, summary, page_of_tasks(summary))
+        parts.remove()
+        return summary
+
+
+def _load(names: Sequence[str]) -> list[Any]:
+    """The harness' tasks and groups. Raises ConfigError without it, DataError for a task that cannot be loaded."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        missing = "lm-eval" if (error.name or "").startswith("lm_eval") else error.name
+        raise ConfigError(f"--tasks needs {missing}, which is not installed: pip install lm-eval") from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
+    known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
+    out: list[Any] = []
+    for name in names:
+        if name not in known and not Path(name).is_file():
+            near = get_close_matches(name, known, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise DataError(f"--tasks {name}: lm-eval has no task of this name, and there is no such YAML file{hint}")
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found = manager.load([name])
+        except Exception as error:  # YAML, templates, data sets and the network each have their own
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(f"--tasks {name}: lm-eval cannot load it ({why})") from None
+        groups = found.get("groups", {})
+        out += [groups[name]] if name in groups else [*found["tasks"].values()]
+    return out
+
+
+def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """What an unfinished run must have in common with the one that goes on with it."""
+    files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
+    return {"schema": SCHEMA, **config.deciding(), **known_of(tokenizer, source), **files}
+
+
+def _evaluated(
+    config: EvalConfig, model: Any, tokenizer: TextTokenizer, tasks: list[Any], answers: Path
+) -> dict[str, Any]:
+    """Metrics of each task and group, and how many requests there were; nothing on all ranks but the first."""
+    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    from ...integrations.lm_eval import LogitlessLM
+
+    lm = LogitlessLM(
+        pretrained=model,
+        tokenizer=tokenizer.saved,
+        batch_size="auto",
+        max_batch_size=MOST_ROWS,
+        max_length=config.context_length,
+        memory_budget=config.memory_budget_bytes,
+        over_ranks=True,
+    )
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr):  # which is for the results
+        found = simple_evaluate(
+            lm,
+            tasks=tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            use_cache=str(answers),
+            task_manager=TaskManager(include_defaults=False),
+        )
+    if found is None:
+        return {}
+    counts = {name: count["effective"] for name, count in found["n-samples"].items()}
+    results = {
+        name: {"documents": counts.get(name) or metrics.get("sample_len", 0), "metrics": _metrics(metrics)}
+        for name, metrics in found["results"].items()
+    }
+    requests = sum(len(sample["resps"]) for samples in found["samples"].values() for sample in samples)
+    return {"tasks": results, "requests": requests}
+
+
+def _metrics(metrics: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """{name: value and standard error} of what the harness names `acc,none` and `acc_stderr,none`."""
+    out: dict[str, dict[str, float | None]] = {}
+    for key, value in metrics.items():
+        name, _, filtered = key.partition(",")
+        if key in NO_METRICS or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = metrics.get(f"{name}_stderr,{filtered}")
+        shown = name if filtered in ("", "none") else f"{name} ({filtered})"
+        out[shown] = {"value": value, "standard_error": error if isinstance(error, float) else None}
+    return out

@@ -1,0 +1,150 @@
+"""`LogitlessLM` beside lm-evaluation-harness' own `HFLM` on tasks in its format; `make test-lm-eval` has it at hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.errors import ConfigError, DataError
+from tests.support.workbench.micro import micro_directory, micro_model
+from tests.support.workbench.real import CACHE, real_model
+
+huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: make test-lm-eval")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from logitless.integrations.lm_eval import LogitlessLM  # noqa: E402
+
+TASKS = Path(__file__).parents[2] / "bench" / "lm_eval"
+NAMES = ("docstrings_choice", "docstrings_cloze", "docstrings_text")
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # the harness and its dependencies have their own
+]
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory) -> Path:
+    """A Qwen3 over bytes that sees 64 of them: contexts are cut, endings too where they are long."""
+    place = tmp_path_factory.mktemp("micro")
+    micro_directory(place)
+    micro_model(initializer_range=0.2).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    from logitless.workbench.sources.converted import directory_of
+
+    name = real_model("smollm2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(CACHE))
+        return directory_of(name)
+
+
+def loaded(kind: type, place: Path, **more: object):
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    given = {"batch_size": 4, "device": "cpu", **more}
+    return kind(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(place), **given)
+
+
+def answers(lm, task: str, limit: int) -> tuple[list[float], list[bool], dict]:
+    """Log-probs, greedy matches and metrics of a task's first documents."""
+    manager = TaskManager(include_defaults=False)
+    given = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0}
+    found = simple_evaluate(lm, tasks=[str(TASKS / f"{task}.yaml")], **given)
+    each = [x for sample in found["samples"][task] for response in sample["resps"] for x in response]
+    metrics = {name: x for name, x in found["results"][task].items() if isinstance(x, float)}
+    if isinstance(each[0], tuple | list):
+        return [x[0] for x in each], [x[1] for x in each], metrics
+    return each, [], metrics
+
+
+@pytest.mark.parametrize("task", NAMES)
+@pytest.mark.parametrize(("model", "limit"), [("micro", 40), ("smollm2", 4)])
+def test_answers_are_hflms_own(request, model, limit, task):
+    place = request.getfixturevalue(model)
+    ours, greedy, metrics = answers(loaded(LogitlessLM, place), task, limit)
+    theirs, their_greedy, their_metrics = answers(loaded(huggingface.HFLM, place), task, limit)
+    assert len(ours) == limit * (4 if task == "docstrings_choice" else 1)
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    assert greedy == their_greedy
+    assert metrics == pytest.approx(their_metrics, rel=2e-5)
+
+
+@pytest.mark.parametrize("more", [{"batch_size": 1}, {"batch_size": "auto"}, {"logits_cache": False}])
+def test_answers_do_not_depend_on_batches(micro, more):
+    for task in NAMES:
+        expected, greedy, _ = answers(loaded(LogitlessLM, micro), task, 12)
+        found, found_greedy, _ = answers(loaded(LogitlessLM, micro, **more), task, 12)
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found_greedy == greedy
+
+
+def test_no_logits_of_a_batch_exist(micro):
+    """The head's own forward is never called with hidden states: it would make their logits."""
+    lm = loaded(LogitlessLM, micro)
+    lm.model.lm_head.forward = None
+    answers(lm, "docstrings_choice", 4)
+
+
+def test_a_batch_of_auto_is_as_large_as_a_cpu_uses(micro):
+    lm = loaded(LogitlessLM, micro, batch_size="auto", max_batch_size=512)
+    assert lm._detect_batch_size() == 8192 // 64
+    assert lm._fitting(1) == 512
+    assert lm._fitting(10**6) == 1
+
+
+def test_its_name_is_known():
+    assert get_model("logitless") is LogitlessLM
+
+
+def test_answers_are_kept_for_a_run_that_goes_on(micro, tmp_path):
+    """In the harness' own cache, as they come: what a stopped run has answered is not asked again."""
+    lm, stopped = loaded(LogitlessLM, micro, batch_size=1), loaded(LogitlessLM, micro, batch_size=1)
+    expected = answers(lm, "docstrings_choice", 6)
+    given = {"task_manager": TaskManager(include_defaults=False), "limit": 6, "bootstrap_iters": 0}
+    forward, calls = stopped.model.forward, 0
+
+    def forward_until_stopped(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls > 6:
+            raise KeyboardInterrupt
+        return forward(*arguments, **options)
+
+    stopped.model.forward = forward_until_stopped
+    tasks = [str(TASKS / "docstrings_choice.yaml")]
+    with pytest.raises(KeyboardInterrupt):
+        simple_evaluate(stopped, tasks=tasks, use_cache=str(tmp_path / "answers"), **given)
+    again = loaded(LogitlessLM, micro, batch_size=1)
+    asked = []
+    original = again._loglikelihood_tokens
+    again._loglikelihood_tokens = lambda requests, **more: asked.extend(requests) or original(requests, **more)
+    found = simple_evaluate(again, tasks=tasks, use_cache=str(tmp_path / "answers"), **given)
+    assert 0 < len(asked) < 24
+    each = [x for sample in found["samples"]["docstrings_choice"] for response in sample["resps"] for x in response]
+    assert [x[0] for x in each] == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_what_cannot_be_evaluated(micro, tmp_path):
+    lm = loaded(LogitlessLM, micro)
+
+    def asked(*arguments: str):
+        given = {"request_type": "loglikelihood", "doc": {}, "idx": 0, "metadata": ("a task", 0, 1)}
+        return [Instance(arguments=("a", "b"), **given), Instance(arguments=arguments, **given)]
+
+    with pytest.raises(DataError, match="document 2 of task a task: expected a continuation to score, got none"):
+        lm.loglikelihood(asked("text", ""), disable_tqdm=True)
+    with pytest.raises(DataError, match="request 2 of 2: its continuation has 70 tokens, expected at most the 64"):
+        lm.loglikelihood(asked("text", "b" * 70), disable_tqdm=True)
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no begin-of-text and no end-of-text token"):
+        LogitlessLM(pretrained=lm.model, tokenizer=tokenizer).loglikelihood(asked("", "b"), disable_tqdm=True)
+    with pytest.raises(ConfigError, match="backend seq2seq: expected a causal language model"):
+        loaded(LogitlessLM, micro, backend="seq2seq")

@@ -1,0 +1,122 @@
+"""Log-probs of continuations against float64 logits of each request alone, whatever is shared."""
+
+from random import Random
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from logitless.errors import DataError
+from logitless.integrations.transformers.continuations import continuation_scores, keeps_all, planted
+from tests.support.workbench.micro import SHAPE, micro_model
+
+LONGEST = 48
+
+
+def dense(model: torch.nn.Module, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    ids = torch.tensor([[*context, *continuation][-(LONGEST + 1) :]])
+    with torch.no_grad():
+        logp = model.double()(ids[:, :-1]).logits[0, -len(continuation) :].log_softmax(-1)
+    model.float()
+    labels = torch.tensor(continuation)
+    return float(logp.gather(-1, labels[:, None]).sum()), bool((logp.argmax(-1) == labels).all())
+
+
+def best(model: torch.nn.Module, context: list[int], length: int) -> list[int]:
+    """What greedy decoding says."""
+    ids = list(context)
+    for _ in range(length):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(context) :]
+
+
+def requests_of(model: torch.nn.Module) -> list[tuple[list[int], list[int]]]:
+    """Shared contexts, with one token or several to go on with; lone ones; one that is cut; greedy ones; a repeated."""
+    draw = Random(0)
+
+    def ids(n: int) -> list[int]:
+        return [draw.randrange(3, 259) for _ in range(n)]
+
+    out = []
+    for length in (30, 17, 9):
+        context = ids(length)
+        out += [(context, ids(n)) for n in (4, 1, 6, 2)] + [(context, best(model, context, 3))]
+    letters = ids(20)
+    out += [(letters, [token]) for token in (5, 6, 7)] + [(letters, best(model, letters, 1))]
+    out += [(ids(3), ids(9)), (ids(60), ids(5)), (ids(1), ids(LONGEST)), (ids(45), ids(8)), out[2]]
+    draw.shuffle(out)
+    return out
+
+
+MODELS = {
+    "rotary positions": lambda: micro_model(initializer_range=0.2),
+    "learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
+    ),
+    "windows": lambda: MistralForCausalLM(
+        MistralConfig(**{n: x for n, x in SHAPE.items() if n != "tie_word_embeddings"}, sliding_window=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("kind", MODELS)
+def test_answers_are_those_of_each_request_alone(kind, batch_size):
+    torch.manual_seed(1)
+    model = MODELS[kind]().eval()
+    requests, heard = requests_of(model), {}
+    found = continuation_scores(
+        model, requests, longest=LONGEST, batch_size=batch_size, answered=lambda i, answer: heard.update({i: answer})
+    )
+    assert [heard[i] for i in range(len(requests))] == found
+    assert sum(greedy for _, greedy in found) >= 4
+    for request, (total, greedy) in zip(requests, found, strict=True):
+        expected, best_of_all = dense(model, *request)
+        assert total == pytest.approx(expected, abs=1e-4)
+        assert greedy == best_of_all
+
+
+def fed(model: torch.nn.Module, requests: list, **more: object) -> int:
+    """Tokens that go through the body."""
+    count = 0
+
+    def seen(module, inputs) -> None:
+        nonlocal count
+        count += inputs[0].numel()
+
+    with model.get_input_embeddings().register_forward_pre_hook(seen):
+        continuation_scores(model, requests, longest=LONGEST, batch_size=64, **more)
+    return count
+
+
+def test_a_shared_context_is_computed_once():
+    model = micro_model().eval()
+    context = list(range(3, 33))
+    choices = [(context, [40 + i, 41, 42]) for i in range(4)]
+    assert fed(model, choices) == 30 + 4 * 2
+    assert fed(model, choices, share=False) == 4 * 32
+    letters = [(context, [40 + i]) for i in range(4)]
+    assert fed(model, letters) == fed(model, letters, share=False) == 30
+
+
+def test_what_cannot_be_shared():
+    assert keeps_all(MODELS["rotary positions"]())
+    assert not keeps_all(MODELS["windows"]())
+    short = [([3], [5, 6, 7]), ([3], [6, 6, 7])]  # a second pass would cost more than it saves
+    assert [len(tree.branches) for tree in planted(short, LONGEST, True)] == [0, 0]
+    cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending
+    assert [len(tree.branches) for tree in planted(cut, LONGEST, True)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (([], [3]), "request 2 of 2: its context has no token"),
+        (([3], []), "request 2 of 2: its continuation has no token"),
+        (([3], [3] * 49), "request 2 of 2: its continuation has 49 tokens, expected at most the 48"),
+    ],
+)
+def test_requests_without_a_meaning(request_, message):
+    with pytest.raises(DataError, match=message):
+        continuation_scores(micro_model(), [([3], [4]), request_], longest=LONGEST, batch_size=2)

@@ -1,0 +1,139 @@
+"""Metrics of a Trainer's evaluation from statistics, against the logits that it would gather."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import logitless
+from logitless.errors import ConfigError, OptionError
+from tests.integrations.transformers.test_trainer import VOCAB, data, trainer
+from tests.support.allocations import largest_allocation
+from tests.support.integrations.tiny import TINY
+
+NAMES = ("perplexity", "accuracy", "top_5_accuracy", "entropy")
+
+
+def built(place, **options):
+    torch.manual_seed(0)
+    model = TINY["qwen3-tied"].build()
+    with torch.no_grad():
+        model.lm_head.weight *= 8  # sure enough of itself to be right now and then
+    return trainer(place, model, rows=data(rows=14), **options)
+
+
+def dense(logits: np.ndarray, labels: np.ndarray) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The metrics, and what each label's own prediction says."""
+    z = torch.from_numpy(logits).double()[:, :-1].log_softmax(-1)
+    y = torch.from_numpy(labels)[:, 1:]
+    counts = y != -100
+    own = z.gather(-1, y.clamp(min=0)[..., None])
+    each = {
+        "logprob": own[..., 0],
+        "rank": 1 + (z > own).sum(-1),
+        "entropy": -(z.exp() * z).sum(-1),
+    }
+    each = {name: torch.where(counts, x, torch.zeros_like(x)) for name, x in each.items()}
+    mean = {name: float(x[counts].double().mean()) for name, x in each.items()}
+    metrics = {
+        "perplexity": math.exp(-mean["logprob"]),
+        "accuracy": float((each["rank"][counts] == 1).double().mean()),
+        "top_5_accuracy": float((each["rank"][counts] <= 5).double().mean()),
+        "entropy": mean["entropy"],
+    }
+    return metrics, {name: x.numpy() for name, x in each.items()}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("loss", ["logitless", "auto"])
+def test_metrics_are_those_of_the_logits(tmp_path, loss, smoothing):
+    own, ours = (built(tmp_path / x, label_smoothing_factor=smoothing) for x in ("own", "ours"))
+    logitless.install(ours, loss=loss, metrics=True)
+    gathered = own.predict(own.eval_dataset)
+    expected, each = dense(gathered.predictions, gathered.label_ids)
+    assert 0 < expected["accuracy"] < expected["top_5_accuracy"] < 1
+    found = ours.evaluate()
+    assert {name: found[f"eval_{name}"] for name in NAMES} == pytest.approx(expected, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(gathered.metrics["test_loss"], rel=1e-5)
+    assert ours.state.log_history[-1]["eval_accuracy"] == found["eval_accuracy"]
+    predicted = ours.predict(own.eval_dataset)
+    assert {name: predicted.metrics[f"test_{name}"] for name in NAMES} == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_array_equal(predicted.label_ids, gathered.label_ids)
+    assert sorted(predicted.predictions) == ["entropy", "logprob", "rank"]
+    for name, x in predicted.predictions.items():
+        assert x.shape == gathered.label_ids.shape
+        np.testing.assert_allclose(x[:, 1:], each[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_metric_of_ones_own_from_statistics(tmp_path):
+    own, ours = built(tmp_path / "own"), built(tmp_path / "ours")
+    own.compute_metrics = lambda seen: {
+        "right": float((seen.predictions.argmax(-1)[:, :-1] == seen.label_ids[:, 1:]).sum())
+    }
+    ours.compute_metrics = lambda seen: {
+        "right": float((seen.predictions["rank"] == 1).sum()),
+        "shape": float(seen.predictions["logprob"].shape == seen.label_ids.shape),
+    }
+    logitless.install(ours, metrics=True)
+    found = ours.evaluate()
+    assert found["eval_right"] == own.evaluate()["eval_right"]
+    assert found["eval_shape"] == 1
+
+
+WANTING_LOGITS = {
+    "argmax": lambda seen: seen.predictions.argmax(-1),
+    "slices": lambda seen: seen.predictions[..., :-1, :],
+    "numpy": lambda seen: np.argmax(seen.predictions, axis=-1),
+    "an array": lambda seen: np.array(seen.predictions),
+    "an unknown name": lambda seen: seen.predictions["logits"],
+}
+
+
+@pytest.mark.parametrize("how", WANTING_LOGITS)
+def test_a_metric_that_wants_logits_says_what_to_ask_for(tmp_path, how):
+    made = built(tmp_path)
+    logitless.install(made, metrics=True)
+    made.compute_metrics = WANTING_LOGITS[how]
+    with pytest.raises(ConfigError, match=r"asks for logits.*: ask for predictions\['logprob'\].*rank.*entropy"):
+        made.evaluate()
+
+
+def test_a_preprocessing_that_wants_logits_too(tmp_path):
+    made = built(tmp_path)
+    logitless.install(made, metrics=True)
+    made.compute_metrics = lambda seen: {}
+    made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    with pytest.raises(ConfigError, match=r"predictions\.argmax asks for logits"):
+        made.evaluate()
+
+
+def test_no_logits_exist(tmp_path):
+    """In a batch of 4 × 32 tokens; the head's own entries are 1 MiB."""
+    vocab = 8192
+    made = trainer(tmp_path, TINY["qwen3-tied"].build(vocab), rows=data(8, 32, vocab))
+    logitless.install(made, metrics=True, memory_budget=2**19)
+    made.compute_metrics = lambda seen: {"rows": len(seen.predictions["rank"])}
+    found = {}
+    assert largest_allocation(lambda: found.update(made.evaluate())) <= 4 * 4 * 32 * vocab / 4
+    assert found["eval_rows"] == 6
+    logitless.uninstall(made)
+    made.compute_metrics = lambda seen: {}
+    assert largest_allocation(made.evaluate) >= 4 * 4 * 32 * vocab
+
+
+def test_installed_without_them_and_taken_back(tmp_path):
+    made = built(tmp_path)
+    logitless.install(made, metrics=True)
+    assert "eval_accuracy" in made.evaluate()
+    logitless.install(made)
+    assert "eval_accuracy" not in made.evaluate()
+    assert made.predict(made.eval_dataset).predictions.shape[-1] == VOCAB
+    logitless.install(made, metrics=True)
+    logitless.uninstall(made)
+    assert "evaluation_loop" not in vars(made)
+    assert "eval_accuracy" not in made.evaluate()
+    with pytest.raises(OptionError, match="metrics: expected a Trainer whose loss is streamed, got Qwen3ForCausalLM"):
+        logitless.install(made.model, metrics=True)
+    with pytest.raises(OptionError, match="got loss='dense', which has logits"):
+        logitless.install(made, loss="dense", metrics=True)

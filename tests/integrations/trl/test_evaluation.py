@@ -1,0 +1,66 @@
+"""SFT's evaluation: its metrics against dense logits of the same rows, and no logits gathered."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from logitless.errors import ConfigError, OptionError
+from logitless.integrations.trl.trainers import install, uninstall
+from tests.support.integrations.trl.runs import TEXTS, dpo, sft
+
+NAMES = ("perplexity", "accuracy", "top_5_accuracy", "entropy")
+
+
+@pytest.fixture
+def trainer(place):
+    rows = [{"prompt": text[:4], "completion": text[4:]} for text in TEXTS]
+    made = sft(place, trainer={"eval_dataset": Dataset.from_list(rows)}, per_device_eval_batch_size=4)
+    install(made, metrics=True)
+    return made
+
+
+def dense(trainer) -> dict[str, float]:
+    """What float64 logits of each row by itself say of the labels that count."""
+    nats, ranks, entropies = [], [], []
+    model = trainer.model.double().eval()
+    for batch in trainer.get_eval_dataloader():
+        with torch.no_grad():
+            z = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
+        labels = batch["labels"][:, 1:]
+        z, labels = z[labels != -100], labels[labels != -100]
+        own = z.gather(-1, labels[:, None])
+        nats += (-own[:, 0]).tolist()
+        ranks += (1 + (z > own).sum(-1)).tolist()
+        entropies += (-(z.exp() * z).sum(-1)).tolist()
+    model.float()
+    rank = np.array(ranks)
+    values = math.exp(np.mean(nats)), (rank == 1).mean(), (rank <= 5).mean(), np.mean(entropies)
+    return dict(zip(NAMES, map(float, values), strict=True))
+
+
+def test_metrics_are_those_of_the_logits(trainer):
+    expected = dense(trainer)
+    found = trainer.evaluate()
+    assert {name: found[f"eval_{name}"] for name in NAMES} == pytest.approx(expected, rel=1e-5)
+    predicted = trainer.predict(trainer.eval_dataset)
+    assert {name: predicted.metrics[f"test_{name}"] for name in NAMES} == pytest.approx(expected, rel=1e-5)
+    assert predicted.predictions["rank"].shape == predicted.label_ids.shape
+    assert (predicted.predictions["rank"] == 1).sum() / (predicted.predictions["rank"] > 0).sum() == pytest.approx(
+        expected["accuracy"]
+    )
+
+
+def test_a_metric_that_wants_logits_says_what_to_ask_for(trainer):
+    trainer.compute_metrics = lambda seen: {"best": seen.predictions.argmax(-1)}
+    with pytest.raises(ConfigError, match=r"asks for logits.*: ask for predictions\['logprob'\]"):
+        trainer.evaluate()
+
+
+def test_taken_back_and_only_of_sft(trainer, place):
+    uninstall(trainer)
+    assert "eval_perplexity" not in trainer.evaluate()
+    with pytest.raises(OptionError, match="metrics: expected an SFTTrainer, got a DPOTrainer"):
+        install(dpo(place), metrics=True)

@@ -1,0 +1,278 @@
+"""Whole evaluations: every number against the models' own logits in float64, after a kill, over ranks."""
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from logitless.errors import DataError, OptionError
+from logitless.workbench.evaluation.run import run
+from logitless.workbench.scoring import block, documents
+from tests.support.integrations.launching import torchrun
+from tests.support.workbench.killing import killed
+from tests.support.workbench.micro import micro_directory, micro_model
+from tests.workbench.evaluation.conftest import drawn, lettered, options
+from tests.workbench.scoring.conftest import corpus
+
+FILES = ["documents.jsonl", "page.html", "summary.json", "tokens.parquet"]
+TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "tokens_scored_now", "ranks", "out"}
+
+
+@pytest.fixture(scope="module")
+def evaluated(micro, near, tmp_path_factory) -> tuple[dict, Path, list[dict]]:
+    """(summary, its folder, dense rows) of short documents, each of one window."""
+    place = tmp_path_factory.mktemp("dense")
+    model = lettered().eval()
+    lines = [drawn(model, 2 + i * 5 % 50, seed=i) for i in range(25)]
+    data = place / "a.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    summary = run(options(micro, data, place / "e", against=str(near), context_length=64, top_k=(3, 20), bins=7))
+    rows = pq.read_table(place / "e" / "tokens.parquet").to_pylist()
+    models = [AutoModelForCausalLM.from_pretrained(m).double().eval() for m in (micro, near)]
+    return summary, place / "e", dense_rows(rows, *models)
+
+
+def dense_rows(rows: list[dict], model: torch.nn.Module, other: torch.nn.Module) -> list[dict]:
+    """What whole float64 logits of both say of each token that has one before it."""
+    texts: dict[int, list[int]] = {}
+    for row in rows:
+        texts.setdefault(row["document"], []).append(row["token"])
+    out = []
+    for document, ids in texts.items():
+        with torch.no_grad():
+            p, q = (m(torch.tensor([ids])).logits[0].log_softmax(-1) for m in (model, other))
+        mixture = torch.logaddexp(p, q) - math.log(2)
+        pairs = ((p, q), (q, p), (p, mixture), (q, mixture))
+        divergences = torch.stack([(a.exp() * (a - b)).sum(-1) for a, b in pairs], -1).tolist()
+        for at, token in enumerate(ids[1:]):
+            kl, reverse, mine, theirs = divergences[at]
+            out.append(
+                {
+                    "document": document,
+                    "context": at + 1,
+                    "logprob": float(p[at, token]),
+                    "rank": 1 + int((p[at] > p[at, token]).sum()),
+                    "confidence": float(p[at].max().exp()),
+                    "entropy": -float((p[at].exp() * p[at]).sum()),
+                    "self_certainty": -float(p[at].mean()) - math.log(p.shape[-1]),
+                    "against_logprob": float(q[at, token]),
+                    "kl": kl,
+                    "reverse_kl": reverse,
+                    "jsd": (mine + theirs) / 2,
+                    "agrees": bool(p[at].argmax() == q[at].argmax()),
+                }
+            )
+    return out
+
+
+def column(rows: list[dict], name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows], dtype=np.float64)
+
+
+def test_every_row_is_what_dense_logits_say(evaluated):
+    _, folder, dense = evaluated
+    found = [row for row in pq.read_table(folder / "tokens.parquet").to_pylist() if row["logprob"] is not None]
+    assert len(found) == len(dense) > 400
+    for name in dense[0]:
+        np.testing.assert_allclose(column(found, name), column(dense, name), atol=1e-5, err_msg=name)
+
+
+def expected(rows: list[dict]) -> dict[str, float]:
+    rank, nats = column(rows, "rank"), -column(rows, "logprob")
+    theirs = -column(rows, "against_logprob")
+    return {
+        "perplexity": math.exp(nats.mean()),
+        "bits_per_byte": nats.mean() / math.log(2),  # a token is a byte
+        "accuracy": (rank == 1).mean(),
+        "top_3": (rank <= 3).mean(),
+        "top_20": (rank <= 20).mean(),
+        "entropy": column(rows, "entropy").mean(),
+        "self_certainty": column(rows, "self_certainty").mean(),
+        "other": math.exp(theirs.mean()),
+        "ratio": math.exp(nats.mean() - theirs.mean()),
+        "kl": column(rows, "kl").mean(),
+        "reverse_kl": column(rows, "reverse_kl").mean(),
+        "jsd": column(rows, "jsd").mean(),
+        "agreement": column(rows, "agrees").mean(),
+    }
+
+
+def numbers(found: dict) -> dict[str, float]:
+    compared, within = found["compared"], found["top_k_accuracy"]
+    names = ("perplexity", "bits_per_byte", "accuracy", "entropy", "self_certainty")
+    return {name: found[name] for name in names} | {
+        "top_3": within["3"],
+        "top_20": within["20"],
+        "other": compared["perplexity"],
+        "ratio": compared["perplexity_ratio"],
+        **{name: compared[name] for name in ("kl", "reverse_kl", "jsd", "agreement")},
+    }
+
+
+def test_totals_and_documents_are_means_of_dense_rows(evaluated):
+    summary, folder, dense = evaluated
+    assert summary["scored_tokens"] == len(dense)
+    assert numbers(summary) == pytest.approx(expected(dense), rel=1e-5, abs=1e-7)
+    lines = [json.loads(line) for line in (folder / "documents.jsonl").read_text().splitlines()]
+    assert [line["document"] for line in lines] == list(range(25))
+    for line in lines:
+        rows = [row for row in dense if row["document"] == line["document"]]
+        assert numbers(line) == pytest.approx(expected(rows), rel=1e-5, abs=1e-6)
+    spread = [line["nats_per_token"] for line in lines]
+    assert summary["by_document"]["perplexity"]["0.5"] == pytest.approx(math.exp(np.median(spread)))
+    assert sum(summary["by_document"]["nats_per_token"]["documents"]) == 25
+    highest = [record["nats_per_token"] for record in summary["by_document"]["highest"]]
+    assert highest == sorted(spread, reverse=True)[:10]
+
+
+def test_calibration_is_that_of_dense_rows(evaluated):
+    summary, _, dense = evaluated
+    confidence, correct = column(dense, "confidence"), column(dense, "rank") == 1
+    assert confidence.max() > 0.5
+    error = 0.0
+    for b in range(7):
+        here = (confidence >= b / 7) & (confidence < (b + 1) / 7)
+        if not here.any():
+            assert not [x for x in summary["calibration"]["bins"] if x["from"] == b / 7]
+            continue
+        (found,) = (x for x in summary["calibration"]["bins"] if x["from"] == b / 7)
+        assert (found["tokens"], found["accuracy"]) == (here.sum(), pytest.approx(correct[here].mean()))
+        assert found["confidence"] == pytest.approx(confidence[here].mean(), abs=1e-5)
+        error += here.mean() * abs(correct[here].mean() - confidence[here].mean())
+    assert summary["calibration"]["expected_calibration_error"] == pytest.approx(error, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["entropy", "self_certainty"])
+def test_a_number_against_correctness(evaluated, name):
+    summary, _, dense = evaluated
+    found, values, correct = summary["against_correctness"][name], column(dense, name), column(dense, "rank") == 1
+    assert found["mean_where_right"] == pytest.approx(values[correct].mean(), abs=1e-5)
+    assert found["mean_where_wrong"] == pytest.approx(values[~correct].mean(), abs=1e-5)
+    right, wrong = values[correct][:, None], values[~correct][None]
+    assert found["auroc"] == pytest.approx((right > wrong).mean(), abs=0.01)
+    groups = found["groups"]
+    assert sum(g["tokens"] for g in groups) == len(dense)
+    assert sum(g["tokens"] * g["accuracy"] for g in groups) == pytest.approx(correct.sum())
+    assert [g["mean"] for g in groups] == sorted(g["mean"] for g in groups)
+
+
+def test_divergences_are_spread_as_dense_ones(evaluated):
+    summary, _, dense = evaluated
+    for name in ("kl", "reverse_kl", "jsd"):
+        for share, found in summary["divergences"][name].items():
+            exact = np.quantile(column(dense, name), float(share), method="inverted_cdf")
+            assert found == pytest.approx(exact, rel=0.02), (name, share)
+
+
+def test_context_is_counted_in_doublings(evaluated):
+    summary, _, dense = evaluated
+    context, nats = column(dense, "context"), -column(dense, "logprob")
+    for x in summary["by_context"]:
+        here = (context >= x["from"]) & (context <= x["to"])
+        assert (x["tokens"], x["nats_per_token"]) == (here.sum(), pytest.approx(nats[here].mean(), abs=1e-5))
+    assert sum(x["tokens"] for x in summary["by_context"]) == len(dense)
+
+
+def test_a_model_is_no_distance_from_itself(micro, tmp_path):
+    data = corpus(tmp_path / "a.jsonl", 8)
+    alone = run(options(micro, data, tmp_path / "alone"))
+    found = run(options(micro, data, tmp_path / "two", against=str(micro)))
+    assert found["compared"]["agreement"] == 1
+    assert found["compared"]["perplexity_ratio"] == pytest.approx(1, abs=1e-7)
+    assert max(found["compared"][name] for name in ("kl", "reverse_kl", "jsd")) < 1e-9
+    assert found["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
+    assert "compared" not in alone
+
+
+@pytest.fixture(scope="module")
+def whole(micro, near, tmp_path_factory) -> tuple[Path, Path]:
+    """A corpus, and the folder of a run that nobody disturbed."""
+    place = tmp_path_factory.mktemp("whole")
+    data = corpus(place / "a.jsonl")
+    assert killed("never", options(micro, data, place / "e", against=str(near))) == 0
+    return data, place / "e"
+
+
+def untimed(folder: Path) -> dict:
+    summary = json.loads((folder / "summary.json").read_text())
+    return {name: value for name, value in summary.items() if name not in TIMES}
+
+
+def same(folder: Path, other: Path) -> bool:
+    for name in ("tokens.parquet", "documents.jsonl"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+    return untimed(folder) == untimed(other)
+
+
+def test_a_killed_run_goes_on_with_nothing_lost_or_doubled(micro, near, whole, tmp_path):
+    data, expected = whole
+    config = options(micro, data, tmp_path / "e", against=str(near))
+    for after in (2, "merge"):  # parts written before the kill; then in the middle of tokens.parquet
+        assert killed(after, config) == -signal.SIGKILL
+        assert not (tmp_path / "e" / "summary.json").exists()
+    assert killed("never", config) == 0
+    assert same(tmp_path / "e", expected)
+    assert sorted(p.name for p in (tmp_path / "e").iterdir()) == FILES
+
+
+def test_a_run_that_ends_before_its_page_makes_it_anew(micro, near, whole, tmp_path, monkeypatch, small_blocks):
+    data, expected = whole
+    config = options(micro, data, tmp_path / "e", against=str(near))
+    with monkeypatch.context() as stopped:
+        stopped.setattr("logitless.workbench.evaluation.run.page", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    with pytest.raises(OptionError, match="unfinished run with against"):
+        run(replace(config, against=None))
+    run(config)
+    assert same(tmp_path / "e", expected)
+    with pytest.raises(OptionError, match="exists already"):
+        run(config)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_gives(micro, near, whole, tmp_path):
+    data, expected = whole
+    torchrun("tests.workbench.evaluation.test_run", str(micro), str(data), str(tmp_path / "e"), str(near))
+    assert same(tmp_path / "e", expected)
+
+
+def test_models_that_cannot_be_compared(micro, tmp_path):
+    data = corpus(tmp_path / "a.jsonl", 3)
+    for name, changes in (("padded", {"vocab_size": 264}), ("other", {})):
+        (tmp_path / name).mkdir()
+        micro_directory(tmp_path / name)
+        micro_model(**changes).save_pretrained(tmp_path / name)
+    with pytest.raises(OptionError, match="expected a vocabulary of 259 entries as --model has, got 264"):
+        run(options(micro, data, tmp_path / "e", against=str(tmp_path / "padded")))
+    place = tmp_path / "other" / "tokenizer.json"
+    place.write_text(place.read_text().replace('"a"', '"\u00e9"', 1))
+    with pytest.raises(OptionError, match="expected the tokenizer of --model, got one with other entries"):
+        run(options(micro, data, tmp_path / "e", against=str(tmp_path / "other")))
+
+
+def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
+    with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:2: empty"):
+        run(options(micro, tmp_path / "a.jsonl", tmp_path / "e"))
+    summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e", bos="yes"))
+    assert summary["scored_tokens"] == 1
+
+
+if __name__ == "__main__":
+    import sys
+
+    documents.PIECE = block.PIECE = 400
+    model, data, out, other = map(Path, sys.argv[1:])
+    run(options(model, data, out, against=str(other)))
