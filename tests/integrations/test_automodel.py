@@ -81,12 +81,15 @@ def test_reductions_masks_and_packed_batches(reduction):
     [
         (Gemma2Config(vocab_size=V, final_logit_softcapping=0.5), lambda z: 0.5 * torch.tanh(z / 0.5)),
         (CohereConfig(vocab_size=V, logit_scale=0.25), lambda z: 0.25 * z),
+        (Qwen3Config(vocab_size=V, unpadded_vocab_size=V - 100), lambda z: z[..., :-100]),
+        (Qwen3Config(vocab_size=V, unpadded_vocab_size=V + 100), lambda z: z),
     ],
-    ids=["softcap", "scale"],
+    ids=["softcap", "scale", "padding", "no padding"],
 )
 def test_what_the_model_makes_of_its_logits_is_found(config, change):
     """Automodel's chunked loss refuses the one and does not see the other."""
     model, (hidden, labels) = Model(config), batch()
+    labels = labels.clamp(max=V - 101)
     own, streamed = MaskedCrossEntropy(), ours.StreamedCrossEntropy()
     want = gradients(model, hidden, lambda h: own(change(model.lm_head(h)), labels, num_label_tokens=69))
     given = {"labels": labels, "model": model, "num_label_tokens": 69}

@@ -85,10 +85,9 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
                 "lm_head: expected no bias, which Automodel does not hand to a loss; take MaskedCrossEntropy"
             )
         if model_config is not None:
-            name = type(model_config).__name__
-            self.transforms = dict(
-                zip(("scale", "softcap", "vocab_size"), transforms_of(model_config, name), strict=True)
-            )
+            scale, softcap, rows = transforms_of(model_config, type(model_config).__name__)
+            rows = None if rows is None or rows >= lm_head.out_features else rows
+            self.transforms = {"scale": scale, "softcap": softcap, "vocab_size": rows}
         return lm_head
 
     def forward(

@@ -18,7 +18,8 @@ def torchrun(
     """`module` on some ranks, one thread each, in a folder; fails with what they wrote, and leaves none behind."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)
     command = [sys.executable, "-m", *launcher, "-m", module]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join([str(ROOT), *map(os.path.abspath, given)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     ranks = subprocess.Popen(
         [*command, *arguments], cwd=at, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

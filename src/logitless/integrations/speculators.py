@@ -1,0 +1,149 @@
+"""speculators' draft models trained from hidden states: neither the draft's nor the verifier's logits are made.
+
+    model = Eagle3DraftModel.from_training_args(...)  # or PEagleDraftModel, DFlashDraftModel
+    logitless.integrations.speculators.install(model)
+
+Works with speculators 0.9. Its models slice, roll and index logits by token, and hand them to a loss and to argmax. In
+their place go hidden states that know their head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..vocab.face import LMHead, token_stats
+from .seam import Seam
+
+MODELS = "speculators.models."
+METRICS = ("logits", "targets", "loss_mask")
+HOST = Seam(
+    "speculators",
+    ">=0.9,<0.10",
+    {
+        f"{MODELS}eagle3.core:Eagle3DraftModel.forward": (),
+        f"{MODELS}peagle.core:PEagleDraftModel.forward": (),
+        f"{MODELS}dflash.core:DFlashDraftModel.forward": (),
+        f"{MODELS}eagle3.metrics:compute_metrics": (
+            *METRICS, "prev_correct", "ttt_step", "ttt_step_loss_decay", "loss_config",
+        ),
+        f"{MODELS}peagle.metrics:compute_metrics": (*METRICS, "anchor_pos", "depth", "num_depths", "loss_config"),
+        f"{MODELS}dflash.metrics:compute_metrics": (
+            *METRICS, "block_size", "gamma", "loss_config", "per_position_loss_weight", "dpace_alpha",
+            "sample_from_anchor",
+        ),
+        "speculators.losses.utils:resolve_loss_config": ("spec", "implementation"),
+    },
+)  # fmt: skip
+KINDS = ("Eagle3DraftModel", "PEagleDraftModel", "DFlashDraftModel")
+HEADS = ("lm_head", "verifier_lm_head")
+BY_TOKEN = (Tensor.__getitem__, torch.roll)  # what keeps a row of hidden states a row
+SEEN = ("shape", "device", "dtype", "requires_grad", "is_cuda")
+ARGMAX = (torch.argmax, Tensor.argmax)
+
+
+class HeadInput(Tensor):
+    """Hidden states (1, T, H) in the place of their head's logits (1, T, V).
+
+    `argmax(dim=-1)` is that of the logits, and what selects tokens gives a HeadInput; whatever else is asked of logits
+    is a ConfigError, since it would be of hidden states.
+    """
+
+    head: LMHead
+    budget: int | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, head: LMHead, budget: int | None) -> HeadInput:
+        found = hidden.as_subclass(cls)
+        found.head, found.budget = head, budget
+        return found
+
+    def plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, self = kwargs or {}, next(x for x in args if isinstance(x, HeadInput))
+        name = getattr(func, "__name__", "")
+        if func in ARGMAX and (args[1:] or (kwargs.get("dim"),)) == (-1,):
+            with torch.no_grad():
+                stats = token_stats(self.plain(), self.head, want=(), top_k=1, memory_budget=self.budget)
+            return stats.top_k_ids[..., 0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in BY_TOKEN:
+                return cls.of(func(self.as_subclass(Tensor), *args[1:], **kwargs), self.head, self.budget)
+            if name == "__get__" and getattr(func.__self__, "__name__", "") in SEEN:
+                return func(*args, **kwargs)
+        raise HOST.error(f"its model asks {name or func} of logits, expected slices, argmax and a loss")
+
+
+def _pair(statistic: str, logits: Any, targets: Any) -> Tensor:
+    """A statistic (1, T) of the draft's distribution against the verifier's."""
+    want, reference = (statistic,), (targets.plain(), targets.head)
+    return getattr(
+        token_stats(logits.plain(), logits.head, want=want, reference=reference, memory_budget=logits.budget), statistic
+    )
+
+
+def _ce(logits: Any, targets: Any) -> Tensor:
+    """The cross-entropy (1, T) with the verifier's best entry."""
+    labels = torch.argmax(targets, dim=-1)
+    return -token_stats(logits.plain(), logits.head, labels, memory_budget=logits.budget).logprob
+
+
+# By speculators' names; its kl_div is that of the draft from the verifier.
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "kl_div": partial(_pair, "reverse_kl"),
+    "rkl": partial(_pair, "kl"),
+    "jsd": partial(_pair, "jsd"),
+    "ce": _ce,
+}
+
+
+def streamed_losses(config: dict[str, Any] | None) -> dict[str, Any]:
+    """speculators' losses by name and weight, computed from hidden states. Raises ConfigError."""
+    config = config or {"kl_div": (None, 1.0)}
+    other = sorted(set(config) - set(LOSSES))
+    if other:
+        raise ConfigError(f"loss_config: expected {', '.join(LOSSES)}, got {', '.join(other)}; uninstall for these")
+    return {name: (LOSSES[name], weight) for name, (_, weight) in config.items()}
+
+
+def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
+    """Makes an EAGLE-3, P-EAGLE or DFlash draft model compute its losses and accuracies without logits, in place.
+
+    Dense equivalent: the model's own forward, with the losses `kl_div`, `rkl`, `jsd` and `ce`.
+
+    memory_budget: bytes of slices, 256 MiB unless given. The forward is not compiled as a whole. Raises ConfigError.
+    Memory: slices within the budget, and of a frozen head one (T, H) buffer a statistic.
+    """
+    HOST.require()
+    kind = next((c.__name__ for c in type(model).__mro__ if c.__name__ in KINDS), None)
+    if kind is None or type(model).__name__ not in KINDS:
+        raise ConfigError(f"model: expected speculators' {', '.join(KINDS)}, got {type(model).__name__}")
+    own = type(model).forward
+    own = getattr(own, "_torchdynamo_orig_callable", own)  # speculators compiles it where there is CUDA
+
+    def forward(self: Any, *args: Any, loss_config: Any = None, **kwargs: Any) -> Any:
+        return own(self, *args, loss_config=streamed_losses(loss_config), **kwargs)
+
+    def head_forward(self: Any, hidden: Tensor) -> HeadInput:
+        return HeadInput.of(hidden, LMHead(self.weight, self.bias), memory_budget)
+
+    for name in HEADS:
+        head: Any = getattr(model, name)
+        head.forward = MethodType(head_forward, head)
+    model.forward = MethodType(forward, model)
+
+
+def uninstall(model: Any) -> None:
+    """Gives the model and its heads their own forwards back."""
+    for module in (model, *(getattr(model, name) for name in HEADS)):
+        module.__dict__.pop("forward", None)

@@ -1,0 +1,52 @@
+"""axolotl's training entry point with the plugin and with its own loss; `make test-axolotl` brings it."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("axolotl", reason="axolotl is not installed here: make test-axolotl")
+
+from axolotl.integrations.base import BasePlugin
+
+from logitless.errors import ConfigError
+from logitless.integrations import axolotl as ours
+from tests.support.integrations.launching import ROOT
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    place = tmp_path_factory.mktemp("axolotl")
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.integrations.axolotl_run", str(place)]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads((place / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["lora", "head", "full"])
+def test_training_is_axolotls_own(results, name):
+    """LoRA, LoRA on the head too, and all weights, on packed samples: losses, gradient norms, evaluation; no logits."""
+    got, want = results[f"{name}, streamed"], results[f"{name}, dense"]
+    assert got["logits"] == 0 < want["logits"]
+    assert [log.keys() for log in got["log"]] == [log.keys() for log in want["log"]]
+    numbers = [[x for log in found["log"] for x in log.values()] for found in (got, want)]
+    assert len(numbers[0]) >= 7
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_another_loss_is_refused(results):
+    assert "expected axolotl's cross-entropy, got chunked_cross_entropy" in results["refused"]["error"]
+
+
+def test_another_axolotl_is_an_error_that_names_versions(monkeypatch):
+    monkeypatch.setattr(BasePlugin, "post_model_load", lambda self, model: None)
+    with pytest.raises(ConfigError, match=r"axolotl 0\.\S*: .*post_model_load takes \(self, model\), expected"):
+        importlib.reload(ours)

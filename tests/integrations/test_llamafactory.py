@@ -1,0 +1,57 @@
+"""LLaMA-Factory's v1 fine-tuning with the kernel and without; `make test-llamafactory` brings it."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("llamafactory", reason="llamafactory is not installed here: make test-llamafactory")
+
+from llamafactory.v1.core.base_trainer import BaseTrainer
+
+from logitless.errors import ConfigError
+from logitless.integrations import llamafactory as ours
+from tests.support.integrations.launching import ROOT
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    place = tmp_path_factory.mktemp("llamafactory")
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.integrations.llamafactory_run", str(place)]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads((place / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_training_is_llama_factorys_own(results, name):
+    """All weights, or LoRA on the head too: losses and gradient norms of three steps; no logits."""
+    got, want = results[f"{name}, streamed"], results[f"{name}, dense"]
+    assert got.pop("logits") == 0 < want.pop("logits")
+    assert len(got["loss"]) == 3
+    for key, numbers in got.items():
+        assert numbers == pytest.approx(want[key], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_another_trainer_is_refused(results):
+    assert "expected LLaMA-Factory's SFTTrainer, got Other" in results["refused"]["error"]
+
+
+def test_nothing_is_replaced_before_the_kernel_is_named():
+    assert BaseTrainer.compute_log_probs is ours.compute_log_probs
+    assert BaseTrainer.fit is ours.fit
+
+
+def test_another_llama_factory_is_an_error_that_names_versions(monkeypatch):
+    monkeypatch.setattr(BaseTrainer, "compute_log_probs", lambda self, logits: None)
+    with pytest.raises(
+        ConfigError, match=r"llamafactory 0\.9\.5: .*compute_log_probs takes \(self, logits\), expected"
+    ):
+        importlib.reload(ours)

@@ -1,0 +1,106 @@
+"""LLaMA-Factory's v1 fine-tuning of a tiny model on a processor: its losses with and without the kernel."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29587"}
+
+import torch
+from llamafactory.v1.accelerator.interface import DistributedInterface
+from llamafactory.v1.trainers.sft_trainer import SFTTrainer, run_sft
+from llamafactory.v1.utils.callbacks import LoggingCallback
+from omegaconf import OmegaConf
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import logitless.integrations.llamafactory  # noqa: F401 - which gives the kernel its name
+from logitless.errors import ConfigError
+from tests.support.integrations.launching import ROOT
+
+torch.accelerator.synchronize = lambda: None  # of a processor, which LLaMA-Factory asks for it
+DistributedInterface.destroy = lambda self: None  # several runs in this process
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LORA = {"name": "lora", "r": 4, "target_modules": ["q_proj", "lm_head"]}
+
+
+class Other(SFTTrainer.__base__):
+    """A trainer that makes logits of its own, as DPO's does."""
+
+    def compute_loss(self, batch):
+        raise AssertionError("never called")
+
+
+def prepare(folder: Path) -> Path:
+    """A model with its tokenizer, and a few texts, as LLaMA-Factory reads them."""
+    texts = [path.read_text("utf-8")[:800] for path in sorted((ROOT / "docs").glob("*.md"))]
+    samples = [json.dumps({"instruction": text[:200], "output": text[200:]}) for text in texts]
+    (folder / "data.jsonl").write_text("\n".join(samples))
+    path = str(folder / "data.jsonl")
+    OmegaConf.save({"texts": {"path": path, "source": "local", "converter": "alpaca"}}, folder / "data.yaml")
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=1000, show_progress=False)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SHAPE)).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def run(model: Path, **changes) -> dict:
+    """What LLaMA-Factory logs of its steps, and whether its model made logits."""
+    found = {"loss": [], "norm": [], "logits": 0}
+
+    def log(self, args, state, logs, **_):
+        found["loss"].append(logs["loss"])
+        found["norm"].append(logs["grad_norm"])
+
+    LoggingCallback.on_log = log
+    own = Qwen3ForCausalLM.forward
+
+    def forward(self, *args, **kwargs):
+        outputs = own(self, *args, **kwargs)
+        found["logits"] += outputs.logits.numel() > 0
+        return outputs
+
+    Qwen3ForCausalLM.forward = forward
+    config = OmegaConf.to_container(OmegaConf.load(ROOT / "examples" / "llamafactory_tiny.yaml"))
+    common = {
+        "model": str(model),
+        "train_dataset": str(model.parent / "data.yaml"),
+        "bf16": False,
+        "batching_workers": 0,
+    }
+    try:
+        torch.manual_seed(0)
+        run_sft(config | common | changes)
+    except ConfigError as error:
+        return {"error": str(error)}
+    finally:
+        Qwen3ForCausalLM.forward = own
+    return found
+
+
+def main(place: Path) -> None:
+    model, dense = prepare(place), {"kernel_config": None}
+    results = {
+        "full, dense": run(model, **dense),
+        "full, streamed": run(model),
+        "lora, dense": run(model, peft_config=LORA, **dense),
+        "lora, streamed": run(model, peft_config=LORA),
+    }
+    import llamafactory.v1.trainers.sft_trainer as sft
+
+    sft.SFTTrainer = Other
+    results["refused"] = run(model)
+    (place / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
