@@ -20,7 +20,9 @@ define test-host
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
-.PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers test-browser lint docs wheel-test bench clean
+.PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
+	test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers \
+	test-browser lint docs wheel-test bench clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -57,14 +59,14 @@ test-deepspeed: .venv/dev.stamp
 test-automodel: .venv/dev.stamp
 	$(call test-host,automodel)
 
+test-sentence-transformers: .venv/dev.stamp
+	$(call test-host,sentence_transformers)
+
 test-axolotl: .venv/dev.stamp
 	$(call test-host,axolotl)
 
 test-llamafactory: .venv/dev.stamp
 	$(call test-host,llamafactory)
-
-test-sentence-transformers: .venv/dev.stamp
-	$(call test-host,sentence_transformers)
 
 test-speculators: .venv/dev.stamp
 	$(call test-host,speculators)

@@ -131,7 +131,7 @@ class LogitlessLM(HFLM):
                 )
             return batch_size
 
-        return tried()
+        return tried()  # pyright: ignore[reportCallIssue]
 
     def _precision(self) -> Any:
         kind = self.mixed_precision_dtype

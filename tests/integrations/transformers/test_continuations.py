@@ -44,6 +44,7 @@ def requests_of(model: torch.nn.Module) -> list[tuple[list[int], list[int]]]:
         out += [(context, ids(n)) for n in (4, 1, 6, 2)] + [(context, best(model, context, 3))]
     letters = ids(20)
     out += [(letters, [token]) for token in (5, 6, 7)] + [(letters, best(model, letters, 1))]
+    out += [(letters, [9, *best(model, [*letters, 9], 2)])]  # greedy but for its first
     out += [(ids(3), ids(9)), (ids(60), ids(5)), (ids(1), ids(LONGEST)), (ids(45), ids(8)), out[2]]
     draw.shuffle(out)
     return out
@@ -53,6 +54,12 @@ MODELS = {
     "rotary positions": lambda: micro_model(initializer_range=0.2),
     "learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
+    ),
+    "windows in a layer": lambda: micro_model(
+        initializer_range=0.2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8,
+        use_sliding_window=True,
     ),
     "windows": lambda: MistralForCausalLM(
         MistralConfig(**{n: x for n, x in SHAPE.items() if n != "tie_word_embeddings"}, sliding_window=8)
@@ -101,6 +108,7 @@ def test_a_shared_context_is_computed_once():
 
 
 def test_what_cannot_be_shared():
+    assert not keeps_all(MODELS["windows in a layer"]())
     assert keeps_all(MODELS["rotary positions"]())
     assert not keeps_all(MODELS["windows"]())
     short = [([3], [5, 6, 7]), ([3], [6, 6, 7])]  # a second pass would cost more than it saves

@@ -21,7 +21,7 @@ from logitless.workbench.sft import run as sft
 from tests.support.forked import FORKED, begin
 
 TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "step_time", "memory/peak_bytes", "held_out"}
-RUNS = {"train": sft.run, "align": align, "score": run}
+RUNS = {"train": sft.run, "align": align, "score": run, "eval": evaluate}
 
 
 def killed(after: int | str, config: ScoreConfig | EvalConfig) -> int:

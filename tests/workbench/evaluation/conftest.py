@@ -13,7 +13,7 @@ from tests.workbench.scoring.conftest import small_blocks
 __all__ = ["small_blocks"]
 
 
-LETTERS = slice(68, 94)  # the ids of a to z
+LETTERS = slice(67, 93)  # the ids of a to z
 
 
 def lettered() -> Qwen3ForCausalLM:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import torchrun
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
-from tests.workbench.evaluation.conftest import drawn, lettered, options
+from tests.workbench.evaluation.conftest import LETTERS, drawn, lettered, options
 from tests.workbench.scoring.conftest import corpus
 
 FILES = ["documents.jsonl", "page.html", "summary.json", "tokens.parquet"]
@@ -260,6 +261,21 @@ def test_models_that_cannot_be_compared(micro, tmp_path):
     place.write_text(place.read_text().replace('"a"', '"\u00e9"', 1))
     with pytest.raises(OptionError, match="expected the tokenizer of --model, got one with other entries"):
         run(options(micro, data, tmp_path / "e", against=str(tmp_path / "other")))
+
+
+def test_a_document_without_numbers_in_the_other_model_is_reported(micro, tmp_path):
+    shutil.copytree(micro, tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(micro)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        model.model.embed_tokens.weight[LETTERS.start + 25] = float("nan")  # z, which one document has
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "other")
+    (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n{"text": "abzd"}\n')
+    summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e", against=str(tmp_path / "other")))
+    assert (summary["skipped"], summary["scored_tokens"]) == (1, 3)
+    assert summary["skipped_documents"][0]["why"] == "its scores are not finite"
+    assert math.isfinite(summary["compared"]["kl"])
 
 
 def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):

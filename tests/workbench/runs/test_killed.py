@@ -1,5 +1,6 @@
-"""Runs of train, align and score that are killed at random moments: what they end with is what others end with."""
+"""Runs of train, align, score and eval that are killed at random moments: they end as runs that nobody disturbs."""
 
+import json
 import random
 import signal
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from logitless.workbench.scoring.config import ScoreConfig
+from logitless.workbench.evaluation.config import EvalConfig
+from logitless.workbench.scoring.config import ScoreConfig, TextOptions
 from tests.support.workbench.killing import curve, goes_on, killed_after
 
 SEEDS = range(20)
@@ -22,17 +24,22 @@ def options(command: str, start, micro) -> object:
         return replace(micro.config, max_steps=24)
     if command == "align":
         return replace(start, max_steps=12)
+    if command == "eval":
+        return EvalConfig(model=start.model, data=start.data, against=start.model, device="cpu", batch_tokens=256)
     return ScoreConfig(model=start.model, data=start.data, keep=3, device="cpu", batch_tokens=256)
 
 
 def placed(config, place: Path) -> object:
-    return replace(config, **{"out" if isinstance(config, ScoreConfig) else "output_dir": place})
+    return replace(config, **{"out" if isinstance(config, TextOptions) else "output_dir": place})
 
 
 def result(place: Path) -> object:
-    """What must not depend on kills: rows of a scoring; curve and weights of a training."""
+    """What must not depend on kills: rows of a scoring, and documents; curve and weights of a training."""
     if place.is_file():
         return place.read_bytes()
+    if (place / "documents.jsonl").exists():
+        assert json.loads((place / "summary.json").read_text())["documents"] > 0
+        return (place / "tokens.parquet").read_bytes(), (place / "documents.jsonl").read_bytes()
     return curve(place), {name: x.tolist() for name, x in load_file(place / "model" / "model.safetensors").items()}
 
 
@@ -58,7 +65,7 @@ def whole(start, micro, tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("command", ["train", "align", "score"])
+@pytest.mark.parametrize("command", ["train", "align", "score", "eval"])
 def test_a_run_that_is_killed_at_random_moments(whole, start, micro, tmp_path, command, seed):
     expected, seconds = whole(command)
     place, moment = tmp_path / "run", random.Random(seed)

@@ -170,7 +170,8 @@ def _going_on(batch: list[Tree], cache: Any, device: torch.device) -> dict[str, 
     """The inputs of all branches, which go on from their stems' keys and values; the stems' padding is masked."""
     rows = [(tree.stem, row, i) for i, tree in enumerate(batch) for row in tree.branches]
     cache.batch_select_indices(torch.tensor([i for *_, i in rows], device=device))
-    before, own = (torch.tensor([[len(x[k].fed)] for x in rows], device=device) for k in (0, 1))
+    before = torch.tensor([[len(stem.fed)] for stem, *_ in rows], device=device)
+    own = torch.tensor([[len(row.fed)] for _, row, _ in rows], device=device)
     ids = _padded([row for _, row, _ in rows], device)
     past, here = (torch.arange(n, device=device) for n in (max(len(t.stem.fed) for t in batch), ids.shape[1]))
     return {

@@ -33,12 +33,9 @@ class Predictions(dict[str, Any]):
         return super().__getitem__(name)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") and name != "__array__":
+        if name.startswith("__") and name != "__array__":  # which numpy asks for
             raise AttributeError(name)
         raise _no_logits(f"predictions.{name}")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise _no_logits("numpy")
 
 
 def _no_logits(asked: str) -> ConfigError:

@@ -31,7 +31,7 @@ class Axis:
             step = -(-len(self.names) // 8)
             return [(float(i), name) for i, name in enumerate(self.names) if i % step == 0]
         values = MaxNLocator(TICKS, integer=self.whole).tick_values(self.low, self.high)
-        return [(x, f"{x:.10g}") for x in values.tolist() if self.low <= x <= self.high]
+        return [(x, f"{x:.10g}") for x in map(float, values) if self.low <= x <= self.high]
 
 
 @dataclass(frozen=True)
