@@ -287,7 +287,7 @@ def test_another_version_is_named():
 
 
 def test_the_example_runs(tmp_path):
-    command = [sys.executable, "examples/splade_tiny.py", str(tmp_path), "2"]
+    command = [sys.executable, "examples/sentence_transformers_tiny.py", str(tmp_path), "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "of 64 queries find their own document first; a document has" in done.stdout

@@ -105,6 +105,29 @@ def test_trainer(name, smoothing, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert-sparse"])
+def test_metrics_of_a_trainer(name, tmp_path):
+    """Each label's own position says them: nothing is shifted."""
+    batch = masked_batch(name, rows=4)
+    labels = batch["labels"].masked_fill(batch["labels"] < 0, -100)
+    model = MASKED[name].build().eval()
+    logp = model(batch["input_ids"], batch["attention_mask"]).logits.log_softmax(-1).detach()
+    valid = labels >= 0
+    expected = torch.where(valid, logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0], 0.0)
+    rows = Dataset.from_dict({k: x.tolist() for k, x in batch.items()})
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(model, arguments, eval_dataset=rows)
+    logitless.install(trainer, metrics=True)
+    found = trainer.predict(rows)
+    torch.testing.assert_close(torch.tensor(found.predictions["logprob"]), expected, rtol=1e-4, atol=1e-4)
+    assert found.metrics["test_accuracy"] == pytest.approx(
+        float((logp.argmax(-1) == labels)[valid].float().mean()), abs=1e-6
+    )
+    assert found.metrics["test_perplexity"] == pytest.approx(float((-expected[valid].mean()).exp()), rel=1e-4)
+
+
 def test_a_part_without_labelled_tokens():
     batch = masked_batch("bert")
     batch["labels"] = torch.full_like(batch["labels"], -100)

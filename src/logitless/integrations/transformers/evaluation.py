@@ -52,6 +52,7 @@ class Evaluation:
     """The steps and the loop of an evaluation, with the sums of what its tokens come to."""
 
     memory_budget: int | None = None
+    shifted: bool = True  # a position predicts the token after it; not so in a masked language model
     sums: list[float] = field(default_factory=list)  # tokens, nats, right, within the best TOP_K, nats of entropy
     seen: dict[str, Tensor] = field(default_factory=dict)
 
@@ -84,9 +85,12 @@ class Evaluation:
         self.sums = [a + b for a, b in zip(self.sums, found.double().sum(0).tolist(), strict=True)]
         if loss_only:
             return loss, None, None
-        # a position predicts the token after it: to stand beside that, what it says moves on by one
-        kept = Predictions({name: F.pad(self.seen[name][:, :-1], (1, 0)) for name in KEPT})
+        kept = Predictions({name: self._beside_label(self.seen[name]) for name in KEPT})
         return loss, kept, inputs["labels"].detach().to(self.seen["rank"].device)
+
+    def _beside_label(self, x: Tensor) -> Tensor:
+        """What a position says beside the token that it predicts, (rows, tokens)."""
+        return F.pad(x[:, :-1], (1, 0)) if self.shifted else x
 
     def _look(self, head: LMHead, hidden: Tensor, targets: Tensor) -> None:
         with torch.no_grad():

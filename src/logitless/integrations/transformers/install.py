@@ -45,6 +45,18 @@ class Installed:
     masked: bool = False  # a masked language model
     mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
 
+    @classmethod
+    def of(
+        cls, model: Any, method: Method | Literal["auto"], budget: int | None, smoothing: float, threshold: int | None
+    ) -> Installed:
+        """With what is read of the model as it is now."""
+        names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        previous = model.__dict__.get("forward") if _is_installed(model) else None
+        found = cls(method, budget, smoothing, names, previous, threshold=threshold)
+        found.masked = is_masked(model)
+        found.mean = found.masked and takes_the_mean(model)
+        return found
+
     def dense(self, model: Any) -> Callable[..., Any]:
         return self.previous or functools.partial(type(model).forward, model)
 
@@ -97,16 +109,13 @@ def install(
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
     if trainer is not None:
-        label_smoothing = _take_over(trainer, loss, label_smoothing, Evaluation(memory_budget) if metrics else None)
+        evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if metrics else None
+        label_smoothing = _take_over(trainer, loss, label_smoothing, evaluation)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
         state.threshold = threshold
         return
-    names = tuple(inspect.signature(type(inner).forward).parameters)[1:]
-    previous = inner.__dict__.get("forward") if _is_installed(inner) else None
-    found = Installed(loss, memory_budget, float(label_smoothing), names, previous, threshold=threshold)
-    found.masked, found.mean = is_masked(inner), is_masked(inner) and takes_the_mean(inner)
-    setattr(inner, STATE, found)
+    setattr(inner, STATE, Installed.of(inner, loss, memory_budget, float(label_smoothing), threshold))
     inner.forward = MethodType(_forward_like(type(inner)), inner)
 
 

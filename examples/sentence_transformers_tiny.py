@@ -1,6 +1,6 @@
 """A tiny SPLADE model on Python's own library, trained by sentence-transformers without logits.
 
-    python examples/splade_tiny.py runs/splade
+    python examples/sentence_transformers_tiny.py runs/splade
 
 A query is the first line of a function's docstring, its document what comes after. What differs from any other script
 for sentence-transformers is one line, `install(model)`.
