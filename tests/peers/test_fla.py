@@ -46,7 +46,8 @@ def test_cross_entropy(case):
 
 
 @pytest.mark.calls_peer("fla", "einops")
-@pytest.mark.parametrize("case", [case for case in CROSS_ENTROPIES if case.vocab == 32000], ids=str)
+# Not its softcap: the tanh of its kernel is a device function, which the interpreter lacks.
+@pytest.mark.parametrize("case", [c for c in CROSS_ENTROPIES if c.vocab == 32000 and not c.softcap], ids=str)
 def test_its_fused_linear_cross_entropy(case):
     from fla.modules import FusedLinearCrossEntropyLoss
 
