@@ -21,7 +21,6 @@ from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slic
 from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
 from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
 from ..call.call import Call, Inputs
-from ..devices import default_budget
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
@@ -136,7 +135,7 @@ class Backend(ABC):
         converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
         converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
         return {
-            "budget": call.options.memory_budget or default_budget(i.hidden.device),
+            "budget": call.budget,
             "itemsize": compute.itemsize,
             "heads": len(weights) + (call.reference_rows is not None),
             "converted": converted,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LabelError
-from ..devices import capturing, compute_dtype
+from ..devices import capturing, compute_dtype, default_budget
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
@@ -84,6 +84,11 @@ class Call:
     index: Tensor | None = None
     sampling_mask: SamplingMask | None = None
     reference_rows: RowsOfReference | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes of slices: the call's own, or what its device has room for."""
+        return self.options.memory_budget or default_budget(self.inputs.hidden.device)
 
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""

@@ -22,7 +22,6 @@ from ..backends.gather import Take
 from ..backends.logits import Projection, flatness
 from ..backends.rows import add_at
 from ..call.call import Call, Needs
-from ..devices import default_budget
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
@@ -66,7 +65,7 @@ class Entries:
 
 def entries_at_a_time(call: Call) -> int:
     """How many entries' rows are gathered at a time: three tensors of hidden's width each, within the budget."""
-    budget = call.options.memory_budget or default_budget(call.inputs.hidden.device)
+    budget = call.budget
     elements = min(GATHERED, budget // (4 * call.compute.itemsize))
     return max(1, elements // max(call.inputs.hidden.shape[1], 1))
 
