@@ -36,7 +36,16 @@ def every_statistic(group: Any) -> None:
 
 def each_price(group: Any) -> None:
     """A frozen head, products of the fold; one-hots alone; bias or adapters alone; small slices of several chunks."""
-    for want in (("logprob",), ("entropy",), ("kl",), ("reverse_kl",), ("sum_sq_prob",), ("self_certainty",), ("jsd",)):
+    for want in (
+        ("logprob",),
+        ("entropy",),
+        ("kl",),
+        ("reverse_kl",),
+        ("sum_sq_prob",),
+        ("self_certainty",),
+        ("jsd",),
+        ("acceptance",),
+    ):
         one = split(group, UNEVEN, reference=True, bias=False, ranks=(2,))
         one.ops = one.ops.training("hidden", "a")
         check(one, want)
