@@ -156,6 +156,7 @@ class Totals:
     total_variation: Array = None  # Σ |p - q| / 2
     ahead: Array = None  # Σ p where p > q, half of it where p = q
     behind: Array = None  # Σ p where p < q, half of it where p = q
+    outside: Array = None  # Σ q over the reference's entries that the policy lacks
     tail_logprob: Array = None  # log of the mass of everything but the candidates
     tail_label: Array = None  # the label's share of it, 0 where it is a candidate: not part of the accumulation
 
@@ -215,6 +216,20 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         if state.a_ref is not None:
             out.reverse_kl = xp.clip(-state.a_ref / state.s_ref - out.log_ratio, 0, None)
     return out
+
+
+def widen(totals: Totals, outside: Array, xp: Any) -> Array:
+    """The totals where the reference has entries that the policy lacks, of which `outside` is the log-sum-exp.
+
+    Each log q is less by what these add to the reference's log-sum-exp, so each log p - log q, and KL, is more by it.
+    Returns that.
+    """
+    inside = totals.m_ref + totals.log_s_ref
+    more = xp.logaddexp(outside - inside, xp.zeros_like(inside))
+    totals.log_s_ref, totals.log_ratio = totals.log_s_ref + more, totals.log_ratio + more
+    totals.kl = totals.kl + more
+    totals.outside = xp.exp(outside - (inside + more))
+    return more
 
 
 def share_of_tail(logp: Array, tail_logprob: Array, xp: Any) -> Array:

@@ -186,11 +186,16 @@ def sides(d: Array, xp: Any) -> tuple[Array, Array]:
     return 0.5 + half, 0.5 - half
 
 
-def put_second_look(totals: Totals, sums: dict[str, Array], label: dict[str, Array] | None, xp: Any) -> None:
+def put_second_look(
+    totals: Totals, sums: dict[str, Array], label: dict[str, Array] | None, beta: float, xp: Any
+) -> None:
     """The second look's sums over all entries but the label into `totals`, with the label's own shares."""
+    missing = {"jsd": -beta * math.log(beta), "total_variation": 0.5}  # of what the reference has and the policy lacks
     for name, x in sums.items():
         least, most = BOUNDS.get(name, (None, None))
         total = x if label is None else x + label[name]
+        if totals.outside is not None:
+            total = total + missing.get(name, 0.0) * totals.outside
         setattr(totals, name, total if least is None else xp.clip(total, least, most))
 
 

@@ -36,6 +36,7 @@ from .passes.loss import (
     loss_of_each,
     loss_over_sets,
 )
+from .passes.outside import with_outside
 from .ranks.agreement import on_all
 from .stats import TokenStats
 
@@ -259,7 +260,7 @@ def _prepared(
         named = str([x for x in alike if not isinstance(x, Tensor)])
         stand_in(call).agree(named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
-    return with_lora(call, reference[1] if isinstance(reference, tuple) else None)
+    return with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
 
 
 def _check_names(options: Options) -> None:

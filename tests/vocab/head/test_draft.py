@@ -102,7 +102,7 @@ def test_token_loss_gives_the_same_gradient(backend):
 
 
 def test_all_entries_in_another_order_are_the_whole_vocabulary():
-    ops, _, options = drafted()
+    _, _, options = drafted()
     target_hidden, target = options["reference"]
     ids = torch.randperm(V)
     shuffled = ll.LMHead(target.weight[ids], target.bias[ids], token_ids=ids)

@@ -154,4 +154,4 @@ def _second_look(chunk: Chunk, totals: Totals, slices: Materialised) -> None:
     if options.axis_name is not None:
         sums = lax.psum(sums, options.axis_name)
     label = None if chunk.label_logits is None else label_shares(totals, wanted, beta, jnp)
-    put_second_look(totals, sums, label, jnp)
+    put_second_look(totals, sums, label, beta, jnp)

@@ -393,7 +393,7 @@ def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals)
 def put_second_sums(chunk: Chunk, totals: Totals, sums: dict[str, Tensor]) -> None:
     """The second look's sums over all entries but the label into `totals`, with the label's."""
     label = None if chunk.label is None else label_shares(totals, chunk.sums, chunk.jsd_beta, torch)
-    put_second_look(totals, sums, label, torch)
+    put_second_look(totals, sums, label, chunk.jsd_beta, torch)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper
-from ...algebra.online_softmax import Totals, share_of_tail
+from ...algebra.online_softmax import Totals, share_of_tail, widen
 from ...algebra.stats import STATISTICS, bases_of, looks_twice, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip
 from ..backends.load import load
@@ -101,6 +101,10 @@ class Pass:
             chunk.slice_masses = None
         if "zsum" in sums_of(self.call.options.want) and found.totals.mean_logit is None:
             found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
+        if chunk.inputs.ref_outside is not None:
+            more = widen(found.totals, chunk.inputs.ref_outside, torch)
+            if "pD" in found.products:
+                found.products["pD"].addcmul_(found.products["p"], more[:, None])
         if twice:
             self.backend.look_again(chunk, found.totals)
         labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
