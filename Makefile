@@ -17,12 +17,13 @@ define test-host
 	$(BIN)/python -c "$(SITE)" > "$$(build/$(1)/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/$(1) install --quiet --disable-pip-version-check \
 		--no-deps --requirement tests/support/integrations/$(1).txt
+	rm -rf build/$(1)/lib/python*/site-packages/tests # a host's own, which would hide ours
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
 .PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
 	test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers \
-	test-browser lint docs wheel-test bench gpu-counts clean
+	test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -73,6 +74,9 @@ test-speculators: .venv/dev.stamp
 
 test-torchtitan: .venv/dev.stamp
 	$(call test-host,torchtitan)
+
+test-verl: .venv/dev.stamp
+	$(call test-host,verl)
 
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp
