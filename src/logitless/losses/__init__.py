@@ -42,6 +42,7 @@ from .preference import (
     simpo,
     sppo_hard,
 )
+from .records import decoupled_kl, record_kl
 from .supervised import dft, focal, label_smoothing, nll, z_loss
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "bco_pair",
     "cispo",
     "dapo",
+    "decoupled_kl",
     "dft",
     "discopop",
     "dpo",
@@ -77,6 +79,7 @@ __all__ = [
     "nll",
     "orpo",
     "ppo_clip",
+    "record_kl",
     "reinforce",
     "reverse_kl",
     "robust_dpo",

@@ -52,7 +52,9 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
     perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
+    teacher = summary.get("teacher")
     return [
+        *([] if teacher is None else [("teacher", _teacher(teacher))]),
         ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
         ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} ({perplexity})"),
         (
@@ -63,6 +65,15 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
         *_step_rows(summary["step_memory"]),
     ]
+
+
+def _teacher(of: dict[str, Any]) -> str:
+    """What was learned of it."""
+    exact = of["stored"] == "hidden" and of["tail"] == "bucket"
+    what = "the whole vocabulary" if exact else f"its best entries, the others {of['tail']}"
+    at = "" if of["temperature"] == 1 else f" at temperature {of['temperature']:g}"
+    share = "" if of["weight"] == 1 else f", {of['weight']:g} of the loss beside the text's own"
+    return f"{of['record']}: {of['loss']} KL over {what}{at}{share}"
 
 
 def _loss_method(loss: dict[str, Any], ranks: int) -> str:
