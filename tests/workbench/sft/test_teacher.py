@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,7 +163,6 @@ def test_a_student_of_a_part_of_the_vocabulary(scored, kind):
     entries = np.random.default_rng(0).permutation(np.concatenate([used[used != rare], others]))
     teacher = teacher_of(scored, kind, entries)
     _, _, remarks = teacher.streams(CONTEXT)
-    assert len(remarks) == 1
     assert "with tokens that the student has no entry for: left out" in remarks[0]
     batch = batch_of(teacher)
     assert int(batch["input_ids"].max()) < len(entries)
@@ -171,13 +171,40 @@ def test_a_student_of_a_part_of_the_vocabulary(scored, kind):
     assert_dense(teacher, micro_model(initializer_range=0.3, vocab_size=len(entries)).double())
 
 
+def test_a_document_that_fits_is_whole(scored):
+    """What a student reads before a token is what the teacher read; a longer document goes on in a row of its own."""
+    teacher = teacher_of(scored, "bos")
+    kept, held, remarks = teacher.streams(CONTEXT)
+    longer = 0
+    tokens = {first: ids for first, ids, _ in teacher.record.documents()}
+    seen = np.concatenate([x.rows[x.said & (x.rows >= 0)] for x in (kept, held)])
+    assert len(set(seen)) == len(seen) > len(teacher.record) - len(tokens)  # but for last tokens that stand alone
+    for stream in (kept, held):
+        assert len(stream.ids) % CONTEXT == 0
+        edges = [*stream.starts, len(stream.ids)]
+        for begin, end in pairwise(edges):
+            if not stream.said[begin]:
+                continue
+            assert begin // CONTEXT == (end - 1) // CONTEXT
+            begins = int(stream.rows[begin + 1])
+            if begins in tokens and len(tokens[begins]) + 1 <= CONTEXT:
+                assert stream.ids[begin:end].tolist() == [teacher.record.bos, *tokens[begins]]
+            else:
+                longer += 1
+    assert longer > 0
+    assert f"longer than {CONTEXT} tokens: what follows is read without them" in remarks[0]
+
+
 def test_every_token_meets_its_own_distribution(scored):
     """What lies beside a token in a batch is what the teacher's model says before it, of the text before."""
     teacher = teacher_of(scored, "hidden")
     model = micro_model(hidden_size=48, initializer_range=0.4)
-    row = batch_of(teacher, 1)
-    starts = [*torch.nonzero(row["position_ids"][0] == 0)[:, 0].tolist(), CONTEXT]
-    begin, end = starts[1], starts[2]  # a document that begins here, so that the teacher read the same
+    train, _, _ = teacher.streams(CONTEXT)
+    firsts = {first for first, _, _ in teacher.record.documents()}
+    at = next(i for i, (a, b) in enumerate(pairwise(train.starts)) if train.rows[a] in firsts and b - a > 8)
+    number, begin = divmod(int(train.starts[at]), CONTEXT)
+    end = begin + int(train.starts[at + 1] - train.starts[at])
+    row = teacher.batch([TaughtRows(PackedRows(train, CONTEXT))[number]])
     ids = row["input_ids"][:, begin:end]
     with torch.no_grad():
         own = logitless.hidden_states(model.eval(), {"input_ids": ids})[0, :-1]

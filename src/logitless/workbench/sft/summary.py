@@ -61,9 +61,9 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "speed",
             f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
         ),
-        ("loss method", _loss_method(summary["loss"], summary["tensor_parallel"])),
+        ("loss method", "logitless" if teacher else _loss_method(summary["loss"], summary["tensor_parallel"])),
         ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
-        *_step_rows(summary["step_memory"]),
+        *([] if teacher else _step_rows(summary["step_memory"])),
     ]
 
 

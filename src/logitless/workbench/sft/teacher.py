@@ -23,8 +23,10 @@ from ...losses import decoupled_kl, forward_kl, record_kl, reverse_kl
 from ...sample import TeacherRecord
 from ...units import plural
 from ...vocab.face import LMHead, TokenStats, linear_cross_entropy, token_loss, token_stats
+from ..sources import chat
+from ..sources.chat import Example
 from ..sources.identity import hash_of_text, known_of
-from ..sources.packing import IGNORED, PackedRows, Stream, collate, hold_out
+from ..sources.packing import IGNORED, PackedRows, Stream, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
 from .sharded import ShardedTrainer
@@ -85,7 +87,10 @@ class Teacher:
         return {"record": str(self.record.path), "stored": self.record.kind, **asked}
 
     def streams(self, length: int) -> tuple[Stream, Stream, list[str]]:
-        """(train, held out, what is to be said): the record's documents as the teacher read them."""
+        """(train, held out, what is to be said): the record's documents, whole in a row where they fit.
+
+        So a student sees what the teacher saw; a longer document goes on in a row of its own, with less before it.
+        """
         documents, tokens, silent, foreign = [], [], 0, 0
         start = [] if self.record.bos is None else [-1]  # no row: the last of the tokens below
         for first, read, scored in self.record.documents():
@@ -96,19 +101,24 @@ class Teacher:
             elif (ids < 0).any():
                 foreign += 1
             else:
-                documents.append(np.concatenate([start, np.arange(first, first + len(read))]).astype(np.int64))
-        if not documents:
-            raise DataError(f"--teacher {self.record.path}: no document in it can be learned from")
-        bos = self.record.bos or 0
-        every = np.concatenate([*tokens, [bos if self.own_ids is None else self.own_ids[bos]]])
-        kept, held = (
-            Stream(every[rows.ids].astype(np.uint32), rows.starts, None, rows.ids)
-            for rows in hold_out(documents, length)
-        )
+                rows = np.concatenate([start, np.arange(first, first + len(read))]).astype(np.int64)
+                documents.append(Example(rows, np.ones(len(rows), dtype=bool)))
         count = plural(len(tokens), "document")
-        remarks = [f"{silent:,} of {count} without scores: left out"] if silent else []
-        if foreign:
-            remarks.append(f"{foreign:,} of {count} with tokens that the student has no entry for: left out")
+        what = {
+            "without scores: left out": silent,
+            "with tokens that the student has no entry for: left out": foreign,
+            f"longer than {plural(length, 'token')}: what follows is read without them": sum(
+                len(x.ids) > length for x in documents
+            ),
+        }
+        remarks = [f"{number:,} of {count} {why}" for why, number in what.items() if number]
+        if len(documents) < 2:
+            found = "; ".join(remarks) or f"got {count}"
+            expected = "two documents or more, one to train on and one to hold out"
+            raise DataError(f"--teacher {self.record.path}: expected {expected}: {found}")
+        bos = self.record.bos or 0
+        every = np.concatenate([*tokens, [bos if self.own_ids is None else max(0, self.own_ids[bos])]])
+        kept, held = (_packed(some, length, every) for some in chat.hold_out(documents))
         return kept, held, remarks
 
     def batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -267,6 +277,19 @@ class TaughtTrainer(Taught, Trainer):
 
 class TaughtShardedTrainer(Taught, ShardedTrainer):
     """On ranks that share the weights too."""
+
+
+def _packed(documents: list[Example], length: int, every: np.ndarray) -> Stream:
+    """Documents, given as their rows in the record, in rows of `length` tokens, which `every` has by these numbers."""
+    # counted from 1, so that 0 is what fills a row; -1 then, as what has no row of the record is in `every`
+    parts = [
+        Example(x.ids[i : i + length] + 1, x.said[i : i + length])
+        for x in documents
+        for i in range(0, len(x.ids), length)
+    ]
+    stream, _ = chat.packed([part for part in parts if len(part.ids) > 1], length, 0)
+    rows = stream.ids.astype(np.int64) - 1
+    return Stream(every[rows].astype(np.uint32), stream.starts, stream.said, rows)
 
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
