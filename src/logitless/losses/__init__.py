@@ -50,6 +50,7 @@ from .preference import (
     simpo,
     sppo_hard,
 )
+from .records import decoupled_kl, record_kl
 from .supervised import dft, focal, label_smoothing, nll, z_loss
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "bco_pair",
     "cispo",
     "dapo",
+    "decoupled_kl",
     "dft",
     "discopop",
     "dpo",
@@ -87,6 +89,7 @@ __all__ = [
     "nll",
     "orpo",
     "ppo_clip",
+    "record_kl",
     "reinforce",
     "reverse_kl",
     "robust_dpo",

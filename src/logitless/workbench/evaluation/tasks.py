@@ -20,7 +20,7 @@ from ...versions import versions
 from ..common.say import quiet, say
 from ..scoring.documents import hash_of
 from ..scoring.parts import Parts
-from ..scoring.run import device_of, explained, joined, known_of
+from ..scoring.run import device_of, explained, identities, joined
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
@@ -109,7 +109,7 @@ def _load(names: Sequence[str]) -> list[Any]:
 def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
-    return {"schema": SCHEMA, **config.deciding(), **known_of(tokenizer, source), **files}
+    return {"schema": SCHEMA, **config.deciding(), **identities(tokenizer, source), **files}
 
 
 def _evaluated(
