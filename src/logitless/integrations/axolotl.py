@@ -66,4 +66,5 @@ class LogitlessPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Streams the trainer's label smoothing too, and gives its evaluation the logits that it asks for."""
-        install(trainer, loss=cfg.logitless_loss or "logitless", memory_budget=cfg.logitless_memory_budget)
+        loss, budget = cfg.logitless_loss or "logitless", cfg.logitless_memory_budget
+        install(trainer, loss=loss, memory_budget=budget, metrics=False)
