@@ -96,10 +96,9 @@ def install(
     unless given. label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy
     and entropy, and `compute_metrics` gets statistics of each token, never logits; False: both gather logits as the
     Trainer does. It is so by default but where logits or texts are meant to be read: with loss="dense",
-    compute_loss_func and predict_with_generate. A compute_loss of one's own that keeps the labels from the model, and
-    rows without labels, are evaluated as before. Installing again changes all this. Raises OptionError and ConfigError
-    (no output head, an unknown one, encoder-decoder, a loss that is not ForCausalLMLoss or a masked model's mean); then
-    the model is as it was.
+    compute_loss_func and predict_with_generate; rows without labels, or whose labels a compute_loss of one's own keeps
+    from the model, are evaluated as before. Installing again changes all this. Raises OptionError and ConfigError (no
+    head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked mean), the model then as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
