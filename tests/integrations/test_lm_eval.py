@@ -1,6 +1,7 @@
 """`LogitlessLM` beside lm-evaluation-harness' own `HFLM` on tasks in its format; `make test-lm-eval` has it at hand."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from logitless.integrations.lm_eval import LogitlessLM  # noqa: E402
+from logitless.integrations.lm_eval import Generating, LogitlessLM  # noqa: E402
 from logitless.integrations.lm_eval_records import read_records  # noqa: E402
 
 TASKS = Path(__file__).parents[2] / "bench" / "lm_eval"
@@ -97,6 +98,9 @@ def test_no_logits_of_a_batch_exist(micro):
 def test_a_batch_of_auto_is_as_large_as_a_cpu_uses(micro):
     lm = loaded(LogitlessLM, micro, batch_size="auto", max_batch_size=512)
     assert lm._detect_batch_size() == 8192 // 64
+    assert Generating.of([], 32) == Generating(32)
+    lm.generating = Generating(32)
+    assert lm._detect_batch_size() == 8192 // 32
     assert lm._fitting(1) == 512
     assert lm._fitting(10**6) == 1
 
@@ -106,7 +110,8 @@ def test_what_is_longer_than_the_model_sees_is_warned_of(micro, caplog):
     lm = loaded(LogitlessLM, micro)
     given = {"request_type": "loglikelihood", "doc": {}, "idx": 0, "metadata": ("a task", 0, 1)}
     cut, fits = ("c" * 61, "d" * 8), ("c" * 57, "d" * 8)
-    lm.loglikelihood([Instance(arguments=x, **given) for x in (cut, fits)], disable_tqdm=True)
+    with caplog.at_level(logging.WARNING, logger="lm_eval.models.huggingface"):
+        lm.loglikelihood([Instance(arguments=x, **given) for x in (cut, fits)], disable_tqdm=True)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     (warned,) = [message for message in said if "Truncating" in message]
     assert "context (61) and continuation (8) exceeds model's maximum length (64). Truncating 4 tokens" in warned

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lm_eval.api.model import hash_args  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from lm_eval.models.huggingface import HFLM, eval_logger  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from tqdm import tqdm
@@ -36,16 +37,17 @@ ON_A_CPU = 8192  # tokens of a pass where batch_size is auto: more is no faster 
 class Generating:
     """What is known of the texts that HFLM generates, between its batches and its answers."""
 
+    longest: int  # tokens of a row
     instances: dict[str, deque[Any]] = field(default_factory=dict)  # that ask the same, by its key
     cuts: list[int] = field(default_factory=list)  # tokens of each prompt of a batch that the model does not see
     sequences: deque[tuple[SampleRecord, int]] = field(default_factory=deque)  # of a batch, and their cuts
 
     @classmethod
-    def of(cls, requests: Any) -> Generating:
+    def of(cls, requests: Any, longest: int) -> Generating:
         found: dict[str, deque[Any]] = {}
         for request in requests:
             found.setdefault(hash_args(request.request_type, request.args), deque()).append(request)
-        return cls(found)
+        return cls(longest, found)
 
 
 @register_model("logitless")
@@ -80,7 +82,7 @@ class LogitlessLM(HFLM):
         self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
         self.records = None if records is None else Records(self._of_rank(Path(records)), self.tokenizer)
         self.asked: Any = None  # the harness' requests while log-likelihoods are computed
-        self.generating = Generating()
+        self.generating = Generating(self.max_length)
 
     def _of_rank(self, path: Path) -> Path:
         return path if self.world_size == 1 else path.with_stem(f"{path.stem}-{self.rank}")
@@ -206,9 +208,11 @@ class LogitlessLM(HFLM):
                 )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        if self.records is None:
-            return super().generate_until(requests, disable_tqdm=disable_tqdm)
-        self.generating = Generating.of(requests)
+        if not requests:
+            return []
+        new = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
+        prompt = max(len(self.tok_encode(request.args[0])) for request in requests)
+        self.generating = Generating.of(requests, min(prompt + new, self.max_length))
         own = self.cache_hook
 
         def add_partial(kind: str, arguments: tuple[Any, ...], text: str) -> None:
@@ -249,8 +253,8 @@ class LogitlessLM(HFLM):
         return self.batch_sizes[schedule]
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        """What HFLM asks for before it generates: of rows as long as the model sees."""
-        return self._fitting(self.max_length)
+        """What HFLM asks for before it generates: of rows as long as the model sees, on a CPU as the longest one."""
+        return self._fitting(self.generating.longest if self.device.type == "cpu" else self.max_length)
 
     def _fitting(self, length: int) -> int:
         """Rows of so many tokens that a pass can have."""
