@@ -5,9 +5,9 @@ PYTHONPATH=build/gemma3 python -m bench.gemma [--steps 20 --limit-gib 20 --keep 
 
 `logitless train` on the text of this Python's own library, fp32, layers checkpointed, in sequences of 2,048 tokens: 20
 steps on streamed logits, then one step each on dense logits of more and more tokens, until they do not fit into the
-limit. One step's logits are 8 GiB, and a dense cross-entropy holds three such tensors. Each run is a process of its own:
-`peak` is its resident set, `cpu_seconds` what it computed, of which others that use the machine take nothing. A run that
-was killed goes on with --keep: `cpu_seconds` then are the last part's, the steps' own times are of all.
+limit. One step's logits are 8 GiB, and a dense cross-entropy holds three such tensors. Each run is a process of its
+own: `peak` is its resident set, `cpu_seconds` what it computed, of which others that use the machine take nothing. A
+run that was killed goes on with --keep: `cpu_seconds` then are the last part's, the steps' own times are of all.
 """
 
 import argparse
