@@ -89,7 +89,7 @@ test-trackers: .venv/dev.stamp
 # lm-evaluation-harness beside the same dependencies, whose numbers our scores and our class for it are held against.
 test-lm-eval: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval sacrebleu portalocker tabulate colorama lxml sqlitedict
-	PYTHONPATH=$(CURDIR)/build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o timeout=1200 \
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o timeout=1200 \
 		tests/workbench/scoring/test_lm_eval.py tests/integrations/test_lm_eval.py tests/workbench/evaluation/test_tasks.py
 
 # Other projects' test cases, and their own functions beside the same torch: `PEERS=liger` runs one, all by default.

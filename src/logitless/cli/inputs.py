@@ -11,13 +11,14 @@ from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
 from ..workbench.sources.model import check_model
 
 
-def check_inputs(model: str, wish: str | None = None, data: str | None = None) -> None:
+def check_inputs(model: str, wish: str | None = None, data: str | None = None, teacher: str | None = None) -> None:
     """DataError, ConfigError for a path that is not there; `wish`: what the model's weights are for.
 
     The default models are trained where they are not there.
     """
-    if data is not None and not Path(data).exists():
-        raise DataError(f"--data {data}: no such file or directory")
+    for option, path in (("data", data), ("teacher", teacher)):
+        if path is not None and not Path(path).exists():
+            raise DataError(f"--{option} {path}: no such file or directory")
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model).exists():
         check_model(model, wish)
 

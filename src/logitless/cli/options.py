@@ -110,7 +110,7 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
         base = read_file(given.config, base)
     options = over(base)
     check_trusted(options, on_the_line)
-    read = ("model", "reward_model", "data", "config")
+    read = ("model", "reward_model", "data", "teacher", "config")
     check_outputs({"json": options.json}, {name: getattr(options, name, None) for name in read})
     return options
 

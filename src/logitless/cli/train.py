@@ -18,7 +18,7 @@ Without options: a tiny model on the text of this Python's own standard library.
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), trains, shows the summary."""
     config = parse(arguments)
-    check_inputs(config.model, data=config.data)
+    check_inputs(config.model, data=config.data, teacher=config.teacher)
     from ..workbench.sft.run import run
     from ..workbench.sft.summary import show
     from .screen import Screen  # below, so that --help needs no torch

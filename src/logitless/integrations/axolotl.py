@@ -70,4 +70,5 @@ class LogitlessPlugin(BasePlugin):
             raise ConfigError(
                 "LogitlessPlugin: expected axolotl's cross-entropy, got a compute_loss_func; leave it out"
             )
-        install(trainer, loss=cfg.logitless_loss or "logitless", memory_budget=cfg.logitless_memory_budget)
+        loss, budget = cfg.logitless_loss or "logitless", cfg.logitless_memory_budget
+        install(trainer, loss=loss, memory_budget=budget, metrics=False)

@@ -4,7 +4,15 @@ loss_fn = lambda stats, old, adv: ll.losses.ppo_clip(stats.logprob, old, adv)
 loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advantages))
 """
 
-from .distill import forward_kl, jsd, reverse_kl, soft_targets
+from .distill import (
+    forward_kl,
+    jsd,
+    lk_hybrid,
+    negative_log_acceptance,
+    reverse_kl,
+    soft_targets,
+    total_variation,
+)
 from .policy import (
     batch_loss,
     cispo,
@@ -42,6 +50,7 @@ from .preference import (
     simpo,
     sppo_hard,
 )
+from .records import decoupled_kl, record_kl
 from .supervised import dft, focal, label_smoothing, nll, z_loss
 
 __all__ = [
@@ -51,6 +60,7 @@ __all__ = [
     "bco_pair",
     "cispo",
     "dapo",
+    "decoupled_kl",
     "dft",
     "discopop",
     "dpo",
@@ -73,10 +83,13 @@ __all__ = [
     "kto",
     "kto_baseline",
     "label_smoothing",
+    "lk_hybrid",
     "nca_pair",
+    "negative_log_acceptance",
     "nll",
     "orpo",
     "ppo_clip",
+    "record_kl",
     "reinforce",
     "reverse_kl",
     "robust_dpo",
@@ -86,5 +99,6 @@ __all__ = [
     "soft_targets",
     "sppo_hard",
     "token_weights",
+    "total_variation",
     "z_loss",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,16 +59,19 @@ def token_scores(
     memory_budget: int | None,
     want: tuple[str, ...] = WANT,
     reference: tuple[Tensor, LMHead] | None = None,
+    look: Callable[[Tensor], None] | None = None,
 ) -> tuple[TokenStats, int]:
     """The statistics of the distributions at some positions of a batch, (n,) each, and the vocabulary's size.
 
-    reference: as `head_inputs` gives them of another model.
+    reference: as `head_inputs` gives them of another model. look: gets the hidden states (n, H) that the head gets.
     """
     size = 0
 
     def read(head: LMHead, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         nonlocal size
         size = head.rows
+        if look is not None:
+            look(hidden)
         options = {"want": want, "top_k": keep, "reference": reference, "memory_budget": memory_budget}
         return vars(token_stats(hidden, head, labels, **options))
 

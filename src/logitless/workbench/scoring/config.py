@@ -88,10 +88,17 @@ class ScoreConfig(TextOptions):
     documents: Path | None = None
     """Write a line of JSON per document to this file too: tokens, bytes, perplexity."""
     keep: Keep = 10
+    store: Literal["topk", "hidden"] = "topk"
+    """What is kept of each distribution: its --keep best entries, or in their place the last hidden state, with the
+    model's head once in a file beside --out: the whole distribution, as `logitless train --teacher` reads it."""
+    hidden_dtype: Literal["bfloat16", "fp8"] = "bfloat16"
+    """Of hidden states that are stored. fp8: e4m3, with a scale for each token."""
 
     def check(self) -> ScoreConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_text()
+        if self.store == "topk" and self.hidden_dtype != "bfloat16":
+            raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
         read = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
         check_outputs(self.outputs(), {"data": read, "model": self.model}, new_folders=True)
         return self
@@ -100,11 +107,18 @@ class ScoreConfig(TextOptions):
     def place(self) -> Path:
         return self.out or named_after(self.data, "scores.parquet")
 
+    @property
+    def head_place(self) -> Path:
+        """Where the head of hidden states goes."""
+        return self.place.with_name(f"{self.place.stem}.head.safetensors")
+
     def outputs(self) -> dict[str, Path | None]:
-        return {"out": self.place, "documents": self.documents, "json": self.json}
+        head = {"out's head": self.head_place} if self.store == "hidden" else {}
+        return {"out": self.place, "documents": self.documents, "json": self.json, **head}
 
     def deciding(self) -> dict[str, Any]:
-        return {**super().deciding(), "keep": self.keep}
+        kept = {"keep": self.keep} if self.store == "topk" else {"hidden_dtype": self.hidden_dtype}
+        return {**super().deciding(), "store": self.store, **kept}
 
 
 def named_after(data: str | None, ending: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from ...errors import DataError
 from ..sources.corpus import TEXT_FIELDS, first_line, splits
+from ..sources.identity import hash_of, is_arrow, text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 LEAD = 16  # characters kept before a piece, for each token of context
@@ -47,12 +47,12 @@ class Documents:
     def __post_init__(self) -> None:
         if not self.path.exists():
             raise DataError(f"--data {self.path}: no such file or directory")
-        self.arrow = any((self.path / name).exists() for name in ("dataset_dict.json", "state.json"))
-        self.files = [self.path] if self.path.is_file() or self.arrow else _visible(self.path, self.written)
+        self.arrow = is_arrow(self.path)
+        self.files = [self.path] if self.arrow else text_files(self.path, self.written)
 
     def contents(self) -> dict[str, tuple[int, str]]:
         """Bytes of each file, and a hash of them: where they change, an unfinished run does not go on."""
-        files = sorted(f for f in self.path.rglob("*") if f.is_file()) if self.arrow else self.files
+        files = text_files(self.path) if self.arrow else self.files
         return {str(f): (f.stat().st_size, hash_of(f)) for f in files if f.is_file()}
 
     def __iter__(self) -> Iterator[Piece]:
@@ -95,14 +95,6 @@ class Documents:
             yield Piece(number, name, rest, lead, "" if rest else "empty"), 1.0
 
 
-def hash_of(content: Path | bytes) -> str:
-    """What tells a content from all others."""
-    if isinstance(content, bytes):
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def _cut(text: str) -> int:
     """Where a piece ends: behind a line's end, or before a space, or where it must."""
     return 1 + text.rfind("\n", 0, PIECE) or max(0, text.rfind(" ", 0, PIECE)) or PIECE
@@ -126,18 +118,6 @@ def _problem(document: Any) -> str:
             return ""
         return "not valid Unicode (a lone surrogate)"
     return "" if isinstance(document, Iterator) else f"{type(document).__name__} in the place of text"
-
-
-def _visible(root: Path, written: tuple[Path, ...]) -> list[Path]:
-    """The files below a folder, but for hidden ones and those that are written."""
-    here, out = root.resolve(), {path.resolve() for path in written}
-
-    def is_document(name: Path) -> bool:
-        place = here / name
-        hidden = any(part.startswith(".") for part in name.parts)
-        return not hidden and out.isdisjoint((place, *place.parents)) and place.is_file()
-
-    return sorted(path for path in root.rglob("*") if is_document(path.relative_to(root)))
 
 
 def _text(path: Path) -> Iterator[str] | Problem:

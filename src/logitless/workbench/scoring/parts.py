@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import OptionError
 from ..common.files import remove_leftovers, write_json, write_whole
+from ..sources.identity import hash_of
 from .block import PLACES, Scored
-from .documents import hash_of
 
 KEY, RUN = b"logitless", b"logitless.run"  # of the files' metadata
 MANIFEST = "manifest.json"
+GROUP = 8 << 20  # bytes of the rows that are written, and read, together, where they are wide
 NO_SUMS = ("document", "name", "why")  # of what is known of a piece
 WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
 
@@ -38,7 +40,7 @@ class Parts:
         """Begins, or goes on with, a run of these options; whether there was one. Raises OptionError."""
         path = self.folder / MANIFEST
         if path.exists():
-            self._check_same(json.loads(path.read_text(encoding="utf-8")), manifest)
+            self._check_same(self.manifest, manifest)
             return True
         if self.place.exists():
             raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
@@ -76,6 +78,11 @@ class Parts:
         except (OSError, ValueError, KeyError, pa.ArrowException):
             return False
 
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What the run's parts have in common."""
+        return json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+
     def _run(self) -> str:
         """What tells the parts of this run from all others: what its manifest says."""
         return hash_of((self.folder / MANIFEST).read_bytes())
@@ -93,7 +100,7 @@ class Parts:
                         )
                         writer = stack.enter_context(pq.ParquetWriter(path, schema, **WRITING))
                     if table.num_rows:
-                        writer.write_table(table)
+                        writer.write_table(table, row_group_size=max(1, GROUP * table.num_rows // table.nbytes))
 
         write_whole(self.place, write)
 
@@ -125,12 +132,15 @@ class Parts:
 
 
 def _table(block: Scored) -> pa.Table:
-    """The rows as an arrow table; null where a token has no score."""
+    """The rows as an arrow table; null where a token has no score. Two dimensions of uint8 are bytes, a row each."""
     unscored = ~block.scored
     arrays = {}
     for name, x in block.columns.items():
         mask = None if name in PLACES else unscored
-        if x.ndim == 2:
+        if x.ndim == 2 and x.dtype == np.uint8:
+            valid, buffer = pa.array(block.scored).buffers()[1], pa.py_buffer(np.ascontiguousarray(x))
+            arrays[name] = pa.Array.from_buffers(pa.binary(x.shape[1]), len(x), [valid, buffer])
+        elif x.ndim == 2:
             values, kind = pa.array(x.reshape(-1)), pa.list_(pa.from_numpy_dtype(x.dtype), x.shape[1])
             arrays[name] = pa.FixedSizeListArray.from_arrays(values, type=kind, mask=pa.array(unscored))
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +21,17 @@ from ...errors import DeviceError, OptionError
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
+from ...sample.teacher import STORED, packed_hidden
+from ...vocab.face import LMHead
 from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
+from ..sources.identity import known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .block import Measure, Scorer, Subject, blocks, score_block
 from .config import MOST_CONTEXT, ScoreConfig, TextOptions
-from .documents import Documents, hash_of
+from .documents import Documents
 from .parts import Parts
 from .progress import Progress
 from .summary import conclude
@@ -53,9 +55,10 @@ Conclude = Callable[[Scorer, Parts, int, dict[str, Any]], dict[str, Any]]
 def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
     """Scores as `config` says and returns the summary.
 
-    Writes config.place, whole or not at all; until then a part file per block of documents lies beside it, from
-    which the same call goes on where a killed one stopped. Documents that are no text are reported, counted and
-    passed over. Under torchrun each rank scores blocks of its own, and the first one merges them.
+    Writes config.place, whole or not at all, and just before it the head of hidden states that are stored; until then
+    a part file per block of documents lies beside it, from which the same call goes on where a killed one stopped.
+    Documents that are no text are reported, counted and passed over. Under torchrun each rank scores blocks of its own,
+    and the first one merges them.
     Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is empty.
     """
 
@@ -63,6 +66,11 @@ def run(config: ScoreConfig, console: Console | None = None) -> dict[str, Any]:
         most = subject.source.vocab_size
         if config.keep > most:
             raise OptionError(f"--keep must be at most the vocabulary, here {most}, got {config.keep}")
+        if config.store == "hidden":
+            begun = config.place.exists() or Parts(config.place).folder.exists()
+            if config.head_place.exists() and not begun:
+                raise OptionError(f"--out {config.place}: its head {config.head_place} exists already: remove it")
+            return hidden_states(subject.model, config.hidden_dtype, config.memory_budget_bytes)
         return scores(subject.model, config.keep, config.memory_budget_bytes)
 
     return measured(config.check(), wanted, lambda *done: conclude(config, *done), console)
@@ -72,11 +80,33 @@ def scores(model: Any, keep: int, memory_budget: int) -> Measure:
     """What `logitless score` writes of each token."""
 
     def read(inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], labels: Tensor) -> dict[str, Tensor]:
-        found = vars(token_scores(model, inputs, at, labels, keep=keep, memory_budget=memory_budget)[0])
-        return {name: found[theirs] for name, (theirs, _) in COLUMNS.items() if theirs in found}
+        return _named(vars(token_scores(model, inputs, at, labels, keep=keep, memory_budget=memory_budget)[0]))
 
     columns = {name: (dtype, (keep,) * name.startswith("topk")) for name, (_, dtype) in COLUMNS.items()}
     return Measure({name: kind for name, kind in columns.items() if 0 not in kind[1]}, read)
+
+
+def hidden_states(model: Any, stored: str, memory_budget: int) -> Measure:
+    """Beside the scores of each token, what the head was called with, as `stored` says."""
+    plain = scores(model, 0, memory_budget)
+    width = LMHead.of(model).hidden_size * STORED[stored].itemsize
+    columns = {"hidden": (np.uint8, (width,)), **({"hidden_scale": (np.float32, ())} if stored == "fp8" else {})}
+
+    def read(inputs: dict[str, Tensor], at: tuple[Tensor, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        packed: dict[str, Tensor] = {}
+
+        def keep(hidden: Tensor) -> None:
+            packed.update(packed_hidden(hidden, stored))
+
+        found = token_scores(model, inputs, at, labels, keep=0, memory_budget=memory_budget, look=keep)[0]
+        return {**_named(vars(found)), **packed}
+
+    return Measure({**plain.columns, **columns}, read)
+
+
+def _named(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The pass's numbers by the record's names."""
+    return {name: found[theirs] for name, (theirs, _) in COLUMNS.items() if theirs in found}
 
 
 def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: Console | None) -> dict[str, Any]:
@@ -171,33 +201,19 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
     decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
-    models = known_of(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
+    models = identities(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
     return {"schema": 3, **config.deciding(), **decided, **models, **files}
 
 
-def known_of(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
+def identities(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
     """What tells a model, with its tokenizer, and the models beside it from all others."""
-    known = {"the tokenizer": _known_of(tokenizer)}
+    known = {"the tokenizer": known_of(tokenizer)}
     for model in (source, *others):
-        known[f"{'the model' if model is source else model.name}'s config"] = _known_of(model.config)
+        known[f"{'the model' if model is source else model.name}'s config"] = known_of(model.config)
         for path in sorted(Path(model.weights or "").glob("*.safetensors")):
             size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
             known[f"the weights {path.name} of {model.name}"] = f"of {size} bytes, {time_ns} ns"
     return known
-
-
-def _known_of(thing: Any) -> str:
-    """A hash of a tokenizer or of a model's configuration: of what they do, wherever they lie."""
-    if isinstance(thing, TextTokenizer):
-        fast, special = getattr(thing.saved, "backend_tokenizer", None), thing.saved.special_tokens_map
-        rules = thing.saved.get_vocab() if fast is None else fast.to_str()
-        values = [rules, {name: str(token) for name, token in special.items()}, thing.saved.split_special_tokens]
-    else:
-        values = [
-            {name: x for name, x in thing.to_dict().items() if name != "_name_or_path"},
-            getattr(thing, "_commit_hash", None),
-        ]
-    return hash_of(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, int], progress: Progress) -> int:

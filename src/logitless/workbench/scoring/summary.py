@@ -6,15 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ...errors import DataError
+from ...sample.teacher import write_head
 from ...units import format_bytes, plural
 from ...versions import versions
+from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_whole
+from ..sources.identity import together
 from .block import Scorer
 from .config import ScoreConfig, TextOptions
 from .parts import NO_SUMS, Parts
@@ -46,9 +50,25 @@ class Sums:
 
 def conclude(config: ScoreConfig, scorer: Scorer, parts: Parts, count: int, measured: dict[str, Any]) -> dict[str, Any]:
     """Merges the parts, removes them, and returns the summary. Raises DataError where there is no score in them."""
-    summary = merged(config, scorer, parts, count, config.documents, numbers)
+    head = _head(config, scorer) if config.store == "hidden" else {}
+    try:
+        summary = merged(config, scorer, parts, count, config.documents, numbers, head)
+    except DataError:
+        if head:
+            config.head_place.unlink()
+        raise
     parts.remove()
+    if head:
+        summary |= {"head": str(config.head_place), "head_bytes": config.head_place.stat().st_size}
     return {"schema": SCHEMA, **summary, **measured, **circumstances(config, scorer)}
+
+
+def _head(config: ScoreConfig, scorer: Scorer) -> dict[str, Any]:
+    """Writes the head that the stored hidden states go through, once; what the record says of both."""
+    head, about = LMHead.of(scorer.subject.model), {}
+    remove_leftovers(config.head_place)
+    write_whole(config.head_place, lambda path: about.update(write_head(path, head)))
+    return {"hidden_size": head.hidden_size, "head": about}
 
 
 def merged(
@@ -58,13 +78,18 @@ def merged(
     count: int,
     documents: Path | None,
     numbers: Callable[[dict[str, Any]], dict[str, Any]],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """One file of all parts, and of `documents` a line each; returns the options and what the documents come to.
 
+    more: what the file's metadata say beside the options, the vocabulary, and hashes of the tokenizer and the text.
     The parts stay where they are, unless there is no document or no score in them: that is a DataError.
     """
     options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": scorer.bos}
-    metadata = {"schema": SCHEMA, "vocab_size": scorer.subject.source.vocab_size, **options}
+    known = parts.manifest
+    text = together(found for name, found in known.items() if name.startswith("the content of "))
+    hashes = {"tokenizer": known["the tokenizer"], "text": text}
+    metadata = {"schema": SCHEMA, "vocab_size": scorer.subject.source.vocab_size, **options, **hashes, **more}
     sums = Sums(numbers)
     if count == 0:
         parts.remove()
@@ -147,6 +172,8 @@ def measured_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """The summary as a table."""
     written = ("written", f"{summary['out']}, {format_bytes(summary['out_bytes'])}")
+    if "head" in summary:
+        written = ("written", f"{written[1]}; its head {summary['head']}, {format_bytes(summary['head_bytes'])}")
     show_rows(console, [*rows_of(summary), *measured_rows(summary), written], summary["skipped_documents"])
 
 

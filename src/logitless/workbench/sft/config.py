@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,22 @@ class TrainConfig(RunOptions):
     data: str | None = None
     """A text file or folder, a jsonl or parquet file, or a `datasets` directory; rows of messages, or of prompt and
     completion, are conversations. Default: this Python's own library."""
+    teacher: str | None = None
+    """Learn the distributions of a record that `logitless score` wrote, on its text: --store hidden for the whole
+    vocabulary, else its best entries. --data is then not needed, and compared where given."""
+    distill_loss: Literal["forward", "reverse"] = "forward"
+    """forward: KL(teacher‖student), which covers all that the teacher does. reverse: KL(student‖teacher)."""
+    distill_tail: Literal["bucket", "decoupled"] = "bucket"
+    """What the teacher gives to all but its best entries. bucket: one more outcome of a record of best entries; of
+    hidden states, exact, entry by entry. decoupled: apart from the best entries, with a weight of its own."""
+    distill_top_k: Count = 20
+    """How many best entries --distill-tail decoupled sets apart where the record holds hidden states."""
+    distill_weight: float = 1.0
+    """The teacher's share of the loss, in 0..1; the rest is the cross-entropy of the text."""
+    distill_temperature: float = 1.0
+    """Divides both logits, and its square multiplies the divergence. Needs a record of hidden states."""
+    teacher_ids: str | None = None
+    """A JSON list or .npy of the teacher's id of each of the student's entries, where the vocabularies differ."""
     loss_on: Literal["all", "completions"] = "completions"
     """Of conversations: learn the assistant's tokens alone, or all of them."""
     context_length: int = 256
@@ -61,8 +78,8 @@ class TrainConfig(RunOptions):
 
     @property
     def loss_on_ranks(self) -> Literal["auto", "dense", "logitless"]:
-        """How the loss is computed: logits that are split over ranks are never made."""
-        return self.loss if self.tensor_parallel == 1 else "logitless"
+        """How the loss is computed: logits that are split over ranks, or compared with a teacher's, are never made."""
+        return self.loss if self.tensor_parallel == 1 and self.teacher is None else "logitless"
 
     def check(self) -> TrainConfig:
         """Itself, or OptionError for the first value without a meaning."""
@@ -74,11 +91,39 @@ class TrainConfig(RunOptions):
             if self.loss != "auto":
                 raise OptionError(f"--loss-threshold is where --loss auto changes, got it with --loss {self.loss}")
         self._check_split()
+        self._check_teacher()
         if self.offload_activations and not self.gradient_checkpointing:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.rope_scaling:
             parse_scaling(self.rope_scaling)
         return self
+
+    def _check_teacher(self) -> None:
+        """OptionError for distillation without a meaning, or without a teacher."""
+        if self.teacher is None:
+            usual = TrainConfig()
+            for name in (
+                "distill_loss",
+                "distill_tail",
+                "distill_top_k",
+                "distill_weight",
+                "distill_temperature",
+                "teacher_ids",
+            ):
+                if (got := getattr(self, name)) != getattr(usual, name):
+                    option = name.replace("_", "-")
+                    raise OptionError(f"--{option} {got} is of --teacher: give a record, or leave it out")
+            return
+        require(0 < self.distill_weight <= 1, "distill_weight", "above 0, at most 1", self.distill_weight)
+        temperature = self.distill_temperature
+        require(math.isfinite(temperature) and temperature > 0, "distill_temperature", "positive", temperature)
+        if self.distill_tail == "decoupled" and self.distill_loss == "reverse":
+            raise OptionError("--distill-tail decoupled is of --distill-loss forward: give one of the two")
+        if self.loss == "dense":
+            raise OptionError("--loss dense: with --teacher no logits are made; leave it out")
+        for name in ("tensor_parallel", "context_parallel"):
+            expected = "1 with --teacher, whose ranks share the data or the weights (--sharding fsdp2)"
+            require(getattr(self, name) == 1, name, expected, getattr(self, name))
 
     def _check_split(self) -> None:
         """OptionError for ranks that cannot share matrices or sequences."""

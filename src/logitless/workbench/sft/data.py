@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -19,23 +19,46 @@ from ..sources.packing import PackedRows, Stream, check_ids, hold_out
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
 
+if TYPE_CHECKING:
+    from .teacher import Teacher
+
+TEACHER = "teacher"  # in the file: which record the rows are of
+OPTIONAL = ("said", "rows")  # of a stream
 HELD_OUT_TOKENS = 8192  # looked at before and after training; more would only cost time
 
 
-def prepare(config: TrainConfig, tokenizer: TextTokenizer, vocab_size: int, path: Path) -> list[str]:
-    """Tokenises `--data` into the file `path`, once; returns what is to be said about it.
+def prepare(
+    config: TrainConfig, tokenizer: TextTokenizer, vocab_size: int, path: Path, teacher: Teacher | None = None
+) -> list[str]:
+    """Tokenises `--data`, or takes a teacher's tokens, into the file `path`, once; returns what is to be said about it.
 
     Raises DataError, LabelError, and ConfigError for conversations without a chat template.
     """
-    chats = _chats(config.data)
-    if chats is None:
+    chats = None if teacher else _chats(config.data)
+    if teacher is not None:
+        kept, held, remarks = teacher.streams(config.context_length)
+    elif chats is None:
         (kept, held), remarks = _of_text(config, tokenizer), []
     else:
         kept, held, remarks = _of_chats(config, tokenizer, *chats)
     for stream in (kept, held):
         check_ids(stream, vocab_size)
-    write_whole(path, lambda temporary: _save(temporary, kept, held))
+    known = {} if teacher is None else {TEACHER: np.array(teacher.record.identity)}
+    write_whole(path, lambda temporary: _save(temporary, kept, held, known))
     return remarks
+
+
+def check_teacher(path: Path, teacher: Teacher | None) -> None:
+    """DataError where the rows in a file that `prepare` wrote are of another record than the teacher's."""
+    if teacher is None:
+        return
+    with np.load(path, allow_pickle=False) as arrays:
+        before = str(arrays[TEACHER]) if TEACHER in arrays else "none"
+    if before != teacher.record.identity:
+        raise DataError(
+            f"--teacher {teacher.record.path} has changed since the run began (identity {before}, now "
+            f"{teacher.record.identity}): put the record back, or begin another run"
+        )
 
 
 def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Stream]:
@@ -85,7 +108,12 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             kept, held = (
-                Stream(arrays[f"{name}_ids"], arrays[f"{name}_starts"], arrays.get(f"{name}_said"))
+                Stream(
+                    arrays[f"{name}_ids"],
+                    arrays[f"{name}_starts"],
+                    arrays.get(f"{name}_said"),
+                    arrays.get(f"{name}_rows"),
+                )
                 for name in ("train", "held")
             )
     except (BadZipFile, EOFError, KeyError, ValueError):
@@ -93,15 +121,16 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
     return PackedRows(kept, length), PackedRows(held, length, max(1, HELD_OUT_TOKENS // length))
 
 
-def _save(path: Path, kept: Stream, held: Stream) -> None:
+def _save(path: Path, kept: Stream, held: Stream, known: dict[str, Any]) -> None:
     arrays: dict[str, Any] = {
         f"{name}_{part}": array
         for name, stream in (("train", kept), ("held", held))
-        for part, array in (("ids", stream.ids), ("starts", stream.starts), ("said", stream.said))
+        for part in ("ids", "starts", *OPTIONAL)
+        for array in (getattr(stream, part),)
         if array is not None
     }
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays, **known)
 
 
 def _require_row(stream: Stream, length: int, what: str) -> None:

@@ -36,12 +36,13 @@ from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, re
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
-from .data import load, prepare
+from .data import check_teacher, load, prepare
 from .launcher import by_options_alone
 from .mesh import CONTEXT, Layout, device_mesh
 from .sharded import STATE, ShardedTrainer
-from .stepcost import measure
+from .stepcost import METHODS, measure
 from .summary import SCHEMA, numbers
+from .teacher import TaughtRows, TaughtShardedTrainer, TaughtTrainer, Teacher
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Run:
     held_out: PackedRows
     console: Console
     layout: Layout
+    teacher: Teacher | None = None
 
 
 def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
@@ -77,11 +79,12 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
 def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     state = PartialState(cpu=on_processors(config), timeout=timedelta(seconds=config.rank_timeout))
     # refused before the run has a place, and by all ranks where one of them cannot read its files
-    source, layout, tokenizer = together(lambda: _found(config, state.num_processes))
-    agree(vocabulary=(source.vocab_size, tokenizer.size), **config.to_dict())
+    source, layout, tokenizer, teacher = together(lambda: _found(config, state.num_processes))
+    record_of = None if teacher is None else teacher.record.identity
+    agree(vocabulary=(source.vocab_size, tokenizer.size), record=record_of, **config.to_dict())
     place = first(lambda: claim(config, name_of(config.model)))
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
-        parts = _set_up(config, place, source, tokenizer, console, layout)
+        parts = _set_up(config, place, source, tokenizer, console, layout, teacher)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = together(lambda: build(config, source))
         align_tokens(model, tokenizer)
@@ -91,9 +94,10 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
 
 
-def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer]:
+def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer, Teacher | None]:
     source = resolve(config.model)
-    return source, _layout(config, source, ranks), load_tokenizer(source)
+    layout, tokenizer = _layout(config, source, ranks), load_tokenizer(source)
+    return source, layout, tokenizer, Teacher.of(config, tokenizer, source.vocab_size)
 
 
 def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
@@ -108,27 +112,37 @@ def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
 
 
 def _set_up(
-    config: TrainConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console, layout: Layout
+    config: TrainConfig,
+    place: Path,
+    source: ModelSource,
+    tokenizer: TextTokenizer,
+    console: Console,
+    layout: Layout,
+    teacher: Teacher | None,
 ) -> Run:
     tokens = place / TOKENS_FILE
 
     def prepared() -> int:
         if not (config.resume and tokens.exists()):
-            say(console, f"reading and tokenising {config.data or 'the standard library'} ...")
-            for remark in prepare(config, tokenizer, source.vocab_size, tokens):
+            what = f"reading and tokenising {config.data or 'the standard library'}"
+            say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
+            for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
             record(config, place, layout.data)
+        check_teacher(tokens, teacher)
         return ranks_at_start(place)
 
     per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
     given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
     train, held_out = together(lambda: load(tokens, config.context_length))
-    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout)
+    return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout, teacher)
 
 
 def _step_memory(parts: Run) -> dict[str, Any]:
     """What one step needs, logitless and dense; before training, while the memory is free. Measured once per run."""
     path = parts.place / "step_memory.json"
+    if parts.teacher is not None:
+        return {method: {"not_measured": "its loss is a teacher's"} for method in METHODS}
     if not path.exists():
         say(parts.console, "measuring one step's memory, logitless and dense ...")
         own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
@@ -138,7 +152,7 @@ def _step_memory(parts: Run) -> dict[str, Any]:
 
 def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     """Trains, or finishes what a resumed run left; returns the weights, gathered from wherever they lie."""
-    config, place, layout = parts.config, parts.place, parts.layout
+    config, place, layout, teacher = parts.config, parts.place, parts.layout, parts.teacher
     found = last_checkpoint(place)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
@@ -155,8 +169,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     trainer = _trainer_for(parts, mesh, found)(
         model=model,
         args=given,
-        train_dataset=parts.train,
-        data_collator=batch_of,
+        train_dataset=parts.train if teacher is None else TaughtRows(parts.train),
+        data_collator=batch_of if teacher is None else teacher.batch,
         processing_class=parts.tokenizer.saved,
         callbacks=[records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)],
     )
@@ -198,6 +212,9 @@ def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Calla
             f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
             "--sharding fsdp2, --tensor-parallel and --context-parallel"
         )
+    if parts.teacher is not None:
+        taught = partial(TaughtShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else TaughtTrainer
+        return partial(taught, teacher=parts.teacher)
     return partial(ShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else Trainer
 
 
@@ -221,7 +238,8 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     summary = {
         "schema": SCHEMA,
         "model": config.model,
-        "data": config.data or "stdlib",
+        "data": config.data or config.teacher or "stdlib",
+        "teacher": None if parts.teacher is None else parts.teacher.summary(),
         "parameters": parameters,
         "trainable_parameters": trainable,
         "vocab_size": vocab,

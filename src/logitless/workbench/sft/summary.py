@@ -52,17 +52,28 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
     perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
+    teacher = summary.get("teacher")
     return [
+        *([] if teacher is None else [("teacher", _teacher(teacher))]),
         ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
         ("held-out loss", f"{'?' if before is None else f'{before:.3f}'} → {after:.3f} ({perplexity})"),
         (
             "speed",
             f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
         ),
-        ("loss method", _loss_method(summary["loss"], summary["tensor_parallel"])),
+        ("loss method", "logitless" if teacher else _loss_method(summary["loss"], summary["tensor_parallel"])),
         ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
-        *_step_rows(summary["step_memory"]),
+        *([] if teacher else _step_rows(summary["step_memory"])),
     ]
+
+
+def _teacher(of: dict[str, Any]) -> str:
+    """What was learned of it."""
+    exact = of["stored"] == "hidden" and of["tail"] == "bucket"
+    what = "the whole vocabulary" if exact else f"its best entries, the others {of['tail']}"
+    at = "" if of["temperature"] == 1 else f" at temperature {of['temperature']:g}"
+    share = "" if of["weight"] == 1 else f", {of['weight']:g} of the loss beside the text's own"
+    return f"{of['record']}: {of['loss']} KL over {what}{at}{share}"
 
 
 def _loss_method(loss: dict[str, Any], ranks: int) -> str:

@@ -16,6 +16,7 @@ from .packing import HELD_OUT_EVERY, Stream
 from .tokenizer import TextTokenizer, as_chat
 
 ASSISTANT = "assistant"
+OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that itself marks what the assistant says
 
 
@@ -137,8 +138,8 @@ def hold_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]
 def packed(examples: Iterable[Example], length: int, filler: int) -> tuple[Stream, list[str]]:
     """Whole conversations in rows of `length` tokens, and what is to be said about those that do not fit.
 
-    Each goes into the first row that has room for it; the rest of a row is `filler`, a document of its own that no
-    loss is of. A conversation that is longer than a row loses its end.
+    Each goes into the first of the latest rows that has room for it; the rest of a row is `filler`, a document of its
+    own that no loss is of. A conversation that is longer than a row loses its end.
     """
     rows: list[list[Example]] = []
     room: list[int] = []
@@ -150,7 +151,8 @@ def packed(examples: Iterable[Example], length: int, filler: int) -> tuple[Strea
         if not each.said[1:].any():
             silent += 1
             continue
-        at = next((i for i, free in enumerate(room) if free >= len(each.ids)), len(rows))
+        recent = range(max(0, len(rows) - OPEN_ROWS), len(rows))
+        at = next((i for i in recent if room[i] >= len(each.ids)), len(rows))
         if at == len(rows):
             rows.append([])
             room.append(length)

@@ -21,12 +21,14 @@ Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 class Stream:
     """Documents end to end: ids (tokens,) uint32 and where each document starts, starts (documents,) int64.
 
-    said: which tokens the loss is of, (tokens,) bool; None: all of them.
+    said: which tokens the loss is of, (tokens,) bool; None: all of them. rows: where in a teacher's record each token
+    lies, (tokens,) int64.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     said: np.ndarray | None = None
+    rows: np.ndarray | None = None
 
     @classmethod
     def of(cls, documents: Iterable[np.ndarray], said: Iterable[np.ndarray] | None = None) -> Stream:
@@ -40,7 +42,8 @@ class Stream:
         """The tokens begin..end; a document that spans `begin` starts anew there."""
         inside = self.starts[(self.starts > begin) & (self.starts < end)]
         starts = np.concatenate([[begin], inside]).astype(np.int64) - begin
-        return Stream(self.ids[begin:end], starts, None if self.said is None else self.said[begin:end])
+        said, rows = (None if x is None else x[begin:end] for x in (self.said, self.rows))
+        return Stream(self.ids[begin:end], starts, said, rows)
 
 
 class PackedRows(Dataset):

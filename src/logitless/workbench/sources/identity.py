@@ -1,0 +1,66 @@
+"""What tells a text, a tokenizer and a model from all others: hashes of their content, wherever it lies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from .tokenizer import TextTokenizer
+
+
+def hash_of(content: Path | bytes) -> str:
+    """What tells a content from all others."""
+    if isinstance(content, bytes):
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def known_of(thing: Any) -> str:
+    """A hash of a tokenizer or of a model's configuration: of what they do, wherever they lie."""
+    if isinstance(thing, TextTokenizer):
+        fast, special = getattr(thing.saved, "backend_tokenizer", None), thing.saved.special_tokens_map
+        rules = thing.saved.get_vocab() if fast is None else fast.to_str()
+        values = [rules, {name: str(token) for name, token in special.items()}, thing.saved.split_special_tokens]
+    else:
+        values = [
+            {name: x for name, x in thing.to_dict().items() if name != "_name_or_path"},
+            getattr(thing, "_commit_hash", None),
+        ]
+    return hash_of(json.dumps(values, sort_keys=True, default=str).encode())
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether it is a directory that `datasets` wrote."""
+    return any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def text_files(path: Path, written: tuple[Path, ...] = ()) -> list[Path]:
+    """The files below a path that hold its text, in one order on every machine; what is `written` there does not."""
+    if path.is_file():
+        return [path]
+    return sorted(f for f in path.rglob("*") if f.is_file()) if is_arrow(path) else _visible(path, written)
+
+
+def hash_of_text(path: Path, written: tuple[Path, ...] = ()) -> str:
+    """What tells the text below a path from all others, whatever its files are called."""
+    return together(hash_of(f) for f in text_files(path, written))
+
+
+def together(hashes: Any) -> str:
+    """One hash of several, in their order."""
+    return hash_of("".join(hashes).encode())
+
+
+def _visible(root: Path, written: tuple[Path, ...]) -> list[Path]:
+    """The files below a folder, but for hidden ones and those that are written."""
+    here, out = root.resolve(), {path.resolve() for path in written}
+
+    def is_document(name: Path) -> bool:
+        place = here / name
+        hidden = any(part.startswith(".") for part in name.parts)
+        return not hidden and out.isdisjoint((place, *place.parents)) and place.is_file()
+
+    return sorted(path for path in root.rglob("*") if is_document(path.relative_to(root)))

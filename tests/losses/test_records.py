@@ -1,0 +1,157 @@
+"""Divergences from a teacher's record against whole distributions in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from logitless import losses
+from logitless.errors import OptionError, ShapeError
+from tests.support.losses.comparing import N, V, assert_same, problem
+
+K = 5
+
+
+@pytest.fixture
+def student_and_teacher():
+    z, _ = problem()
+    return z, 2 * torch.randn_like(z)
+
+
+def kl(logp, logq):
+    return F.kl_div(logq, logp, reduction="none", log_target=True).sum(-1)
+
+
+def inside(ids):
+    return torch.zeros(N, V, dtype=torch.bool).scatter(-1, ids, True)
+
+
+def outcomes(logp, ids):
+    """Log-probabilities of the K entries and of all others together."""
+    tail = logp.masked_fill(inside(ids), -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logp.gather(-1, ids), tail], -1)
+
+
+def statistics(z, ids):
+    left = z.log_softmax(-1).masked_fill(inside(ids), -torch.inf).logsumexp(-1)
+    return z.gather(-1, ids), z.logsumexp(-1), left
+
+
+def ours(loss, z, ids, log_weights, *more):
+    logits, logsumexp, left = statistics(z, ids)
+    return loss(logits, logsumexp, log_weights, left, *more)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_k_entries_and_a_bucket(student_and_teacher, direction):
+    z, teacher = student_and_teacher
+    logt = teacher.log_softmax(-1)
+    ids = logt.topk(K).indices
+
+    def dense(z, logt):
+        s, t = outcomes(z.log_softmax(-1), ids), outcomes(logt, ids)
+        return kl(t, s) if direction == "forward" else kl(s, t)
+
+    assert_same(lambda z, t: ours(losses.record_kl, z, ids, t.gather(-1, ids), direction), dense, z, logt)
+    assert (
+        dense(z, logt) <= (kl(logt, z.log_softmax(-1)) if direction == "forward" else kl(z.log_softmax(-1), logt))
+    ).all()
+
+
+def test_forward_has_the_gradient_of_soft_targets(student_and_teacher):
+    z, teacher = student_and_teacher
+    logt = teacher.log_softmax(-1)
+    t, ids = logt.topk(K)
+    grads = []
+    for loss in (
+        lambda z: ours(losses.record_kl, z, ids, t),
+        lambda z: losses.soft_targets(*statistics(z, ids)[:2], t.exp(), tail_logprob=statistics(z, ids)[2]),
+    ):
+        leaf = z.detach().clone().requires_grad_()
+        grads.append(torch.autograd.grad(loss(leaf).sum(), leaf)[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(("head_weight", "tail_weight"), [(1.0, 1.0), (0.3, 2.0)])
+def test_the_parts_of_the_divergence(student_and_teacher, head_weight, tail_weight):
+    z, teacher = student_and_teacher
+    logt = teacher.log_softmax(-1)
+    ids = logt.topk(K).indices
+    among = inside(ids)
+
+    def parts(z, logt):
+        """Of mass, head and tail, from renormalised distributions."""
+        s = z.log_softmax(-1)
+        both = []
+        for logp in (logt, s):
+            mass = torch.stack([logp.masked_fill(~x, -torch.inf).logsumexp(-1) for x in (among, ~among)], -1)
+            both.append((mass, logp - mass[:, :1], logp - mass[:, 1:]))
+        (t_mass, t_head, t_tail), (s_mass, s_head, s_tail) = both
+        head = torch.where(among, t_head.exp() * (t_head - s_head), 0.0).sum(-1)
+        tail = torch.where(among, 0.0, t_tail.exp() * (t_tail - s_tail)).sum(-1)
+        return kl(t_mass, s_mass), head, tail, t_mass.exp()
+
+    mass, head, tail, shares = parts(z, logt)
+    torch.testing.assert_close(mass + shares[:, 0] * head + shares[:, 1] * tail, kl(logt, z.log_softmax(-1)))
+    assert shares[:, 1].min() > 1e-3
+
+    def dense(z, logt):
+        mass, head, tail, _ = parts(z, logt)
+        return mass + head_weight * head + tail_weight * tail
+
+    def full(z, logt, whole=True):
+        more = kl(logt, z.log_softmax(-1)) if whole else None
+        return ours(losses.decoupled_kl, z, ids, logt.gather(-1, ids), more, head_weight, tail_weight)
+
+    assert_same(full, dense, z, logt)
+
+    def without(z, logt):
+        mass, head, _, _ = parts(z, logt)
+        return mass + head_weight * head
+
+    assert_same(lambda z, logt: full(z, logt, whole=False), without, z, logt)
+
+
+def test_padding_is_no_outcome(student_and_teacher):
+    z, teacher = student_and_teacher
+    t, ids = teacher.log_softmax(-1).topk(K)
+    longer = torch.cat([ids, ids[:, :1]], -1), torch.cat([t, torch.full_like(t[:, :1], -torch.inf)], -1)
+    calls = [(losses.record_kl, "forward"), (losses.record_kl, "reverse"), (losses.decoupled_kl, z.logsumexp(-1))]
+    for loss, more in calls:
+        leaf = z.detach().clone().requires_grad_()
+        found = ours(loss, leaf, *longer, more)
+        torch.testing.assert_close(found, ours(loss, z, ids, t, more))
+        assert torch.autograd.grad(found.sum(), leaf)[0].isfinite().all()
+
+
+def test_a_record_of_the_whole_vocabulary():
+    z = torch.randn(4, 6, requires_grad=True)
+    t = torch.randn(4, 6).log_softmax(-1)
+    none = torch.full((4,), -torch.inf)
+    for direction in ("forward", "reverse"):
+        loss = losses.record_kl(z, z.logsumexp(-1), t, none, direction)
+        s = z.log_softmax(-1)
+        torch.testing.assert_close(loss, kl(t, s) if direction == "forward" else kl(s, t), rtol=1e-4, atol=1e-5)
+        assert torch.autograd.grad(loss.sum(), z, retain_graph=True)[0].isfinite().all()
+
+
+def test_a_sure_teacher_and_student_stay_finite():
+    """A tail below what fp32 weights can say: no infinity in either direction, and no gradient that is none."""
+    z = torch.zeros(1, 9)
+    z[0, 0] = 60.0
+    z.requires_grad_()
+    ids, t = torch.tensor([[0, 1]]), torch.tensor([[0.0, -60.0]])
+    left = z.log_softmax(-1)[:, 2:].logsumexp(-1)
+    for loss, more in ((losses.record_kl, "forward"), (losses.record_kl, "reverse"), (losses.decoupled_kl, left)):
+        found = loss(z.gather(-1, ids), z.logsumexp(-1), t, left, more)
+        assert found.isfinite().all()
+        assert torch.autograd.grad(found.sum(), z, retain_graph=True)[0].isfinite().all()
+
+
+def test_what_has_no_meaning():
+    z, one = torch.randn(3, 2), torch.randn(3)
+    with pytest.raises(OptionError, match="direction must be 'forward' or 'reverse', got 'both'"):
+        losses.record_kl(z, one, z, one, "both")
+    with pytest.raises(ShapeError, match=r"log_weights must have candidate_logits' shape .* here \(3, 2\), got \(3,\)"):
+        losses.record_kl(z, one, one, one)
+    with pytest.raises(ShapeError, match="reverse_kl must have the log-probs' shape"):
+        losses.decoupled_kl(z, one, z, one, z)
