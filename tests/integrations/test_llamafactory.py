@@ -14,7 +14,7 @@ from llamafactory.v1.core.base_trainer import BaseTrainer
 
 from logitless.errors import ConfigError
 from logitless.integrations import llamafactory as ours
-from tests.support.integrations.launching import ROOT
+from tests.support.integrations.launching import ROOT, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,14 @@ def results(tmp_path_factory):
     command = [sys.executable, "-m", "tests.support.integrations.llamafactory_run", str(place)]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return json.loads((place / "results.json").read_text())
+    torchrun("tests.support.integrations.llamafactory_run", str(place), at=place)
+    return json.loads((place / "results.json").read_text()) | json.loads((place / "ranks.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "lora"])
+@pytest.mark.parametrize("name", ["full", "lora", "ddp", "fsdp2"])
 def test_training_is_llama_factorys_own(results, name):
-    """All weights, or LoRA on the head too: losses and gradient norms of three steps; no logits."""
+    """All weights, LoRA on the head too, two ranks: losses and gradient norms of three steps; no logits."""
     got, want = results[f"{name}, streamed"], results[f"{name}, dense"]
     assert got.pop("logits") == 0 < want.pop("logits")
     assert got.pop("size") == (size := want.pop("size"))
