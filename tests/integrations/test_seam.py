@@ -1,5 +1,6 @@
 """What every adapter of a host has, and what it says of a host that is another."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -50,8 +51,15 @@ def test_each_host_has_a_page_an_example_an_extra_and_its_tests(host):
     assert list((ROOT / "examples").glob(f"{name}_tiny.*"))
 
 
-def test_no_host_is_imported_before_it_is_used():
-    """Nor does the package import any of them, installed or not."""
-    code = "import sys, logitless, logitless.integrations, logitless.integrations.seam; print(*sys.modules)"
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"nemo_automodel", "torch", *(host.replace("-", "_") for host in HOSTS)} & set(names)
+def test_no_host_is_imported_before_it_is_used(tmp_path):
+    """Nor any of them where all are installed: by the package, any of its public names or its command."""
+    packages = {"nemo_automodel", *(host.replace("-", "_") for host in HOSTS)} - {"automodel"}
+    for name in packages:
+        (tmp_path / f"{name}.py").touch()
+    light = "import sys, logitless, logitless.integrations, logitless.integrations.seam; print(*sys.modules)"
+    whole = f"import logitless.cli.main; [getattr(logitless, name) for name in logitless.__all__]; {light}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    for code, more in ((light, {"torch"}), (whole, set())):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert not (packages | more) & set(done.stdout.split())

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import logitless as ll
 from logitless import retrieval
-from logitless.errors import ConfigError, DeviceError, DtypeError, GradientError, OptionError, ShapeError
+from logitless.errors import DeviceError, DtypeError, GradientError, OptionError, ShapeError
 from logitless.vocab.reference import dense_logits
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import TOLERANCE, assert_near, assert_near_in_norm, gradients, operands
@@ -290,13 +290,17 @@ def test_what_is_refused():
         assert "\n" not in str(caught.value)
 
 
-def test_a_sharded_head_is_refused():
+def test_a_group_of_one_rank_is_a_whole_head():
+    """Several are in tests/vocab/ranks."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         shard = ll.VocabShard(torch.distributed.group.WORLD, 0, V)
-        ops = problem()
-        with pytest.raises(ConfigError, match=r"expected a whole head, got rows 0\.\.83 of 83 on this rank"):
-            retrieval.max_pool_logits(ops.hidden, ll.LMHead(ops.weight.detach(), shard=shard))
+        ops, mask = problem(), ragged()
+        got, want = (
+            retrieval.max_pool_logits(ops.hidden, ll.LMHead(ops.weight, ops.bias, shard=x), mask) for x in (shard, None)
+        )
+        assert torch.equal(got.values, want.values)
+        assert torch.equal(got.tokens, want.tokens)
     finally:
         torch.distributed.destroy_process_group()
 

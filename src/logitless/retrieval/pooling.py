@@ -11,8 +11,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
-from ..vocab.face import Documents, LMHead, flatten, max_pool, max_pool_kept, with_lora
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..vocab.face import Call, Documents, LMHead, flatten, max_pool, max_pool_kept, on_all, stand_in, with_lora
 from .sparse import SparseRows
 
 
@@ -94,7 +94,8 @@ def max_pool_logits(
     tokens share has its gradient at the first.
     Price: one product forward, 2·N·H·V flop; backward 2·H for each pair with an upstream gradient and each of hidden
     and weight, a gathered row at a time: pairs that an activation or a loss leaves out cost nothing.
-    Raises ShapeError, DtypeError, DeviceError, OptionError, GradientError, ConfigError for a head that is sharded.
+    A head that is split over ranks gives every rank the maxima of all rows, from the same documents on each.
+    Raises ShapeError, DtypeError, DeviceError, OptionError, GradientError, RankError.
     Memory: (B, V) values and places, or what is kept of them; slices within the budget, O(N·H); never (N, V).
     Formal et al., "SPLADE v2", arXiv 2109.10086; a fused kernel of the same kind: "Sparton", arXiv 2603.25011.
     """
@@ -127,14 +128,15 @@ def _pooled(
     top_k: int | None,
     memory_budget: int | None,
 ) -> MaxPooled | SparseRows:
-    call = with_lora(flatten(hidden, head, None, want=(), memory_budget=memory_budget, backend="eager"))
-    if call.shard is not None:
-        raise ConfigError(
-            f"max_pool_logits: expected a whole head, got rows {head.vocab_start}.."
-            f"{head.vocab_start + head.local_rows} of {head.rows} on this rank; gather its weight"
-        )
-    _check_kept(above, top_k, head.rows)
-    documents = _padded(hidden, mask) if offsets is None else _end_to_end(hidden, mask, offsets)
+    def arguments() -> tuple[Call, Documents]:
+        call = flatten(hidden, head, None, want=(), memory_budget=memory_budget, backend="eager")
+        _check_kept(above, top_k, head.rows)
+        return call, _padded(hidden, mask) if offsets is None else _end_to_end(hidden, mask, offsets)
+
+    call, documents = on_all(head, arguments)
+    if head.shard is not None:
+        stand_in(call).agree(f"max_pool_logits {above} {top_k}", documents.rows, documents.first)
+    call = with_lora(call)
     if above is None and top_k is None:
         return MaxPooled(*max_pool(call, documents))
     kept = max_pool_kept(call, documents, above, top_k)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import logitless as ll
-from logitless import relax
+from logitless import relax, retrieval
 from logitless.errors import ConfigError, OptionError
 from tests.support.vocab import parallel_errors
 from tests.support.vocab.comparing import assert_near, assert_near_in_norm, gradients, operands
@@ -45,6 +45,26 @@ def soft_tokens(group: Any) -> None:
         group, lambda: relax.gumbel_topk(one.ops.hidden, one.head, 1.0, k=0, embeddings=(table,)),
         "the k best entries of a head that is sharded", kind=OptionError,
     )  # fmt: skip
+
+
+def documents(group: Any) -> None:
+    """Maxima over documents' tokens: values, places and gradients of one process, whole or what is kept of them."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
+    for sizes, transform in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 2}), (EVEN, {"bias": False})):
+        one = split(group, sizes, lead=(4, 4), ranks=(2,), scale=0.8, **transform)
+        for more in ({}, {"memory_budget": 1}, {"top_k": 5}, {"above": 0.1}, {"above": 0.1, "top_k": 3}):
+            ours, alone = (retrieval.max_pool_logits(one.ops.hidden, x, mask, **more) for x in (one.head, one.ops.head))
+            same_on_all(ours.values, group)
+            assert_near(ours.values.detach(), alone.values.detach(), 1e-10)
+            assert torch.equal(ours.tokens, alone.tokens)
+            up = {"values": torch.randn(alone.values.shape, dtype=torch.float64).masked_fill(alone.values.isinf(), 0.0)}
+            found, wanted = (gradients({"values": x.values}, one.ops.leaves, up) for x in (ours, alone))
+            for name, grad in one.whole(found).items():
+                assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
+    mask[0, dist.get_rank(group)] = 0
+    parallel_errors.refused(group, lambda: retrieval.max_pool_logits(one.ops.hidden, one.head, mask))
+    many = partial(retrieval.max_pool_logits, one.ops.hidden, one.head, top_k=V + 1)
+    parallel_errors.refused(group, many, "top_k: expected", kind=OptionError)
 
 
 def sampled_tokens(group: Any) -> None:
@@ -224,6 +244,7 @@ CASES = {
     "compiled": compiled,
     "soft tokens": soft_tokens,
     "sampled tokens": sampled_tokens,
+    "documents": documents,
     "dropout": dropout,
     "dtensors": dtensors,
     "dtensor adapters": dtensor_adapters,

@@ -19,6 +19,7 @@ from ...algebra.costs import Price, Slices
 from ..backends.base import Chunk, Scratch
 from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs
+from ..ranks.agreement import gather_rows
 from .autograd import NOT_DIFFERENTIATED, check_upstream
 from .engine import backend_of, exact, slices_for
 from .gradient import GradientBuffers
@@ -71,7 +72,7 @@ class Pooled(NamedTuple):
 
 @exact
 def pool(call: Call, documents: Documents, take: Callable[[Pooled], None]) -> None:
-    """Every document's maxima, handed to `take` chunk by chunk: one product."""
+    """Every document's maxima, of all ranks' entries, handed to `take` chunk by chunk: one product."""
     backend, scratch = backend_of(call), Scratch(call.compute, call.inputs.hidden.device)
     size, (slices, most) = call.head.local_rows, _sizes(call, documents)
     for some, rows in documents.chunks(slices.tokens, most):
@@ -85,6 +86,8 @@ def pool(call: Call, documents: Documents, take: Callable[[Pooled], None]) -> No
             z = chunk.logits(v, chunk.policy.operand(v)).z
             values[:, v], at = z.view(d, longest, -1).max(1)
             places[:, v] = rows.gather(1, at).sub_(documents.first[some, None])
+        if call.shard is not None:
+            values, places = (gather_rows(x, call.shard, call.head.rows) for x in (values, places))
         take(Pooled(some, values, places))
 
 
@@ -93,14 +96,14 @@ def _sizes(call: Call, documents: Documents) -> tuple[Slices, int]:
     budget = call.budget // 2
     halved = replace(call, options=replace(call.options, memory_budget=max(1, budget)))
     slices = slices_for(halved, max(1, sum(documents.counts)), Price("values", 1))
-    return slices, max(1, budget // (MAXIMUM * call.head.local_rows))
+    return slices, max(1, budget // (MAXIMUM * call.head.rows))
 
 
 class Dense:
     """The maxima of all documents, (B, V) each; -inf and NO_TOKEN where there is no token."""
 
     def __init__(self, call: Call, documents: Documents) -> None:
-        shape, device = (len(documents), call.head.local_rows), call.inputs.hidden.device
+        shape, device = (len(documents), call.head.rows), call.inputs.hidden.device
         self.values = torch.full(shape, -math.inf, dtype=call.compute, device=device)
         self.places = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=device)
 
@@ -200,8 +203,9 @@ def pooled_gradients(call: Call, documents: Documents, needs: Needs, pairs_of: P
     grads = total.chunk(n)
     chunk = Chunk.of(call, slice(0, n), Slices(n, _backward_width(call, documents), 0), scratch, backend)
     tables = [factor.tokens.to(call.compute) for factor in chunk.policy.factors]
+    first = call.head.vocab_start
     for v in chunk.vocabulary():
-        entries, tokens, upstream, logits = pairs_of(v)
+        entries, tokens, upstream, logits = pairs_of(slice(first + v.start, first + v.stop))
         c = chunk.policy.chain(upstream, logits)
         by_token = tokens.argsort(stable=True)
         for factor, table, (of_tokens, of_entries) in zip(chunk.policy.factors, tables, grads.pairs, strict=False):
