@@ -17,12 +17,13 @@ define test-host
 	$(BIN)/python -c "$(SITE)" > "$$(build/$(1)/bin/python -c "$(SITE)")/dependencies.pth"
 	$(BIN)/python -m pip --python build/$(1) install --quiet --disable-pip-version-check \
 		--no-deps --requirement tests/support/integrations/$(1).txt
+	rm -rf build/$(1)/lib/python*/site-packages/tests # a host's own, which would hide ours
 	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
 .PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
 	test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers \
-	test-browser lint docs wheel-test bench gpu-counts clean
+	test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -74,6 +75,9 @@ test-speculators: .venv/dev.stamp
 test-torchtitan: .venv/dev.stamp
 	$(call test-host,torchtitan)
 
+test-verl: .venv/dev.stamp
+	$(call test-host,verl)
+
 # The trackers of --report-to in an environment of their own: trackio wants an older pillow than matplotlib takes.
 test-trackers: .venv/dev.stamp
 	$(BIN)/python -m venv --without-pip build/trackers
@@ -85,7 +89,7 @@ test-trackers: .venv/dev.stamp
 # lm-evaluation-harness beside the same dependencies, whose numbers our scores and our class for it are held against.
 test-lm-eval: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/lm-eval lm-eval sacrebleu portalocker tabulate colorama lxml sqlitedict
-	PYTHONPATH=$(CURDIR)/build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o timeout=1200 \
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/lm-eval OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o timeout=1200 \
 		tests/workbench/scoring/test_lm_eval.py tests/integrations/test_lm_eval.py tests/workbench/evaluation/test_tasks.py
 
 # Other projects' test cases, and their own functions beside the same torch: `PEERS=liger` runs one, all by default.

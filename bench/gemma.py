@@ -3,11 +3,11 @@
 make test-gemma3 # installs the weights, under Gemma's own terms, into build/gemma3
 PYTHONPATH=build/gemma3 python -m bench.gemma [--steps 20 --limit-gib 20 --keep DIR --out FILE]
 
-`logitless train` on the text of this Python's own library, fp32, layers checkpointed: 20 steps on streamed logits, then
-one step each on dense logits at growing lengths, until a length does not fit into the limit. One length's logits are
-8 GiB, and a dense cross-entropy holds three such tensors. Each run is a process of its own: `peak` is its resident set,
-`cpu_seconds` what it computed, of which others that use the machine take nothing. A run that was killed goes on with
---keep.
+`logitless train` on the text of this Python's own library, fp32, layers checkpointed, in sequences of 2,048 tokens: 20
+steps on streamed logits, then one step each on dense logits of more and more tokens, until they do not fit into the
+limit. One step's logits are 8 GiB, and a dense cross-entropy holds three such tensors. Each run is a process of its
+own: `peak` is its resident set, `cpu_seconds` what it computed, of which others that use the machine take nothing. A
+run that was killed goes on with --keep: `cpu_seconds` then are the last part's, the steps' own times are of all.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from bench.harness import environment, write_line
 from logitless.algebra.costs import logits_bytes
 
 MODEL, VOCAB, LONG = "gemma3-270m", 262_144, 8_192
+LENGTH = 2_048  # of a sequence
 DENSE = (1_024, 2_048, 4_096, LONG)
 
 
@@ -33,7 +34,9 @@ def train(place, loss, tokens, steps, o):
     if (place / "run.json").exists():
         command += ["--resume", str(place)]
     else:
-        command += ["--model", MODEL, "--loss", loss, "--context-length", str(tokens), "--batch-size", "1"]
+        length = min(tokens, LENGTH)
+        command += ["--model", MODEL, "--loss", loss, "--context-length", str(length)]
+        command += ["--batch-size", str(tokens // length)]
         command += ["--max-steps", str(steps), "--gradient-checkpointing", "--output-dir", str(place)]
     limit = o.limit_gib * 2**30
     begin = time.perf_counter()

@@ -209,6 +209,10 @@ def test_a_configuration_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
     for more in (["--trust-config"], ["--rewards", "json:loads"], ["--rewards", "python_lines"]):
         with pytest.raises(AssertionError, match="accepted"):
             main(["align", "--config", str(given), *more])
+    given.write_text("method: ste\ntoken-reward: json:loads\n")
+    assert "give --token-reward on the command line, or --trust-config" in told(
+        ["align", "--config", str(given)], capsys
+    )
     given.write_text("method: grpo\nrewards: json:loads\ntrust-config: true\n")
     assert "unknown option 'trust-config'" in told(["align", "--config", str(given)], capsys)
 

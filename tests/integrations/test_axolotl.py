@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 pytest.importorskip("axolotl", reason="axolotl is not installed here: make test-axolotl")
 
-from axolotl.integrations.base import BasePlugin
+from axolotl.integrations.base import BasePlugin, load_plugin
+from axolotl.utils.dict import DictDefault
 
 from logitless.errors import ConfigError
 from logitless.integrations import axolotl as ours
@@ -35,6 +38,7 @@ def test_training_is_axolotls_own(results, name):
     """LoRA, LoRA on the head too, and all weights, on packed samples: losses, gradient norms, evaluation; no logits."""
     got, want = results[f"{name}, streamed"], results[f"{name}, dense"]
     assert got["logits"] == 0 < want["logits"]
+    assert got["largest"] < want["size"] / 2 < want["size"] <= want["largest"]  # no allocation of logits' size
     assert [log.keys() for log in got["log"]] == [log.keys() for log in want["log"]]
     numbers = [[x for log in found["log"] for x in log.values()] for found in (got, want)]
     assert len(numbers[0]) >= 7
@@ -44,6 +48,19 @@ def test_training_is_axolotls_own(results, name):
 @pytest.mark.slow
 def test_another_loss_is_refused(results):
     assert "expected axolotl's cross-entropy, got chunked_cross_entropy" in results["refused"]["error"]
+
+
+def test_the_name_in_its_yaml_is_the_plugin():
+    (name,) = yaml.safe_load((ROOT / "examples" / "axolotl_tiny.yaml").read_text())["plugins"]
+    assert type(load_plugin(name)) is ours.LogitlessPlugin
+
+
+def test_losses_of_newer_versions_are_refused():
+    plugin = ours.LogitlessPlugin()
+    with pytest.raises(ConfigError, match="expected axolotl's cross-entropy, got use_dft"):
+        plugin.post_model_load(DictDefault({"use_dft": True}), None)
+    with pytest.raises(ConfigError, match="got a compute_loss_func"):
+        plugin.post_trainer_create(DictDefault(), SimpleNamespace(compute_loss_func=print))
 
 
 def test_another_axolotl_is_an_error_that_names_versions(monkeypatch):

@@ -34,6 +34,8 @@ def test_training_is_llama_factorys_own(results, name):
     """All weights, or LoRA on the head too: losses and gradient norms of three steps; no logits."""
     got, want = results[f"{name}, streamed"], results[f"{name}, dense"]
     assert got.pop("logits") == 0 < want.pop("logits")
+    assert got.pop("size") == (size := want.pop("size"))
+    assert got.pop("largest") < size / 2 < size <= want.pop("largest")  # no allocation of logits' size
     assert len(got["loss"]) == 3
     for key, numbers in got.items():
         assert numbers == pytest.approx(want[key], rel=1e-4)

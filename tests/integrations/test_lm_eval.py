@@ -1,5 +1,7 @@
 """`LogitlessLM` beside lm-evaluation-harness' own `HFLM` on tasks in its format; `make test-lm-eval` has it at hand."""
 
+import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from logitless.integrations.lm_eval import LogitlessLM  # noqa: E402
+from logitless.integrations.lm_eval import Generating, LogitlessLM  # noqa: E402
+from logitless.integrations.lm_eval_records import read_records  # noqa: E402
 
 TASKS = Path(__file__).parents[2] / "bench" / "lm_eval"
 NAMES = ("docstrings_choice", "docstrings_cloze", "docstrings_text")
@@ -95,8 +98,97 @@ def test_no_logits_of_a_batch_exist(micro):
 def test_a_batch_of_auto_is_as_large_as_a_cpu_uses(micro):
     lm = loaded(LogitlessLM, micro, batch_size="auto", max_batch_size=512)
     assert lm._detect_batch_size() == 8192 // 64
+    assert Generating.of([], 32) == Generating(32)
+    lm.generating = Generating(32)
+    assert lm._detect_batch_size() == 8192 // 32
     assert lm._fitting(1) == 512
     assert lm._fitting(10**6) == 1
+
+
+def test_what_is_longer_than_the_model_sees_is_warned_of(micro, caplog):
+    """As HFLM does, with the number of tokens that are cut."""
+    lm = loaded(LogitlessLM, micro)
+    given = {"request_type": "loglikelihood", "doc": {}, "idx": 0, "metadata": ("a task", 0, 1)}
+    cut, fits = ("c" * 61, "d" * 8), ("c" * 57, "d" * 8)
+    with caplog.at_level(logging.WARNING, logger="lm_eval.models.huggingface"):
+        lm.loglikelihood([Instance(arguments=x, **given) for x in (cut, fits)], disable_tqdm=True)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (warned,) = [message for message in said if "Truncating" in message]
+    assert "context (61) and continuation (8) exceeds model's maximum length (64). Truncating 4 tokens" in warned
+
+
+def recorded(place: Path, task: str, limit: int, path: Path, **more: object) -> tuple[list[dict], list[dict]]:
+    """(the records, the harness' samples) of a task's first documents."""
+    lm = loaded(LogitlessLM, place, records=path, **more)
+    given = {"task_manager": TaskManager(include_defaults=False), "limit": limit, "bootstrap_iters": 0}
+    found = simple_evaluate(lm, tasks=[str(TASKS / f"{task}.yaml")], **given)
+    return [json.loads(line) for line in path.read_text().splitlines()], found["samples"][task]
+
+
+def dense_rows(place: Path, ids: list[int]) -> torch.Tensor:
+    """The log-softmax before each token but the first, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(place).double().eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_records_of_scored_tokens(micro, tmp_path, task):
+    """One an answer: what the logits say of its last tokens, whose log-probs are the answer's own."""
+    records, samples = recorded(micro, task, 4, tmp_path / "records.jsonl")
+    answers = {(x["doc_id"], i): r for x in samples for i, (r,) in enumerate(x["resps"])}
+    assert {(x["document"], x["request"]) for x in records} == answers.keys()
+    assert len(records) == len(answers)
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    for record in records:
+        answer = answers[record["document"], record["request"]]
+        total = answer[0] if isinstance(answer, tuple | list) else answer
+        assert sum(record["logprob"]) == pytest.approx(total, rel=1e-6)
+        assert tokenizer.convert_tokens_to_ids(record["tokens"]) == record["ids"]
+        given = next(x for x in samples if x["doc_id"] == record["document"])["arguments"][record["request"]]
+        whole = tokenizer("".join(given))["input_ids"]
+        assert record["cut"] == (max(0, len(whole) - 65) if len(given) == 2 else 0)
+        if task == "docstrings_text":
+            continue  # of several windows
+        ids = whole[-65:]
+        rows = dense_rows(micro, ids)[-len(record["ids"]) :]
+        own = rows.gather(-1, torch.tensor(record["ids"])[:, None])
+        assert record["logprob"] == pytest.approx(own[:, 0].tolist(), rel=1e-4)
+        assert record["rank"] == (1 + (rows > own).sum(-1)).tolist()
+        assert record["entropy"] == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), rel=1e-4)
+        assert record["confidence"] == pytest.approx(rows.max(-1).values.exp().tolist(), rel=1e-4)
+
+
+def test_records_of_generated_tokens(micro, tmp_path):
+    """The texts are HFLM's own, and each token's numbers what the logits say of it."""
+    records, samples = recorded(micro, "docstrings_word", 5, tmp_path / "records.jsonl", batch_size=2)
+    given = {"task_manager": TaskManager(include_defaults=False), "limit": 5, "bootstrap_iters": 0}
+    place = str(TASKS / "docstrings_word.yaml")
+    theirs = simple_evaluate(loaded(huggingface.HFLM, micro), tasks=[place], **given)["samples"]["docstrings_word"]
+    assert [x["resps"] for x in samples] == [x["resps"] for x in theirs]
+    tokenizer = AutoTokenizer.from_pretrained(micro)
+    assert sorted(x["document"] for x in records) == [x["doc_id"] for x in samples]
+    for record in records:
+        sample = next(x for x in samples if x["doc_id"] == record["document"])
+        prompt = tokenizer(sample["arguments"][0][0])["input_ids"]
+        assert record["text"] == sample["resps"][0][0]
+        assert record["cut"] == len(prompt) - 58 > 0
+        rows = dense_rows(micro, prompt[-58:] + record["ids"])[-len(record["ids"]) :]
+        assert record["ids"] == rows.argmax(-1).tolist()
+        assert record["rank"] == [1] * len(record["ids"])
+        assert record["logprob"] == pytest.approx(rows.max(-1).values.tolist(), rel=1e-4)
+        assert record["entropy"] == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), rel=1e-4)
+        assert [best[0] for best in record["top_ids"]] == record["ids"]
+
+
+def test_a_record_that_was_half_written_is_passed_over(micro, tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"task": "doc')
+    lm = loaded(LogitlessLM, micro, records=path)
+    given = {"request_type": "loglikelihood", "doc": {}, "idx": 0, "metadata": ("a task", 3, 1)}
+    lm.loglikelihood([Instance(arguments=("a", "b"), **given)], disable_tqdm=True)
+    (found,) = read_records(path)
+    assert (found[1]["task"], found[1]["document"], found[1]["type"]) == ("a task", 3, "loglikelihood")
 
 
 def test_its_name_is_known():

@@ -11,7 +11,7 @@ from logitless.errors import ConfigError
 from logitless.integrations.seam import Seam, moved
 
 ROOT = Path(__file__).parents[2]
-HOSTS = ("automodel", "axolotl", "llamafactory", "sentence-transformers", "speculators", "torchtitan")
+HOSTS = ("automodel", "axolotl", "llamafactory", "sentence-transformers", "speculators", "torchtitan", "verl")
 
 
 def seam(**functions):

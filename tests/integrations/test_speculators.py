@@ -93,7 +93,7 @@ def step(kind: str, model: nn.Module, losses: str):
     return loss, metrics, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-LOSSES = ["kl_div", "rkl", "jsd", "ce", '{"ce": 0.3, "kl_div": 0.7}']
+LOSSES = ["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid", '{"ce": 0.3, "kl_div": 0.7}']
 
 
 @pytest.mark.parametrize("losses", LOSSES)
@@ -181,8 +181,8 @@ def test_the_example(monkeypatch):
 def test_refusals():
     model = build("eagle3")
     ours.install(model)
-    with pytest.raises(ConfigError, match="loss_config: expected kl_div, rkl, jsd, ce, got tv"):
-        step("eagle3", model, "tv")
+    with pytest.raises(ConfigError, match="loss_config: expected kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got mse"):
+        model(**batch(), loss_config={"mse": (nn.functional.mse_loss, 1.0)}, **CALLS["eagle3"])
     with pytest.raises(ConfigError, match=r"expected speculators' Eagle3DraftModel.*got Linear"):
         ours.install(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"speculators 0\.9\S*: its model asks softmax of logits"):

@@ -46,6 +46,63 @@ def test_jsd(student_and_teacher, beta):
     assert_same(lambda z, t: losses.jsd(stats_of(z, labels, t, beta).jsd), dense, z, teacher)
 
 
+def overlap(s, t):
+    return torch.minimum(s.softmax(-1), t.softmax(-1)).sum(-1)
+
+
+def test_losses_of_the_acceptance_rate(student_and_teacher):
+    z, labels, teacher = student_and_teacher
+
+    def hybrid(z, t):
+        accepted = overlap(z, t)
+        weight = torch.exp(-2.0 * accepted.detach())
+        return weight * kl(t.log_softmax(-1), z.log_softmax(-1)) + (1 - weight) * (1 - accepted)
+
+    for ours, dense in (
+        (lambda s: losses.total_variation(s.total_variation), lambda z, t: 1 - overlap(z, t)),
+        (lambda s: losses.negative_log_acceptance(s.acceptance), lambda z, t: -overlap(z, t).log()),
+        (lambda s: losses.negative_log_acceptance(s.acceptance, 0.2), lambda z, t: -overlap(z, t).clamp_min(0.2).log()),
+        (lambda s: losses.lk_hybrid(s.reverse_kl, s.total_variation, eta=2.0), hybrid),
+    ):
+        assert_same(lambda z, t, ours=ours: ours(stats_of(z, labels, t)), dense, z, teacher)
+
+
+def test_a_draft_that_is_never_accepted_has_a_finite_loss():
+    loss = losses.negative_log_acceptance(torch.tensor([0.0, 1.0]))
+    assert 80 < loss[0] < 100
+    assert loss[1] == 0
+
+
+def test_lk_hybrid_is_forward_kl_far_from_the_teacher_and_total_variation_next_to_it():
+    kl, far, near = torch.tensor(3.0), torch.tensor(1.0), torch.tensor(0.0)
+    assert losses.lk_hybrid(kl, far) == kl
+    assert losses.lk_hybrid(kl, near, eta=50.0) < 1e-20
+
+
+def test_a_draft_trained_for_acceptance_is_accepted_more():
+    """A draft of rank 2 cannot be its target: what its loss asks for is what it gets better at."""
+    torch.manual_seed(0)
+    target_hidden, target = torch.randn(64, 16), LMHead(torch.randn(40, 16))
+    inputs, weight = torch.randn(64, 2), 0.1 * torch.randn(40, 2)
+    wanted = {
+        "forward_kl": (("reverse_kl",), lambda s: losses.forward_kl(s.reverse_kl)),
+        "nla": (("acceptance",), lambda s: losses.negative_log_acceptance(s.acceptance)),
+        "lk_hybrid": (("reverse_kl", "total_variation"), lambda s: losses.lk_hybrid(s.reverse_kl, s.total_variation)),
+    }
+    accepted = {}
+    for name, (want, loss_fn) in wanted.items():
+        x, w = inputs.clone().requires_grad_(), weight.clone().requires_grad_()
+        adam, reference = torch.optim.Adam([x, w], 0.05), (target_hidden, target)
+        for _ in range(150):
+            adam.zero_grad()
+            token_loss(loss_fn, x, LMHead(w), want=want, reference=reference).backward()
+            adam.step()
+        with torch.no_grad():
+            accepted[name] = overlap(x @ w.T, target_hidden @ target.weight.T).mean().item()
+    assert accepted["nla"] > accepted["forward_kl"] + 0.01, accepted
+    assert accepted["lk_hybrid"] > accepted["forward_kl"] + 0.01, accepted
+
+
 def record(teacher, mass_left=True):
     """The teacher's K best ids and their probabilities; scaled to sum to one when nothing is to be left."""
     weights, ids = teacher.softmax(-1).topk(K)

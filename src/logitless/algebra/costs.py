@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .stats import STATISTICS, bases_of, sums_of
+from .online_softmax import SECOND_LOOK
+from .stats import STATISTICS, bases_of, looks_twice, sums_of
 
 MIB = 1 << 20
 DEFAULT_BUDGET = 256 * MIB
@@ -22,6 +23,7 @@ ALIGNED = 16  # entries, to which a kernel's slices are padded
 DEQUANTISED = 3  # hidden widths of a slice of a quantised head: its rows, and what decoding them takes
 GEMM_ROWS, GEMM_COLUMNS = 128, 256  # of a product, that a processor of a GPU computes as one block
 REWRITTEN = 550  # flop for whose time a number of the head's gradient is read and written once more
+READING = {"cpu": 16, "gpu": 256}  # tokens whose product computes as long as it reads the weight
 ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the pass
 
 
@@ -32,7 +34,8 @@ class Price:
     method: str  # "values" | "one-hot" | "basis" | "in-forward" | "recompute" | "kept": over sampling masks
     gemms: int
     bases: tuple[str, ...] = ()  # the (N, H) buffers of "basis"
-    materialised: bool = False  # a chunk's slices of logits all stay: token_loss, and jsd's second look
+    materialised: bool = False  # a chunk's slices of logits all stay: token_loss, and a second look at them
+    looks_again: bool = False  # a second look makes the products again, which counts among `gemms`
 
     @property
     def skips(self) -> bool:
@@ -63,7 +66,7 @@ def price_of(
         return Price("kept", 0)
     sums = sums_of(want)
     products = 1 + reference_products * ("ref" in sums)
-    whole = "jsd" in sums
+    whole = looks_twice(sums)
     if not (hidden_grad or weight_grad or bias_grad):
         return Price("values", products, materialised=whole)
     backward = int(hidden_grad) + int(weight_grad)
@@ -94,6 +97,16 @@ class Slices:
     copied: int = 0
 
 
+def looking_again_is_cheaper(kept: int, streamed: int, device: str) -> bool:
+    """Whether a second look costs less by products of its own than at slices that stayed for it.
+
+    kept: the tokens at a time of whole rows that stay, for each of which the weight is read once; streamed: those of
+    slices that do not, where it is read twice and everything computed twice.
+    """
+    reading = READING["cpu" if device == "cpu" else "gpu"]
+    return 2 * (1 + reading / streamed) < 1 + reading / kept
+
+
 def gpu_budget(memory: int) -> int:
     """The bytes of slices that a call gets by default on a GPU with so many bytes of memory."""
     return max(DEFAULT_BUDGET, min(GPU_BUDGET, int(memory * GPU_SHARE)))
@@ -110,7 +123,7 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
     tiles += 2 * ("tail" in sums)
-    return tiles + 7 * ("jsd" in sums)  # logarithms of both shares of the mixture
+    return tiles + 7 * looks_twice(sums)  # probabilities, their ratio, and what shares are made of
 
 
 def slices_of(
@@ -351,8 +364,8 @@ def traffic_of(
     sums = sums_of(want)
     top_k = max(top_k, int("argmax" in sums))
     floats = 2 + len(sums & {"t", "r", "zsum", "qe"}) + 6 * ("ref" in sums) + 2 * ("tail" in sums) + numbers + top_k
-    floats += label * (1 + ("ref" in sums)) + 2 * ("jsd" in sums)
+    floats += label * (1 + ("ref" in sums)) + len(sums.intersection(SECOND_LOOK))
     ints = top_k + ("above" in sums)
-    each = 1 + (label and "above" in sums) + ("jsd" in sums)
+    each = 1 + (label and "above" in sums) + looks_twice(sums)
     gathered = AGREEMENT + n_tokens * (itemsize * floats + 8 * ints)
     return Traffic(1 + chunks * each + len(widths), gathered, n_tokens * sum(widths) * itemsize)

@@ -14,6 +14,8 @@ from typing import Any
 Array = Any
 MASK = -1e30  # stands for -inf inside the pass: its weight is 0 and 0·MASK = 0
 FAR = 60.0  # nats: e^60 times a sum of weights is still a number, and e^-60 of it is no digit of another's
+# sums whose terms need both log-sum-exps, so that their statistics look at the logits twice: see `stats.second_look`
+SECOND_LOOK = ("jsd", "kl_mixture", "acceptance", "total_variation", "ahead", "behind")
 EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
 
 
@@ -150,6 +152,11 @@ class Totals:
     reverse_kl: Array = None
     jsd: Array = None
     kl_mixture: Array = None  # KL(p || M), the mixture of jsd
+    acceptance: Array = None  # Σ min(p, q)
+    total_variation: Array = None  # Σ |p - q| / 2
+    ahead: Array = None  # Σ p where p > q, half of it where p = q
+    behind: Array = None  # Σ p where p < q, half of it where p = q
+    outside: Array = None  # Σ q over the reference's entries that the policy lacks
     tail_logprob: Array = None  # log of the mass of everything but the candidates
     tail_label: Array = None  # the label's share of it, 0 where it is a candidate: not part of the accumulation
 
@@ -169,7 +176,7 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
         names += [name] * (given in sums)
     if "ref" in sums:
         names += ["shift", "log_ratio", "m_ref", "log_s_ref", "kl"] + ["reverse_kl"] * ("qe" in sums)
-    names += ["jsd", "kl_mixture"] * ("jsd" in sums)
+    names += [name for name in SECOND_LOOK if name in sums]
     return names + (["tail_logprob"] + ["tail_label"] * label) * ("tail" in sums)
 
 
@@ -209,6 +216,20 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         if state.a_ref is not None:
             out.reverse_kl = xp.clip(-state.a_ref / state.s_ref - out.log_ratio, 0, None)
     return out
+
+
+def widen(totals: Totals, outside: Array, xp: Any) -> Array:
+    """The totals where the reference has entries that the policy lacks, of which `outside` is the log-sum-exp.
+
+    Each log q is less by what these add to the reference's log-sum-exp, so each log p - log q, and KL, is more by it.
+    Returns that.
+    """
+    inside = totals.m_ref + totals.log_s_ref
+    more = xp.logaddexp(outside - inside, xp.zeros_like(inside))
+    totals.log_s_ref, totals.log_ratio = totals.log_s_ref + more, totals.log_ratio + more
+    totals.kl = totals.kl + more
+    totals.outside = xp.exp(outside - (inside + more))
+    return more
 
 
 def share_of_tail(logp: Array, tail_logprob: Array, xp: Any) -> Array:

@@ -1,10 +1,12 @@
 """The statistics: one row each. A row says which running sums it reads, its value, and its coefficients:
 the statistic's share of the one gradient formula,
 
-    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + η·p_v) + ζ·q_v + τ·t_v + δ + Σ_k c_k·[v = i_k]
+    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + σ·[D_v > 0] + ρ·[D_v < 0] + η·p_v)
+              + ζ·q_v + τ·t_v + δ + Σ_k c_k·[v = i_k]
 
-one for each basis: p (α), plogp (β), pD (κ), pM (ε), p2 (η), q (ζ), tail (τ: t is p of everything but the candidates,
-as shares of what that is in all), one (δ), and the one-hot terms
+one for each basis: p (α), plogp (β), pD (κ), pM (ε), ahead (σ), behind (ρ; D_v = 0 counts by half in both), p2 (η),
+q (ζ), tail (τ: t is p of everything but the candidates, as shares of what that is in all), one (δ), and the one-hot
+terms
 `label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
 and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.
 """
@@ -16,11 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .online_softmax import Totals, times
+from .online_softmax import SECOND_LOOK, Totals, difference, times
 
 Array = Any
 Coefficients = dict[str, Array]
-DENSE = ("p", "plogp", "pD", "pM", "p2", "q", "tail")  # bases with one number per vocabulary entry
+DENSE = ("p", "plogp", "pD", "pM", "ahead", "behind", "p2", "q", "tail")  # bases with one number per vocabulary entry
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Statistic:
     value: Callable[[Totals, Any], Array]  # of the totals, and how many entries they are over
     # (totals, g, how many entries, jsd_beta, xp) -> coefficients; None where it has no gradient
     coefficients: Callable[[Totals, Array, Any, float, Any], Coefficients] | None
-    sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "jsd", "tail"}
+    sums: frozenset[str] = frozenset()  # of {"t", "r", "zsum", "above", "argmax", "ref", "qe", "tail"}, SECOND_LOOK
     bases: frozenset[str] = frozenset()  # dense bases that have coefficients; logprob's is p
     needs_label: bool = False
 
@@ -41,6 +43,11 @@ class Statistic:
     @property
     def needs_candidates(self) -> bool:
         return "tail" in self.sums
+
+    @property
+    def looks(self) -> int:
+        """How often it looks at the logits."""
+        return 1 + looks_twice(self.sums)
 
 
 def _log(size: Any) -> Any:
@@ -93,8 +100,20 @@ STATISTICS: dict[str, Statistic] = {
     "jsd": _row(
         lambda T, V: T.jsd,
         lambda T, g, V, b, xp: {"pM": (1 - b) * g, "p": -(1 - b) * times(g, T.kl_mixture, xp)},
-        sums="ref jsd",
+        sums="ref jsd kl_mixture",
         bases="p pM",
+    ),
+    "acceptance": _row(
+        lambda T, V: T.acceptance,
+        lambda T, g, V, b, xp: {"ahead": -g * T.behind, "behind": g * T.ahead},
+        sums="ref acceptance ahead behind",
+        bases="ahead behind",
+    ),
+    "total_variation": _row(
+        lambda T, V: T.total_variation,
+        lambda T, g, V, b, xp: {"ahead": g * T.behind, "behind": -g * T.ahead},
+        sums="ref total_variation ahead behind",
+        bases="ahead behind",
     ),
     "tail_logprob": _row(lambda T, V: T.tail_logprob, lambda T, g, V, b, xp: {"tail": g, "p": -g}, "tail", "p tail"),
 }
@@ -103,6 +122,11 @@ STATISTICS: dict[str, Statistic] = {
 def sums_of(want: Iterable[str]) -> frozenset[str]:
     """The running sums that the wanted statistics read."""
     return frozenset().union(*(STATISTICS[name].sums for name in want))
+
+
+def looks_twice(sums: frozenset[str]) -> bool:
+    """Whether some of the running sums need both log-sum-exps first."""
+    return not sums.isdisjoint(SECOND_LOOK)
 
 
 def bases_of(want: Iterable[str]) -> frozenset[str]:
@@ -135,12 +159,54 @@ def mixture_logs(d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
     return log_p, xp.where(d >= 0, log_p - xp.maximum(d, xp.zeros_like(d)), -lower)
 
 
-def mixture_shares(p: Array, q: Array, d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
-    """An entry's shares of jsd and of KL(p || M), from its probabilities and d = log p - log q."""
-    log_p, log_q = mixture_logs(d, beta, xp)
-    zero = xp.zeros_like(p)
-    first = xp.where(p > 0, p * log_p, zero)
-    return (1 - beta) * first + xp.where(q > 0, beta * q * log_q, zero), first
+def second_look(sums: frozenset[str], p: Array, q: Array, d: Array, beta: float, xp: Any) -> dict[str, Array]:
+    """An entry's shares of those of the sums that SECOND_LOOK has, from its probabilities and d = log p - log q.
+
+    Neither the overlap nor the distance is 1 minus the other, so that each keeps its digits near 0.
+    """
+    out: dict[str, Array] = {}
+    if "jsd" in sums:
+        log_p, log_q = mixture_logs(d, beta, xp)
+        zero = xp.zeros_like(p)
+        out["kl_mixture"] = xp.where(p > 0, p * log_p, zero)
+        out["jsd"] = (1 - beta) * out["kl_mixture"] + xp.where(q > 0, beta * q * log_q, zero)
+    if "acceptance" in sums:
+        out["acceptance"] = xp.minimum(p, q)
+    if "total_variation" in sums:  # |p - q| / 2
+        out["total_variation"] = xp.maximum(p, q) * xp.expm1(-xp.abs(d)) * -0.5
+    if "ahead" in sums:
+        first, second = sides(d, xp)
+        out["ahead"], out["behind"] = p * first, p * second
+    return out
+
+
+def sides(d: Array, xp: Any) -> tuple[Array, Array]:
+    """([d > 0], [d < 0]), a half each where it is 0. Of two sums, not one of signs: either may be far the smaller."""
+    half = 0.5 * xp.sign(d)
+    return 0.5 + half, 0.5 - half
+
+
+def put_second_look(
+    totals: Totals, sums: dict[str, Array], label: dict[str, Array] | None, beta: float, xp: Any
+) -> None:
+    """The second look's sums over all entries but the label into `totals`, with the label's own shares."""
+    missing = {"jsd": -beta * math.log(beta), "total_variation": 0.5}  # of what the reference has and the policy lacks
+    for name, x in sums.items():
+        least, most = BOUNDS.get(name, (None, None))
+        total = x if label is None else x + label[name]
+        if totals.outside is not None:
+            total = total + missing.get(name, 0.0) * totals.outside
+        setattr(totals, name, total if least is None else xp.clip(total, least, most))
+
+
+BOUNDS = {"jsd": (0, None), "acceptance": (0, 1), "total_variation": (0, 1)}  # which rounding may pass
+
+
+def label_shares(totals: Totals, sums: frozenset[str], beta: float, xp: Any) -> dict[str, Array]:
+    """The label's own shares of the second look's sums."""
+    d = difference(totals.label_logit, totals.label_ref, totals.shift, xp) + totals.log_ratio
+    q = xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
+    return second_look(sums, xp.exp(totals.logprob), q, d, beta, xp)
 
 
 def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any) -> Array:
@@ -161,6 +227,9 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
             total = total + c["pD"] * times(p, d, xp)
         if "pM" in c:
             total = total + c["pM"] * times(p, mixture_logs(d, jsd_beta, xp)[0], xp)
+        if "ahead" in c:
+            first, second = sides(d, xp)
+            total = total + p * (c["ahead"] * first + c["behind"] * second)
         if "q" in c:
             total = total + c["q"] * xp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
     return total

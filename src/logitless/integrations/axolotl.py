@@ -36,7 +36,7 @@ from axolotl.integrations.base import BasePlugin
 # Settings of axolotl that replace the loss that is streamed, or ask for its logits.
 OTHER_LOSSES = (
     "rl", "orpo_alpha", "chunked_cross_entropy", "use_eaft", "cut_cross_entropy", "liger_fused_linear_cross_entropy",
-    "liger_cross_entropy", "kd_trainer", "reward_model", "process_reward_model",
+    "liger_cross_entropy", "kd_trainer", "reward_model", "process_reward_model", "use_dft", "diffusion_lm",
 )  # fmt: skip
 
 
@@ -66,4 +66,9 @@ class LogitlessPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Streams the trainer's label smoothing too, and gives its evaluation the logits that it asks for."""
-        install(trainer, loss=cfg.logitless_loss or "logitless", memory_budget=cfg.logitless_memory_budget)
+        if getattr(trainer, "compute_loss_func", None) is not None:  # a trainer then asks its model for logits
+            raise ConfigError(
+                "LogitlessPlugin: expected axolotl's cross-entropy, got a compute_loss_func; leave it out"
+            )
+        loss, budget = cfg.logitless_loss or "logitless", cfg.logitless_memory_budget
+        install(trainer, loss=loss, memory_budget=budget, metrics=False)

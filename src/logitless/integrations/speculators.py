@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..losses import distill
 from ..vocab.face import LMHead, token_stats
 from .seam import Seam
 
@@ -84,12 +85,15 @@ class HeadInput(Tensor):
         raise HOST.error(f"its model asks {name or func} of logits, expected slices, argmax and a loss")
 
 
-def _pair(statistic: str, logits: Any, targets: Any) -> Tensor:
-    """A statistic (1, T) of the draft's distribution against the verifier's."""
-    want, reference = (statistic,), (targets.plain(), targets.head)
-    return getattr(
-        token_stats(logits.plain(), logits.head, want=want, reference=reference, memory_budget=logits.budget), statistic
+LEAST = 1e-5  # the acceptance rate that speculators' nla takes in the place of smaller ones
+
+
+def _of_both(loss: Callable[..., Tensor], want: tuple[str, ...], logits: Any, targets: Any) -> Tensor:
+    """A loss (1, T) of statistics of the draft's distribution and the verifier's."""
+    stats = token_stats(
+        logits.plain(), logits.head, want=want, reference=(targets.plain(), targets.head), memory_budget=logits.budget
     )
+    return loss(*(getattr(stats, name) for name in want))
 
 
 def _ce(logits: Any, targets: Any) -> Tensor:
@@ -100,10 +104,13 @@ def _ce(logits: Any, targets: Any) -> Tensor:
 
 # By speculators' names; its kl_div is that of the draft from the verifier.
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "kl_div": partial(_pair, "reverse_kl"),
-    "rkl": partial(_pair, "kl"),
-    "jsd": partial(_pair, "jsd"),
+    "kl_div": partial(_of_both, distill.forward_kl, ("reverse_kl",)),
+    "rkl": partial(_of_both, distill.reverse_kl, ("kl",)),
+    "jsd": partial(_of_both, distill.jsd, ("jsd",)),
     "ce": _ce,
+    "tv": partial(_of_both, distill.total_variation, ("total_variation",)),
+    "nla": partial(_of_both, partial(distill.negative_log_acceptance, least=LEAST), ("acceptance",)),
+    "lk_hybrid": partial(_of_both, distill.lk_hybrid, ("reverse_kl", "total_variation")),
 }
 
 
@@ -119,7 +126,8 @@ def streamed_losses(config: dict[str, Any] | None) -> dict[str, Any]:
 def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     """Makes an EAGLE-3, P-EAGLE or DFlash draft model compute its losses and accuracies without logits, in place.
 
-    Dense equivalent: the model's own forward, with the losses `kl_div`, `rkl`, `jsd` and `ce`.
+    Dense equivalent: the model's own forward, with the losses `kl_div`, `rkl`, `jsd`, `ce`, `tv`, `nla` and
+    `lk_hybrid`.
 
     memory_budget: bytes of slices, 256 MiB unless given. The forward is not compiled as a whole. Raises ConfigError.
     Memory: slices within the budget, and of a frozen head one (T, H) buffer a statistic.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..algebra.costs import DEFAULT_BUDGET
-from ..algebra.stats import sums_of
+from ..algebra.stats import looks_twice, sums_of
 from .head import LMHead
 
 
@@ -45,7 +45,7 @@ class Options:
     @property
     def materialises(self) -> bool:
         """Whether the statistics look at all slices of a chunk's logits a second time."""
-        return "jsd" in self.sums
+        return looks_twice(self.sums)
 
 
 class Tokens(NamedTuple):

@@ -4,7 +4,15 @@ loss_fn = lambda stats, old, adv: ll.losses.ppo_clip(stats.logprob, old, adv)
 loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advantages))
 """
 
-from .distill import forward_kl, jsd, reverse_kl, soft_targets
+from .distill import (
+    forward_kl,
+    jsd,
+    lk_hybrid,
+    negative_log_acceptance,
+    reverse_kl,
+    soft_targets,
+    total_variation,
+)
 from .policy import (
     batch_loss,
     cispo,
@@ -75,7 +83,9 @@ __all__ = [
     "kto",
     "kto_baseline",
     "label_smoothing",
+    "lk_hybrid",
     "nca_pair",
+    "negative_log_acceptance",
     "nll",
     "orpo",
     "ppo_clip",
@@ -89,5 +99,6 @@ __all__ = [
     "soft_targets",
     "sppo_hard",
     "token_weights",
+    "total_variation",
     "z_loss",
 ]

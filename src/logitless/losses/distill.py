@@ -47,6 +47,45 @@ def jsd(jsd: Tensor, temperature: float = 1.0) -> Tensor:
     return temperature**2 * jsd
 
 
+def total_variation(total_variation: Tensor) -> Tensor:
+    """The share of a draft's tokens that speculative decoding rejects: 1 minus the acceptance rate.
+
+        loss = (s.exp() - t.exp()).abs().sum(-1) / 2
+
+    Reads the statistic `total_variation`; the student is the draft. Its gradient vanishes where the two hardly overlap:
+    a draft is better begun with another loss. Leviathan et al., "Fast Inference from Transformers via Speculative
+    Decoding", arXiv:2211.17192.
+    """
+    return total_variation
+
+
+def negative_log_acceptance(acceptance: Tensor, least: float = 0.0) -> Tensor:
+    """-log of the acceptance rate: the gradient of `total_variation`, by 1 / acceptance, which a far draft needs.
+
+        loss = -torch.minimum(s.exp(), t.exp()).sum(-1).clamp_min(least).log()
+
+    Reads the statistic `acceptance`. Against a teacher that is sure of one token it is cross-entropy. Rates below
+    `least` count as that, without gradient; 0 stands for the least number above it. Samarin et al., "LK Losses: Direct
+    Acceptance Rate Optimization for Speculative Decoding", arXiv:2602.23881.
+    """
+    return -acceptance.clamp_min(max(least, torch.finfo(acceptance.dtype).tiny)).log()
+
+
+def lk_hybrid(reverse_kl: Tensor, total_variation: Tensor, eta: float = 3.0) -> Tensor:
+    """Forward KL where the draft is rarely accepted, total variation where it mostly is, the weight a constant.
+
+        tv = (s.exp() - t.exp()).abs().sum(-1) / 2
+        weight = (-eta * (1 - tv)).exp().detach()
+        loss = weight * (t.exp() * (t - s)).sum(-1) + (1 - weight) * tv
+
+    Reads the statistics `reverse_kl`, which is KL(teacher‖student), and `total_variation`. eta: larger turns to total
+    variation sooner. Raises ShapeError. Samarin et al., "LK Losses", arXiv:2602.23881.
+    """
+    same_shape(reverse_kl, total_variation=total_variation)
+    weight = torch.exp(-eta * (1 - total_variation.detach()))
+    return weight * reverse_kl + (1 - weight) * total_variation
+
+
 def soft_targets(
     candidate_logits: Tensor,  # (..., K), of the student at the targets' ids
     logsumexp: Tensor,  # (...)

@@ -18,7 +18,6 @@ from ..vocab.face import (
     Noise,
     Pass,
     capturing,
-    default_budget,
     first_on_all,
     flatten,
     full_precision,
@@ -128,7 +127,7 @@ def draw_tokens(
 def _halved(call: Call, retained: int) -> tuple[Call, int]:
     """The call with half of its budget, and the other half, for rows that are read again."""
     options = call.options
-    budget = max(1, (options.memory_budget or default_budget(call.inputs.hidden.device)) // 2)
+    budget = max(1, call.budget // 2)
     want = (*options.want, "mean_logit") if load(options.backend).sums_logits_anyway else options.want
     return replace(call, options=replace(options, memory_budget=budget, top_k=retained, want=want)), budget
 

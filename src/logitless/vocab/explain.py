@@ -17,6 +17,7 @@ from ..algebra.costs import (
     traffic_of,
     weight_gradient_bytes,
 )
+from ..algebra.stats import looks_twice, sums_of
 from .call.call import Call, Inputs, Needs
 from .call.choice import passed_over
 from .call.lora import stand_in
@@ -25,7 +26,7 @@ from .call.sampling_mask import SamplingMask
 from .call.validate import check_sparse, compilable, flatten
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
-from .passes.engine import slices_for
+from .passes.engine import planned
 from .passes.kept import entries_at_a_time
 
 
@@ -48,6 +49,8 @@ class Explanation:
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip
     entries: int | None = None  # of the sampling mask, where statistics are over it
     copied_bytes: int = 0  # of the heads in the dtype that they multiply in, converted once
+    outside: int = 0  # entries of the reference that a draft's head lacks: one product more, over these
+    looks_twice: bool = False  # whether statistics need both log-sum-exps before they are summed
     passed_over: str = ""  # the backends that are preferred where they run and fit, and why this call gets another
 
     def __str__(self) -> str:
@@ -61,16 +64,22 @@ class Explanation:
         head = f"a head of {held:.1f} MiB in {self.quantised}, dequantised slice by slice; " if self.quantised else ""
         why = f" ({self.passed_over})" if self.passed_over else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
+        beyond = f" and 1 over the {self.outside:,} entries that the draft lacks" if self.outside else ""
         parts = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries"
         if self.entries is not None:
             parts = f"{self.entries} entries of {self.slices.tokens} tokens"
         return (
-            f"{self.price.gemms} GEMMs ({self.price.method}){thin}, {self.flop / 1e12:.3g} TFLOP, "
-            f"backend {self.backend}{why}; {parts}; "
+            f"{self.price.gemms} GEMMs ({self.price.method}){thin}{beyond}, {self.flop / 1e12:.3g} TFLOP, "
+            f"backend {self.backend}{why}; {parts}{self._second_look()}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {once}{self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
             f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
         )
+
+    def _second_look(self) -> str:
+        if not self.looks_twice:
+            return ""
+        return ", a second look at them by products of its own" if self.price.looks_again else ", looked at twice"
 
 
 def explain(
@@ -94,7 +103,7 @@ def explain(
         check_sparse(call)
     if call.sampling_mask is not None:
         return _over_sets(call, price, needs, call.sampling_mask)
-    slices = slices_for(call, n, price)
+    price, slices = planned(call, n, price)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
     products = len(price.bases) * n * (head.hidden_size + rank) * itemsize
@@ -104,6 +113,7 @@ def explain(
         slices=slices,
         rank=rank,
         flop=price.gemms * gemm_flop(n, head.hidden_size, rows)
+        + (0 if call.outside is None else gemm_flop(n, call.outside.hidden_size + ref_rank, call.outside.rows))
         + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
         buffer_bytes=slices.nbytes,
         copied_bytes=slices.copied,
@@ -113,6 +123,8 @@ def explain(
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
+        outside=0 if call.outside is None else call.outside.rows,
+        looks_twice=looks_twice(sums_of(call.options.want)),
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
         passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head)),
     )

@@ -108,6 +108,8 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
     "jsd": _jsd,
+    "acceptance": lambda r: torch.minimum(r.logp.exp(), r.log_reference.exp()).sum(-1),
+    "total_variation": lambda r: (r.logp.exp() - r.log_reference.exp()).abs().sum(-1) / 2,
     "tail_logprob": _tail,
 }
 

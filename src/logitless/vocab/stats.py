@@ -27,6 +27,8 @@ class TokenStats:
     kl: Tensor
     reverse_kl: Tensor
     jsd: Tensor
+    acceptance: Tensor
+    total_variation: Tensor
     tail_logprob: Tensor
     top_k_ids: Tensor
     top_k_logits: Tensor

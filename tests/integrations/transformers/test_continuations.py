@@ -72,13 +72,17 @@ MODELS = {
 def test_answers_are_those_of_each_request_alone(kind, batch_size):
     torch.manual_seed(1)
     model = MODELS[kind]().eval()
-    requests, heard = requests_of(model), {}
-    found = continuation_scores(
-        model, requests, longest=LONGEST, batch_size=batch_size, answered=lambda i, answer: heard.update({i: answer})
-    )
+    requests, heard, tokens = requests_of(model), {}, {}
+
+    def answered(number, answer, each):
+        heard[number], tokens[number] = answer, each
+
+    found = continuation_scores(model, requests, longest=LONGEST, batch_size=batch_size, answered=answered)
     assert [heard[i] for i in range(len(requests))] == found
     assert sum(greedy for _, greedy in found) >= 4
-    for request, (total, greedy) in zip(requests, found, strict=True):
+    for number, (request, (total, greedy)) in enumerate(zip(requests, found, strict=True)):
+        assert sum(tokens[number]["logprob"]) == pytest.approx(total)
+        assert len(tokens[number]["rank"]) == len(request[1])
         expected, best_of_all = dense(model, *request)
         assert total == pytest.approx(expected, abs=1e-4)
         assert greedy == best_of_all

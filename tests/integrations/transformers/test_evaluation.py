@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import Trainer
 
 import logitless
 from logitless.errors import ConfigError, OptionError
@@ -49,7 +50,7 @@ def dense(logits: np.ndarray, labels: np.ndarray) -> tuple[dict[str, float], dic
 @pytest.mark.parametrize("loss", ["logitless", "auto"])
 def test_metrics_are_those_of_the_logits(tmp_path, loss, smoothing):
     own, ours = (built(tmp_path / x, label_smoothing_factor=smoothing) for x in ("own", "ours"))
-    logitless.install(ours, loss=loss, metrics=True)
+    logitless.install(ours, loss=loss)
     gathered = own.predict(own.eval_dataset)
     expected, each = dense(gathered.predictions, gathered.label_ids)
     assert 0 < expected["accuracy"] < expected["top_5_accuracy"] < 1
@@ -75,7 +76,7 @@ def test_a_metric_of_ones_own_from_statistics(tmp_path):
         "right": float((seen.predictions["rank"] == 1).sum()),
         "shape": float(seen.predictions["logprob"].shape == seen.label_ids.shape),
     }
-    logitless.install(ours, metrics=True)
+    logitless.install(ours)
     found = ours.evaluate()
     assert found["eval_right"] == own.evaluate()["eval_right"]
     assert found["eval_shape"] == 1
@@ -93,7 +94,7 @@ WANTING_LOGITS = {
 @pytest.mark.parametrize("how", WANTING_LOGITS)
 def test_a_metric_that_wants_logits_says_what_to_ask_for(tmp_path, how):
     made = built(tmp_path)
-    logitless.install(made, metrics=True)
+    logitless.install(made)
     made.compute_metrics = WANTING_LOGITS[how]
     with pytest.raises(ConfigError, match=r"asks for logits.*: ask for predictions\['logprob'\].*rank.*entropy"):
         made.evaluate()
@@ -101,7 +102,7 @@ def test_a_metric_that_wants_logits_says_what_to_ask_for(tmp_path, how):
 
 def test_a_preprocessing_that_wants_logits_too(tmp_path):
     made = built(tmp_path)
-    logitless.install(made, metrics=True)
+    logitless.install(made)
     made.compute_metrics = lambda seen: {}
     made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
     with pytest.raises(ConfigError, match=r"predictions\.argmax asks for logits"):
@@ -112,7 +113,7 @@ def test_no_logits_exist(tmp_path):
     """In a batch of 4 × 32 tokens; the head's own entries are 1 MiB."""
     vocab = 8192
     made = trainer(tmp_path, TINY["qwen3-tied"].build(vocab), rows=data(8, 32, vocab))
-    logitless.install(made, metrics=True, memory_budget=2**19)
+    logitless.install(made, memory_budget=2**19)
     made.compute_metrics = lambda seen: {"rows": len(seen.predictions["rank"])}
     found = {}
     assert largest_allocation(lambda: found.update(made.evaluate())) <= 4 * 4 * 32 * vocab / 4
@@ -122,18 +123,51 @@ def test_no_logits_exist(tmp_path):
     assert largest_allocation(made.evaluate) >= 4 * 4 * 32 * vocab
 
 
-def test_installed_without_them_and_taken_back(tmp_path):
+def test_switched_off_and_taken_back(tmp_path):
     made = built(tmp_path)
-    logitless.install(made, metrics=True)
-    assert "eval_accuracy" in made.evaluate()
     logitless.install(made)
+    assert "eval_accuracy" in made.evaluate()
+    logitless.install(made, metrics=False)
     assert "eval_accuracy" not in made.evaluate()
     assert made.predict(made.eval_dataset).predictions.shape[-1] == VOCAB
     logitless.install(made, metrics=True)
     logitless.uninstall(made)
     assert "evaluation_loop" not in vars(made)
     assert "eval_accuracy" not in made.evaluate()
+    logitless.install(made, loss="dense")
+    assert made.predict(made.eval_dataset).predictions.shape[-1] == VOCAB
     with pytest.raises(OptionError, match="metrics: expected a Trainer whose loss is streamed, got Qwen3ForCausalLM"):
         logitless.install(made.model, metrics=True)
     with pytest.raises(OptionError, match="got loss='dense', which has logits"):
         logitless.install(made, loss="dense", metrics=True)
+
+
+def _of_outputs(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class LossOfItsOwn(Trainer):
+    """Keeps the labels from the model, whose logits it reads."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = _of_outputs(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("how", ["a compute_loss_func", "a compute_loss", "no labels"])
+def test_where_they_cannot_hold_evaluation_is_as_before(tmp_path, how):
+    own, ours = built(tmp_path / "own"), built(tmp_path / "ours")
+    rows = own.eval_dataset
+    for made in (own, ours):
+        if how == "a compute_loss_func":
+            made.compute_loss_func = _of_outputs
+        elif how == "a compute_loss":
+            made.__class__ = LossOfItsOwn
+        else:
+            rows = [{"input_ids": row["input_ids"]} for row in rows]
+    logitless.install(ours)
+    expected, found = own.predict(rows), ours.predict(rows)
+    np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-5)
+    assert found.metrics.keys() == expected.metrics.keys()
+    assert found.metrics.get("test_loss", 0) == pytest.approx(expected.metrics.get("test_loss", 0), rel=1e-5)

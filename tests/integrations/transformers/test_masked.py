@@ -119,7 +119,7 @@ def test_metrics_of_a_trainer(name, tmp_path):
         tmp_path, per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
     trainer = transformers.Trainer(model, arguments, eval_dataset=rows)
-    logitless.install(trainer, metrics=True)
+    logitless.install(trainer)
     found = trainer.predict(rows)
     torch.testing.assert_close(torch.tensor(found.predictions["logprob"]), expected, rtol=1e-4, atol=1e-4)
     assert found.metrics["test_accuracy"] == pytest.approx(

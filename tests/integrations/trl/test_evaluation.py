@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl.trainers import install, uninstall
+from tests.support.allocations import largest_allocation
 from tests.support.integrations.trl.runs import TEXTS, dpo, sft
 
 NAMES = ("perplexity", "accuracy", "top_5_accuracy", "entropy")
@@ -18,7 +19,7 @@ NAMES = ("perplexity", "accuracy", "top_5_accuracy", "entropy")
 def trainer(place):
     rows = [{"prompt": text[:4], "completion": text[4:]} for text in TEXTS]
     made = sft(place, trainer={"eval_dataset": Dataset.from_list(rows)}, per_device_eval_batch_size=4)
-    install(made, metrics=True)
+    install(made)
     return made
 
 
@@ -59,8 +60,29 @@ def test_a_metric_that_wants_logits_says_what_to_ask_for(trainer):
         trainer.evaluate()
 
 
+def test_no_logits_exist(place):
+    """Of a batch of 6 rows, in evaluate and predict; those that TRL makes do show."""
+    rows = [{"prompt": text[:4], "completion": text[4:] * 8} for text in TEXTS]
+    made = sft(place, trainer={"eval_dataset": Dataset.from_list(rows)}, per_device_eval_batch_size=6)
+    made.compute_metrics = lambda seen: {"right": float((seen.predictions["rank"] == 1).sum())}
+    install(made, memory_budget=2**17)
+    logits = 4 * next(iter(made.get_eval_dataloader()))["input_ids"].numel() * made.model.config.vocab_size
+    found = {}
+    assert largest_allocation(lambda: found.update(made.evaluate())) <= logits / 2
+    assert found["eval_right"] > 0
+    assert largest_allocation(lambda: made.predict(made.eval_dataset)) <= logits / 2
+    install(made, memory_budget=2**17, metrics=False)
+    made.compute_metrics = None
+    with pytest.warns(FutureWarning, match="return_outputs"):
+        assert largest_allocation(lambda: made.predict(made.eval_dataset)) >= logits
+
+
 def test_taken_back_and_only_of_sft(trainer, place):
+    install(trainer, metrics=False)
+    assert "eval_perplexity" not in trainer.evaluate()
+    install(trainer)
     uninstall(trainer)
     assert "eval_perplexity" not in trainer.evaluate()
+    install(dpo(place))
     with pytest.raises(OptionError, match="metrics: expected an SFTTrainer, got a DPOTrainer"):
         install(dpo(place), metrics=True)

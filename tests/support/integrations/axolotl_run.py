@@ -17,6 +17,7 @@ from axolotl.integrations.base import PluginManager
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from logitless.errors import ConfigError
+from logitless.resident import AllocationTracker
 from tests.support.integrations.launching import ROOT
 
 checks.check_user_token = lambda: True  # no network
@@ -57,30 +58,38 @@ def prepare(folder: Path) -> Path:
 
 
 def run(model: Path, **changes) -> dict:
-    """The numbers that axolotl's trainer logs, and whether its model made logits."""
-    seen = {"log": [], "logits": 0}
+    """The numbers that axolotl's trainer logs, whether its model made logits, and a step's largest allocation in bytes
+    beside the size of its logits."""
+    seen = {"log": [], "logits": 0, "largest": 0, "size": 0}
 
     def log(self, logs, *_):
         seen["log"] += [{k: logs[k] for k in ("loss", "grad_norm", "eval_loss") if k in logs}]
 
-    own_loss = AxolotlTrainer.compute_loss
+    own_loss, own_step = AxolotlTrainer.compute_loss, AxolotlTrainer.training_step
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        seen["size"] = inputs["input_ids"].numel() * model.config.vocab_size * 4
+        with AllocationTracker() as tracker:
+            loss = own_step(self, model, inputs, *args, **kwargs)
+        seen["largest"] = max(seen["largest"], tracker.largest)
+        return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = own_loss(self, model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         seen["logits"] += outputs.logits is not None
         return (loss, outputs) if return_outputs else loss
 
-    AxolotlTrainer.log, AxolotlTrainer.compute_loss = log, compute_loss
+    AxolotlTrainer.log, AxolotlTrainer.compute_loss, AxolotlTrainer.training_step = log, compute_loss, training_step
     kernels = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)
     common = {"base_model": str(model), "bf16": False, "seed": 0, "logging_steps": 1, "dataset_num_proc": 1}
-    common |= kernels | EVALUATED
+    common |= kernels | EVALUATED | {"logitless_memory_budget": 2**18}
     config = load_cfg(str(ROOT / "examples" / "axolotl_tiny.yaml"), **common, **changes)
     try:
         command.do_train(config, None)
     except ConfigError as error:
         return {"error": str(error)}
     finally:
-        AxolotlTrainer.compute_loss = own_loss
+        AxolotlTrainer.compute_loss, AxolotlTrainer.training_step = own_loss, own_step
         PluginManager.get_instance().plugins.clear()
     return seen
 

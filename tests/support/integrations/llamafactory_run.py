@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29587"}
@@ -14,11 +15,13 @@ from llamafactory.v1.utils.callbacks import LoggingCallback
 from omegaconf import OmegaConf
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
-import logitless.integrations.llamafactory  # noqa: F401 - which gives the kernel its name
 from logitless.errors import ConfigError
+from logitless.integrations import llamafactory as ours  # which gives the kernel its name
+from logitless.resident import AllocationTracker
 from tests.support.integrations.launching import ROOT
 
 torch.accelerator.synchronize = lambda: None  # of a processor, which LLaMA-Factory asks for it
+ours.token_stats = partial(ours.token_stats, memory_budget=2**18)  # less than all logits of a tiny model
 DistributedInterface.destroy = lambda self: None  # several runs in this process
 
 SHAPE = {
@@ -54,18 +57,25 @@ def prepare(folder: Path) -> Path:
 
 
 def run(model: Path, **changes) -> dict:
-    """What LLaMA-Factory logs of its steps, and whether its model made logits."""
-    found = {"loss": [], "norm": [], "logits": 0}
+    """What LLaMA-Factory logs of its steps, whether its model made logits, and the largest allocation in bytes beside
+    the size of a batch's logits."""
+    found = {"loss": [], "norm": [], "logits": 0, "largest": 0, "size": 0}
 
     def log(self, args, state, logs, **_):
         found["loss"].append(logs["loss"])
         found["norm"].append(logs["grad_norm"])
 
-    LoggingCallback.on_log = log
+    def fit(self):
+        with AllocationTracker() as tracker:
+            super(SFTTrainer, self).fit()
+        found["largest"] = tracker.largest
+
+    LoggingCallback.on_log, SFTTrainer.fit = log, fit
     own = Qwen3ForCausalLM.forward
 
     def forward(self, *args, **kwargs):
         outputs = own(self, *args, **kwargs)
+        found["size"] = max(found["size"], kwargs["input_ids"].numel() * self.config.vocab_size * 4)
         found["logits"] += outputs.logits.numel() > 0
         return outputs
 

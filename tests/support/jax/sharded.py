@@ -12,7 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from logitless.jax import LMHead, Noise, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
-EVERYTHING = ("logprob", "entropy", "mean_logit", "max_logit", "rank", "sum_sq_prob", "kl", "reverse_kl", "jsd")
+EVERYTHING = (
+    "logprob",
+    "entropy",
+    "mean_logit",
+    "max_logit",
+    "rank",
+    "sum_sq_prob",
+    "kl",
+    "reverse_kl",
+    "jsd",
+    "acceptance",
+)
 OPTIONS = {"want": EVERYTHING, "top_k": 3, "memory_budget": 6000}
 
 

@@ -31,6 +31,8 @@ def stats_of(z, labels, z_ref=None, beta=0.5) -> SimpleNamespace:
         stats.kl = (logp.exp() * (logp - logq)).sum(-1)
         stats.reverse_kl = (logq.exp() * (logq - logp)).sum(-1)
         stats.jsd = (1 - beta) * (logp.exp() * (logp - mixture)).sum(-1)
+        stats.acceptance = torch.minimum(logp.exp(), logq.exp()).sum(-1)
+        stats.total_variation = 1 - stats.acceptance
         stats.jsd = stats.jsd + beta * (logq.exp() * (logq - mixture)).sum(-1)
     return stats
 

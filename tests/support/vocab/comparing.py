@@ -22,7 +22,7 @@ ALONE = (
     "rank",
     "sum_sq_prob",
 )
-PAIRED = ("kl", "reverse_kl", "jsd")
+PAIRED = ("kl", "reverse_kl", "jsd", "acceptance", "total_variation")
 TAIL = ("tail_logprob",)  # with candidates, and on some backends
 EVERYTHING = ALONE + PAIRED
 INTEGERS = ("rank", "top_k_ids")

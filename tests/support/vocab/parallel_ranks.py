@@ -1,5 +1,6 @@
 """What `test_parallel.py` runs on every rank: heads whose rows are split, beside the dense oracle of the whole head."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from logitless.vocab.ranks.collectives import Ranks
 from logitless.vocab.reference import dense_token_stats
 from tests.support.allocations import largest_allocation
 from tests.support.vocab import parallel_errors, parallel_tokens
-from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, assert_near, assert_near_in_norm, operands
+from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, assert_near, assert_near_in_norm, gradients, operands
 from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, check, same_on_all, split
 from tests.support.vocab.quantised import stored_blocks
 from tests.support.vocab.sharding import Case, run
@@ -36,7 +37,8 @@ def every_statistic(group: Any) -> None:
 
 def each_price(group: Any) -> None:
     """A frozen head, products of the fold; one-hots alone; bias or adapters alone; small slices of several chunks."""
-    for want in (("logprob",), ("entropy",), ("kl",), ("reverse_kl",), ("sum_sq_prob",), ("self_certainty",), ("jsd",)):
+    names = ("logprob", "entropy", "kl", "reverse_kl", "sum_sq_prob", "self_certainty", "jsd", "acceptance")
+    for want in ((name,) for name in names):
         one = split(group, UNEVEN, reference=True, bias=False, ranks=(2,))
         one.ops = one.ops.training("hidden", "a")
         check(one, want)
@@ -46,6 +48,31 @@ def each_price(group: Any) -> None:
     for names in (("bias",), ("weight",), ("hidden",), ()):
         one.ops = one.ops.training(*names)
         check(one, ("logprob", "entropy"), memory_budget=1)
+
+
+def draft_vocabulary(group: Any) -> None:
+    """A draft's head split over ranks beside its whole target: as whole on every rank."""
+    ids, temperature = torch.randperm(3 * V)[:V], torch.rand(7) + 0.5
+    target = ll.LMHead(torch.randn(3 * V, 5, dtype=torch.float64), torch.randn(3 * V, dtype=torch.float64))
+    reference, want = (torch.randn(7, 5, dtype=torch.float64), target), ("kl", "jsd", "acceptance", "total_variation")
+    for sizes, budget in ((EVEN, None), (UNEVEN, 1)):
+        one = split(group, sizes, ranks=(2,))
+        found = []
+        for head in (one.head, one.ops.head):
+            stats = ll.token_stats(
+                *(one.ops.hidden, replace(head, token_ids=ids), one.ops.labels),
+                want=want,
+                reference=reference,
+                temperature=temperature,
+                jsd_beta=0.3,
+                memory_budget=budget,
+            )
+            values = {name: getattr(stats, name) for name in want}
+            up = {name: torch.arange(1.0, 8.0, dtype=torch.float64) for name in want}
+            found.append((values, gradients(values, {"hidden": one.ops.hidden}, up)["hidden"]))
+        for name in want:
+            assert_near(found[0][0][name], found[1][0][name], 1e-10, name)
+        assert_near_in_norm(found[0][1], found[1][1], 1e-10, "d hidden")
 
 
 def sampling_masks(group: Any) -> None:
@@ -199,6 +226,7 @@ CASES: dict[str, Case] = {
     "quantised head": quantised_head,
     "every statistic": every_statistic,
     "each price": each_price,
+    "draft vocabulary": draft_vocabulary,
     "sampling masks": sampling_masks,
     "hard rows": hard_rows,
     "losses": losses,

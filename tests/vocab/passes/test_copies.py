@@ -54,7 +54,8 @@ def test_the_numbers_are_the_same(backend, on_a_cpu_too, monkeypatch):
     copied = found(ops, backend, BUDGET)
     monkeypatch.setattr(base, "COPIES", ())
     for mine, theirs in zip(copied, found(ops, backend, BUDGET), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        place = torch.finfo(mine.dtype).eps  # slices of other widths may round a sum to the next number of its dtype
+        torch.testing.assert_close(mine, theirs, rtol=max(1e-5, place), atol=1e-6)
 
 
 def test_a_copy_is_made_once_where_it_fits(on_a_cpu_too):

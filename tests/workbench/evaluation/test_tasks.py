@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from tests.support.forked import FORKED, begin
 from tests.support.integrations.launching import torchrun
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: make test-lm-eval")
+
+from logitless.integrations.lm_eval_records import Records
+
 TASKS = Path(__file__).parents[3] / "bench" / "lm_eval"
-CHOICE, TEXT = (str(TASKS / f"docstrings_{name}.yaml") for name in ("choice", "text"))
+CHOICE, TEXT, WORD = (str(TASKS / f"docstrings_{name}.yaml") for name in ("choice", "text", "word"))
+FILES = ["page.html", "records.jsonl", "summary.json"]
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 
 def options(micro: Path, out: Path, **more: object) -> EvalConfig:
-    given: dict[str, Any] = {"tasks": (CHOICE, TEXT), "limit": 12, "device": "cpu", **more}
+    given: dict[str, Any] = {"tasks": (CHOICE, TEXT, WORD), "limit": 11, "device": "cpu", **more}
     return EvalConfig(model=str(micro), out=out, **given)
 
 
@@ -40,14 +45,60 @@ def test_a_table_for_people_and_json_for_machines(micro, tmp_path, capsys):
     assert summary["requests"] == 20
     assert "docstrings_choice" in shown
     assert "docstrings_choice" in (out / "page.html").read_text()
-    assert sorted(p.name for p in out.iterdir()) == ["page.html", "summary.json"]
+    assert sorted(p.name for p in out.iterdir()) == FILES
     with pytest.raises(OptionError, match="exists already"):
         run(options(micro, out))
 
 
 @pytest.fixture(scope="module")
-def whole(micro, tmp_path_factory) -> dict:
-    return run(options(micro, tmp_path_factory.mktemp("whole") / "e"))
+def whole(micro, tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("whole") / "e"
+    run(options(micro, place))
+    return place
+
+
+def read(place: Path) -> tuple[dict, list[dict]]:
+    """The summary and the records of a folder."""
+    lines = (place / "records.jsonl").read_text().splitlines()
+    return json.loads((place / "summary.json").read_text()), [json.loads(line) for line in lines]
+
+
+def test_records_and_curves(whole):
+    summary, records = read(whole)
+    expected = [("docstrings_choice", d, r) for d in range(11) for r in range(4)]
+    expected += [(task, d, 0) for task in ("docstrings_text", "docstrings_word") for d in range(11)]
+    assert [(x["task"], x["document"], x["request"]) for x in records] == expected
+    assert summary["requests"] == len(expected)
+    assert summary["cut_requests"] == sum(x["cut"] > 0 for x in records) > 0
+    tasks = {name: found["certainty"] for name, found in summary["tasks"].items()}
+
+    choices = [[sum(x["logprob"]) for x in records[4 * d : 4 * d + 4]] for d in range(11)]
+    p = torch.tensor(choices).double().softmax(-1)
+    found = tasks["docstrings_choice"]
+    assert found["of"] == "documents"
+    assert sum(b["documents"] for b in found["bins"]) == 11
+    assert sum(b["documents"] * b["confidence"] for b in found["bins"]) == pytest.approx(float(p.amax(-1).sum()))
+    right = sum(b["documents"] * b["accuracy"] for b in found["bins"])
+    assert right / 11 == pytest.approx(summary["tasks"]["docstrings_choice"]["metrics"]["acc"]["value"])
+    entropy = float(-(p * p.log()).sum())
+    assert sum(g["documents"] * g["mean"] for g in found["entropy"]["groups"]) == pytest.approx(entropy, rel=1e-5)
+
+    texts = [x for x in records if x["task"] == "docstrings_text"]
+    found = tasks["docstrings_text"]
+    assert sum(b["tokens"] for b in found["bins"]) == sum(len(x["ids"]) for x in texts)
+    right = sum(b["tokens"] * b["accuracy"] for b in found["bins"])
+    assert right == pytest.approx(sum(rank == 1 for x in texts for rank in x["rank"]))
+    assert tasks["docstrings_word"]["of"] == "documents"
+    assert sum(b["documents"] for b in tasks["docstrings_word"]["bins"]) == 11
+
+
+def test_the_page_has_plots_of_each_task(whole):
+    page = (whole / "page.html").read_text()
+    assert page.count("<svg") == 6
+    for task in ("choice", "text", "word"):
+        assert f"docstrings_{task}: reliability of" in page
+        assert f"docstrings_{task}: accuracy by entropy of" in page
+    assert "longer than the 64 tokens that the model sees" in page
 
 
 def test_a_killed_run_goes_on(micro, whole, tmp_path):
@@ -56,10 +107,10 @@ def test_a_killed_run_goes_on(micro, whole, tmp_path):
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert [p.name for p in (tmp_path / "e").iterdir()] == ["summary.json.parts"]
-    with pytest.raises(OptionError, match="unfinished run with limit 12, now 11"):
-        run(options(micro, tmp_path / "e", limit=11))
-    assert same(run(options(micro, tmp_path / "e")), whole)
-    assert sorted(p.name for p in (tmp_path / "e").iterdir()) == ["page.html", "summary.json"]
+    with pytest.raises(OptionError, match="unfinished run with limit 11, now 12"):
+        run(options(micro, tmp_path / "e", limit=12))
+    run(options(micro, tmp_path / "e"))
+    assert_same(tmp_path / "e", whole)
 
 
 def _killed(begun: Any, config: EvalConfig) -> None:
@@ -77,18 +128,59 @@ def _killed(begun: Any, config: EvalConfig) -> None:
     run(config)
 
 
-def same(found: dict, expected: dict) -> bool:
-    for task, values in expected["tasks"].items():
+def assert_same(place: Path, expected: Path) -> None:
+    """All metrics, curves and records, none lost or doubled."""
+    found, records = read(place)
+    summary, expected_records = read(expected)
+    for task, values in summary["tasks"].items():
         for metric, x in values["metrics"].items():
             assert found["tasks"][task]["metrics"][metric]["value"] == pytest.approx(x["value"], rel=1e-5)
-    return found["requests"] == expected["requests"] and found["options"] == expected["options"]
+        curves = [known["tasks"][task]["certainty"] for known in (found, summary)]
+        assert len({sum(group[x["of"]] for group in x["bins"]) for x in curves}) == 1
+        assert curves[0]["entropy"]["mean_where_wrong"] == pytest.approx(
+            curves[1]["entropy"]["mean_where_wrong"], rel=1e-4
+        )
+    assert (found["requests"], found["options"]) == (summary["requests"], summary["options"])
+    for x, y in zip(records, expected_records, strict=True):
+        assert [x[name] for name in PLACE] == [y[name] for name in PLACE]
+        assert x["logprob"] == pytest.approx(y["logprob"], rel=1e-4, abs=1e-6)
+    assert sorted(p.name for p in place.iterdir()) == FILES
+
+
+PLACE = ("task", "document", "request", "type", "cut", "ids")
 
 
 def test_two_ranks_give_what_one_gives(micro, whole, tmp_path):
+    """Eleven documents, so that the harness gives the second rank one of them twice."""
     torchrun("tests.workbench.evaluation.test_tasks", str(micro), str(tmp_path / "e"))
-    found = json.loads((tmp_path / "e" / "summary.json").read_text())
-    assert found["ranks"] == 2
-    assert same(found, whole)
+    assert read(tmp_path / "e")[0]["ranks"] == 2
+    assert_same(tmp_path / "e", whole)
+
+
+def test_ranks_that_were_killed_go_on(micro, whole, tmp_path):
+    """One dies in the middle of whole texts, when the other has answered all of its own and has no more to ask."""
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        torchrun("tests.workbench.evaluation.test_tasks", str(micro), str(tmp_path / "e"), "die")
+    assert not (tmp_path / "e" / "summary.json").exists()
+    torchrun("tests.workbench.evaluation.test_tasks", str(micro), str(tmp_path / "e"))
+    assert_same(tmp_path / "e", whole)
+
+
+def _die_after_the_other(place: Path) -> None:
+    """Kills rank 1 in its third pass over whole texts, as soon as rank 0 has answered all of its six."""
+    write, written = Records.write, 0
+
+    def then_die(records: Records, instance: Any, *given: Any) -> None:
+        nonlocal written
+        write(records, instance, *given)
+        written += instance.request_type == "loglikelihood_rolling"
+        if written == 3:
+            other = place / "summary.json.parts" / "records-0.jsonl"
+            while other.read_text().count("loglikelihood_rolling") < 6:
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Records.write = then_die
 
 
 def test_tasks_that_cannot_be_loaded(micro, tmp_path):
@@ -119,4 +211,6 @@ def test_a_document_without_a_continuation(micro, tmp_path):
 if __name__ == "__main__":
     import sys
 
+    if sys.argv[3:] and os.environ["RANK"] == "1":
+        _die_after_the_other(Path(sys.argv[2]))
     run(options(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -12,10 +12,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from logitless.errors import ConfigError, NotFiniteError
+from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, SoftTokens, generate
-from logitless.workbench.grade.models import SoftReward, finite_norm, reader_of, shared_vocabulary
+from logitless.workbench.grade.models import SoftReward, TokenReward, finite_norm, reader_of, shared_vocabulary
 from tests.support.integrations.tiny import TINY, WIDTH, randomised
 
 VOCAB, T = 97, 4
@@ -96,6 +96,34 @@ def test_the_reward_of_one_hot_tokens_is_the_classifiers_own(kind):
         torch.testing.assert_close(found[i], exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(reward.of_ids(ids, alive), found)
     assert not any(p.requires_grad for p in model.parameters())
+
+
+class Letters:
+    """A tokenizer whose entries are single characters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def test_a_rules_reward_is_its_mean_over_soft_tokens_up_to_the_end():
+    torch.manual_seed(0)
+    reward = TokenReward.of(lambda text: float(text in "aeiou"), "rules:vowels", Letters(), VOCAB, "cpu")
+    values = torch.tensor([float(chr(97 + i % 26) in "aeiou") for i in range(VOCAB)])
+    weights = torch.rand(3, 6, VOCAB).softmax(-1).requires_grad_()
+    alive = torch.arange(6) < torch.tensor([6, 4, 1])[:, None]
+    found = reward.of_rows(weights @ reward.table, alive)
+    exact = torch.stack([(weights[i, :n] @ values).mean() for i, n in enumerate((6, 4, 1))])
+    torch.testing.assert_close(found, exact)
+    got, expected = (torch.autograd.grad(x.square().sum(), weights, retain_graph=True)[0] for x in (found, exact))
+    torch.testing.assert_close(got, expected)
+    ids = torch.randint(VOCAB, (3, 6))
+    torch.testing.assert_close(reward.of_ids(ids, alive), reward(hard_tokens(ids), alive))
+
+
+@pytest.mark.parametrize("value", [None, "yes", float("nan")])
+def test_a_rule_that_gives_no_number_is_named_with_its_token(value):
+    with pytest.raises(OptionError, match=r"rules:bad: expected a finite number for every token, got .* for 'a'"):
+        TokenReward.of(lambda text: value, "rules:bad", Letters(), VOCAB, "cpu")
 
 
 def test_models_that_do_not_fit_are_refused():

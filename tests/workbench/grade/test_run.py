@@ -101,6 +101,32 @@ def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
         assert summary["after"]["val/reward_mean"] > summary["before"]["val/reward_mean"] + 0.05
 
 
+def vowels(text: str) -> float:
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+@pytest.mark.parametrize("method", ["ste", "reinforce", "gumbel_legacy"])
+def test_a_rule_in_the_place_of_a_reward_model(small, method):
+    """Its reward is of the text: each completion's is the mean over its tokens, and the run learns to please it."""
+    rule = f"{__name__}:vowels"
+    config = of(small, f"rule-{method}", method=method, reward_model=None, token_reward=rule, max_steps=6)
+    summary = run(config)
+    assert (summary["reward_model"], summary["token_reward"]) == (None, rule)
+    assert not (config.output_dir / "reward").exists()
+    for made in json.loads((config.output_dir / "completions.json").read_text())["after"]:
+        tokens = [vowels(token["text"]) for token in made["tokens"]]
+        assert made["reward"] == pytest.approx(sum(tokens) / len(tokens), abs=1e-6)
+    if method == "ste":
+        assert summary["after"]["val/reward_mean"] > summary["before"]["val/reward_mean"] + 0.05
+
+
+def test_a_rule_and_a_reward_model_are_refused_together(small):
+    with pytest.raises(OptionError, match="--token-reward stands in the place of --reward-model"):
+        run(of(small, "both", token_reward=f"{__name__}:vowels").check())
+    with pytest.raises(OptionError, match="--token-reward nothing: expected module:function"):
+        run(of(small, "named", reward_model=None, token_reward="nothing"))
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
     whole = run(of(small, "whole"))
     place = small.root / "killed"

@@ -16,7 +16,9 @@ from .scoring import token_scores
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
 Answer = tuple[float, bool]  # the continuation's log-prob, and whether greedy decoding gives it
+Tokens = dict[str, list[float]]  # what is known of each of a continuation's tokens, by name
 WANT = ("logprob", "rank")
+OF_CERTAINTY = ("entropy", "logsumexp")
 
 
 @dataclass
@@ -48,7 +50,8 @@ def continuation_scores(
     batch_size: int | Callable[[int, list[Tree]], int],
     share: bool = True,
     memory_budget: int | None = None,
-    answered: Callable[[int, Answer], None] = lambda request, answer: None,
+    certainty: bool = False,
+    answered: Callable[[int, Answer, Tokens], None] = lambda request, answer, tokens: None,
 ) -> list[Answer]:
     """The log-prob of each continuation, and whether each of its tokens is the best entry (or as good as it).
 
@@ -60,7 +63,9 @@ def continuation_scores(
 
     longest: tokens that the model sees at most. batch_size: rows of a pass; or a function of the next tree's number
     and all trees. share: a context of several continuations is computed once, and each continuation goes on from its
-    keys and values, where all of the model's layers keep all of them. answered: hears each answer with its batch.
+    keys and values, where all of the model's layers keep all of them. answered: hears each answer with its batch, and
+    of each of its tokens the logprob and rank; with certainty also the entropy before it and the confidence, the
+    probability of the best entry.
     Raises DataError for a context or a continuation without a token, and for one that is longer than `longest`.
     Memory: the body's own, one logits slice, and with shared contexts the keys and values of a batch.
     """
@@ -68,9 +73,9 @@ def continuation_scores(
     found = planted(requests, longest, share and keeps_all(model))
     answers: list[Answer] = [(0.0, False)] * len(requests)
     for batch in _batches(found, batch_size):
-        for request, answer in _answers(model, batch, memory_budget):
+        for request, answer, tokens in _answers(model, batch, memory_budget, certainty):
             answers[request] = answer
-            answered(request, answer)
+            answered(request, answer, tokens)
     return answers
 
 
@@ -146,7 +151,9 @@ def _batches(trees: list[Tree], size: int | Callable[[int, list[Tree]], int]) ->
         yield batch
 
 
-def _answers(model: nn.Module, batch: list[Tree], memory_budget: int | None) -> Iterator[tuple[int, Answer]]:
+def _answers(
+    model: nn.Module, batch: list[Tree], memory_budget: int | None, certainty: bool
+) -> Iterator[tuple[int, Answer, Tokens]]:
     """One pass over the stems, and one over all branches from the stems' keys and values."""
     inner = causal_lm(model)
     stems, branches = [tree.stem for tree in batch], [row for tree in batch for row in tree.branches]
@@ -155,15 +162,13 @@ def _answers(model: nn.Module, batch: list[Tree], memory_budget: int | None) -> 
         from transformers import DynamicCache
 
         inputs |= {"past_key_values": DynamicCache(config=inner.config), "use_cache": True}
-    found = _scored(model, stems, inputs, memory_budget)
+    options = {"memory_budget": memory_budget, "keep": int(certainty), "want": WANT + OF_CERTAINTY * certainty}
+    found: dict[int, Tokens] = {}
+    _score(model, stems, inputs, options, found)
     if branches:
-        found += _scored(model, branches, _going_on(batch, inputs["past_key_values"], inner.device), memory_budget)
-    totals: dict[int, float] = {}
-    greedy: dict[int, bool] = {}
-    for request, logprob, rank in found:
-        totals[request] = totals.get(request, 0.0) + logprob
-        greedy[request] = greedy.get(request, True) and rank == 1
-    yield from ((request, (total, greedy[request])) for request, total in totals.items())
+        _score(model, branches, _going_on(batch, inputs["past_key_values"], inner.device), options, found)
+    for request, tokens in found.items():
+        yield request, (sum(tokens["logprob"]), all(rank == 1 for rank in tokens["rank"])), tokens
 
 
 def _going_on(batch: list[Tree], cache: Any, device: torch.device) -> dict[str, Any]:
@@ -188,12 +193,17 @@ def _padded(rows: Iterable[Row], device: torch.device) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
 
 
-def _scored(
-    model: nn.Module, rows: list[Row], inputs: dict[str, Any], memory_budget: int | None
-) -> list[tuple[int, float, int]]:
-    """(request, log-prob, rank) of all that is scored in a pass."""
+def _score(
+    model: nn.Module, rows: list[Row], inputs: dict[str, Any], options: dict[str, Any], found: dict[int, Tokens]
+) -> None:
+    """Adds what a pass says of the tokens that it scores to what is `found` of their requests."""
     scored = [(b, *x) for b, row in enumerate(rows) for x in row.scored]
     row, request, position, label = torch.tensor(scored, device=inputs["input_ids"].device).unbind(1)
-    options: dict[str, Any] = {"keep": 0, "memory_budget": memory_budget, "want": WANT}
     stats, _ = token_scores(model, inputs, (row, position), label, **options)
-    return list(zip(request.tolist(), stats.logprob.tolist(), stats.rank.tolist(), strict=True))
+    columns = {name: getattr(stats, name).tolist() for name in WANT}
+    if options["keep"]:
+        best = (stats.top_k_logits[:, 0] - stats.logsumexp).exp()
+        columns |= {"entropy": stats.entropy.tolist(), "confidence": best.tolist()}
+    for name, values in columns.items():
+        for number, value in zip(request.tolist(), values, strict=True):
+            found.setdefault(number, {}).setdefault(name, []).append(value)

@@ -41,9 +41,9 @@ class Predictions(dict[str, Any]):
 def _no_logits(asked: str) -> ConfigError:
     names = ", ".join(f"predictions[{name!r}]" for name in KEPT)
     return ConfigError(
-        f"{asked} asks for logits, which install(trainer, metrics=True) does not make: ask for {names}, each beside "
-        "label_ids, or for the perplexity, accuracy and entropy that evaluate() gives by itself; install(trainer) "
-        "without metrics gathers logits"
+        f"{asked} asks for logits, which install(trainer) does not make: ask for {names}, each beside label_ids, or "
+        "for the perplexity, accuracy and entropy that evaluate() gives by itself; install(trainer, metrics=False) "
+        "gathers logits"
     )
 
 
@@ -74,13 +74,15 @@ class Evaluation:
             "entropy": entropy / tokens,
         }
 
-    def step(self, trainer: Any, own: Callable[..., Any], inputs: Any, loss_only: bool) -> tuple[Any, Any, Any]:
-        """(loss, predictions, labels) of a batch; `own` gives its loss alone."""
+    def step(self, trainer: Any, own: Callable[[bool], Any], inputs: Any, loss_only: bool) -> tuple[Any, Any, Any]:
+        """(loss, predictions, labels) of a batch; `own(alone)` is the Trainer's own step, for its loss alone or not."""
         self.seen = {}
+        if inputs.get("labels") is None:
+            return own(loss_only)
         with observed(trainer.model, self._look):
-            loss, *_ = own(inputs)
-        if not self.seen:
-            return loss, None, None
+            loss, *_ = own(True)
+        if not self.seen:  # a compute_loss of one's own kept the labels from the model
+            return (loss, None, None) if loss_only else own(False)
         found = trainer.accelerator.gather_for_metrics(_row_sums(self.seen))
         self.sums = [a + b for a, b in zip(self.sums, found.double().sum(0).tolist(), strict=True)]
         if loss_only:

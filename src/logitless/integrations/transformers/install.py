@@ -75,7 +75,7 @@ def install(
     memory_budget: int | None = None,
     label_smoothing: float | None = None,
     threshold: int | None = None,
-    metrics: bool = False,
+    metrics: bool | None = None,
 ) -> None:
     """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
 
@@ -91,17 +91,18 @@ def install(
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     Of a masked language model (BERT, ModernBERT, XLM-R, ...) only labelled tokens meet the head's matrix.
     model: a causal, masked or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or
-    a transformers Trainer, whose label smoothing is then streamed too, and whose `predict` and `compute_metrics` get
-    the logits that they ask for, from its own loss. loss: "logitless", "dense", or "auto": dense where the logits fit
-    the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB unless given.
-    label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy and entropy, and
-    never logits. Installing again changes these options. Raises ConfigError (no output head, an unknown head,
-    encoder-decoder, a loss that is not transformers' ForCausalLMLoss or a masked model's mean) and OptionError; then
-    the model is as it was.
+    a transformers Trainer, whose label smoothing is then streamed too. loss: "logitless", "dense", or "auto": dense
+    where the logits fit the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB
+    unless given. label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy
+    and entropy, and `compute_metrics` gets statistics of each token, never logits; False: both gather logits as the
+    Trainer does. It is so by default but where logits or texts are meant to be read: with loss="dense",
+    compute_loss_func and predict_with_generate; rows without labels, or whose labels a compute_loss of one's own keeps
+    from the model, are evaluated as before. Installing again changes all this. Raises OptionError and ConfigError (no
+    head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked mean), the model then as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
-    _check_metrics(metrics, model, loss)
+    measured = _has_metrics(metrics, model, loss)
     trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
     inner = causal_lm(model)
     _check(inner)
@@ -109,7 +110,7 @@ def install(
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
     if trainer is not None:
-        evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if metrics else None
+        evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None
         label_smoothing = _take_over(trainer, loss, label_smoothing, evaluation)
     if state is not None and _is_installed(inner):
         state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
@@ -152,10 +153,16 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return forward_with(model, dict(batch), lambda _, hidden: hidden)
 
 
-def _check_metrics(metrics: bool, model: Any, loss: str) -> None:
-    if metrics and (loss == "dense" or isinstance(model, nn.Module)):
+def _has_metrics(asked: bool | None, model: Any, loss: str) -> bool:
+    """Whether an evaluation's metrics come from statistics: as asked, else where nothing of the Trainer's is lost."""
+    streamed = loss != "dense" and not isinstance(model, nn.Module)
+    if asked and not streamed:
         got = "loss='dense', which has logits" if loss == "dense" else type(model).__name__
         raise OptionError(f"metrics: expected a Trainer whose loss is streamed, got {got}; leave metrics out")
+    if asked is not None:
+        return asked
+    generates = getattr(getattr(model, "args", None), "predict_with_generate", False)
+    return streamed and getattr(model, "compute_loss_func", None) is None and not generates
 
 
 def _check_options(
@@ -230,7 +237,7 @@ def _prediction_step(
     if kept.evaluation is not None and state is not None:
         with replaced(state, "method", "logitless"):
             return kept.evaluation.step(
-                trainer, lambda given: step(model, given, True, ignore_keys), inputs, prediction_loss_only
+                trainer, lambda alone: step(model, inputs, alone, ignore_keys), inputs, prediction_loss_only
             )
     if prediction_loss_only or state is None:
         return step(model, inputs, prediction_loss_only, ignore_keys)

@@ -37,7 +37,7 @@ def install(
     replay: bool = False,
     corrected: bool = False,
     memory_budget: int | None = None,
-    metrics: bool = False,
+    metrics: bool | None = None,
 ) -> None:
     """Puts a TRL trainer on the pass, in place; `uninstall` takes it back.
 
@@ -56,8 +56,9 @@ def install(
     over the entries that top_k, top_p and min_p left when they were sampled (arXiv 2512.02556), entropy included, and
     log `sampling/k1` and `sampling/k3`, how far the trainer is from the sampler; corrected: GRPO's loss is weighted by
     their ratio too, by the vllm_importance_sampling_* options, for one forward pass more a rollout where TRL makes
-    none itself. memory_budget: bytes of slices. metrics, of SFT: `evaluate` and `predict` give perplexity, accuracy,
-    top-5 accuracy and entropy, and no logits.
+    none itself. memory_budget: bytes of slices. metrics, of SFT, whose default it is: `evaluate` and `predict` give
+    perplexity, accuracy, top-5 accuracy and entropy, means over tokens, and `compute_metrics` gets statistics of each
+    token, never logits; False: they are TRL's own, by another forward for logits where they ask for them.
     Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
     be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
     context does not hold) and OptionError; then the trainer is as it was.
@@ -84,7 +85,7 @@ class Asked:
     exact_kl: bool
     replay: bool
     corrected: bool
-    metrics: bool
+    metrics: bool | None
     memory_budget: int | None
 
 
@@ -95,7 +96,7 @@ def _install(trainer: Any, asked: Asked) -> None:
         before.undo()
     try:
         installed = _planned(trainer, kind, asked)
-        if asked.metrics:
+        if asked.metrics if asked.metrics is not None else kind == "SFTTrainer":
             installed.changes += _metrics(trainer, kind, asked.memory_budget)
     except Exception:
         if before is not None:
@@ -213,10 +214,10 @@ def _metrics(trainer: Any, kind: str, memory_budget: int | None) -> list[Change]
     evaluation, own = Evaluation(memory_budget), trainer.prediction_step
 
     def step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
-        def loss_of(given: Any) -> Any:
-            return own(model, given, True, ignore_keys)
+        def own_step(alone: bool) -> Any:
+            return own(model, inputs, alone, ignore_keys)
 
-        return evaluation.step(trainer, loss_of, inputs, prediction_loss_only)
+        return evaluation.step(trainer, own_step, inputs, prediction_loss_only)
 
     own_loop = trainer.evaluation_loop
 

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, merge, share_of_tail, times
-from ...algebra.stats import mixture_shares
+from ...algebra.online_softmax import (
+    EMPTY,
+    MASK,
+    SECOND_LOOK,
+    Accumulation,
+    Totals,
+    difference,
+    finish,
+    merge,
+    share_of_tail,
+    times,
+)
+from ...algebra.stats import label_shares, put_second_look, second_look
 from ..mesh import merge_devices, varying
 from .chunk import Chunk, Materialised, Slice
 from .topk import TopEntries, merge_slice, topk_of_devices
@@ -127,22 +138,20 @@ def _nearest(z: Array, z_ref: Array) -> tuple[Array, Array]:
 
 
 def _second_look(chunk: Chunk, totals: Totals, slices: Materialised) -> None:
-    """jsd and KL(p||M) into `totals`: both need the log-sum-exps first. No GEMM."""
-    beta = chunk.options.jsd_beta
+    """What needs both log-sum-exps first into `totals`. No GEMM."""
+    options = chunk.options
+    wanted, beta = options.sums, options.jsd_beta
 
     def step(sums, each):
-        """A slice's shares added to both sums."""
+        """A slice's shares added to the sums."""
         part = chunk.slice_at(*each)
         p, q = jnp.exp(part.log_p(totals)), jnp.exp(part.log_q(totals))
-        shares = mixture_shares(p, q, part.log_ratio(totals), beta, jnp)
-        return tuple(x + jnp.where(part.left_out, 0.0, y).sum(1) for x, y in zip(sums, shares, strict=True)), None
+        shares = second_look(wanted, p, q, part.log_ratio(totals), beta, jnp)
+        return {name: x + jnp.where(part.left_out, 0.0, shares[name]).sum(1) for name, x in sums.items()}, None
 
-    (jsd, kl_mixture), _ = lax.scan(step, (chunk.zeros(), chunk.zeros()), (chunk.slices(), slices))
-    if chunk.options.axis_name is not None:
-        jsd, kl_mixture = lax.psum((jsd, kl_mixture), chunk.options.axis_name)
-    if chunk.label_logits is not None:
-        e = difference(*chunk.label_logits, totals.shift, jnp)
-        p, q = jnp.exp(totals.logprob), jnp.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
-        at_label = mixture_shares(p, q, e + totals.log_ratio, beta, jnp)
-        jsd, kl_mixture = jsd + at_label[0], kl_mixture + at_label[1]
-    totals.jsd, totals.kl_mixture = jnp.maximum(jsd, 0.0), kl_mixture
+    start = {name: chunk.zeros() for name in SECOND_LOOK if name in wanted}
+    sums, _ = lax.scan(step, start, (chunk.slices(), slices))
+    if options.axis_name is not None:
+        sums = lax.psum(sums, options.axis_name)
+    label = None if chunk.label_logits is None else label_shares(totals, wanted, beta, jnp)
+    put_second_look(totals, sums, label, beta, jnp)

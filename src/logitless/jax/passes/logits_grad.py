@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...algebra.online_softmax import Totals, share_of_tail, times
-from ...algebra.stats import Coefficients, coefficients_of, label_coefficient, mixture_logs
+from ...algebra.stats import Coefficients, coefficients_of, label_coefficient, mixture_logs, sides
 from .chunk import Chunk, Materialised, Slice
 from .projection import column, product
 from .windows import put
@@ -92,12 +92,15 @@ def _dense_logits_grad(chunk: Chunk, part: Slice, totals: Totals, coefficients: 
         inner = inner + c["plogp"] * log_p
     if "p2" in c:
         inner = inner + c["p2"] * p
-    if "pD" in c or "pM" in c:
+    if {"pD", "pM", "ahead"} & c.keys():
         d = part.log_ratio(totals)
         if "pD" in c:
             inner = inner + times(c["pD"], d, jnp)
         if "pM" in c:
             inner = inner + c["pM"] * mixture_logs(d, chunk.options.jsd_beta, jnp)[0]
+        if "ahead" in c:
+            first, second = sides(d, jnp)
+            inner = inner + c["ahead"] * first + c["behind"] * second
     dz = times(p, inner, jnp)
     if "q" in c:
         dz = dz + c["q"] * jnp.exp(part.log_q(totals))

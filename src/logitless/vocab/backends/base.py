@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slices, tiles_of
-from ...algebra.online_softmax import MASK, Accumulation, Totals, difference, finish
-from ...algebra.stats import DENSE, Coefficients, label_coefficient, mixture_shares, sums_of
+from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
+from ...algebra.stats import DENSE, Coefficients, label_coefficient, label_shares, put_second_look, sums_of
 from ..call.call import Call, Inputs
-from ..devices import default_budget
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
@@ -35,7 +34,7 @@ MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: ga
 class Backend(ABC):
     """One way to compute the pass on the rows of a head that are here.
 
-    A backend has to give three functions: `accumulate_local`, `mixture_sums` and `logits_grad`. The others are right
+    A backend has to give three functions: `accumulate_local`, `second_sums` and `logits_grad`. The others are right
     for any backend and may be replaced by faster ones. It may use `chunk.scratch` for anything, and keep in
     `chunk.materialised` the slices of logits that `keep` asks for, which is all that one function may leave for
     another. It never waits for the device unless the call's statistics cannot be had otherwise, never makes C·V
@@ -53,10 +52,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
-        """(jsd, KL(p||M)) summed over the rows here, the label's left out, (C,) each: a second look, no product.
+    def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
+        """Those of `chunk.sums` that `algebra.stats.SECOND_LOOK` has, over the rows here, the label's left out, (C,).
 
-        Reads the logits that `accumulate_local` left in `chunk.materialised`, which must stay as they are.
+        Reads the logits that `accumulate_local` left in `chunk.materialised`, which must stay as they are, and makes
+        the slices again where none stayed.
         """
 
     @abstractmethod
@@ -75,9 +75,9 @@ class Backend(ABC):
         """`accumulate_local` of all rows, finished."""
         return self.accumulate_local(chunk, bases, keep).finished(chunk)
 
-    def add_mixture(self, chunk: Chunk, totals: Totals) -> None:
-        """jsd and KL(p||M) into `totals`: both need the log-sum-exps first."""
-        put_mixture(chunk, totals, *self.mixture_sums(chunk, totals))
+    def look_again(self, chunk: Chunk, totals: Totals) -> None:
+        """What needs both log-sum-exps first into `totals`."""
+        put_second_sums(chunk, totals, self.second_sums(chunk, totals))
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         """dL/d(hW) at the label, (C,): what `logits_grad` leaves out."""
@@ -136,7 +136,7 @@ class Backend(ABC):
         converted += sum(DEQUANTISED * w.shape[1] for w in weights if not isinstance(w, Tensor))
         converted += sum(b.shape[1] for b in (i.lora_b, i.ref_lora_b) if b is not None and b.dtype != compute)
         return {
-            "budget": call.options.memory_budget or default_budget(i.hidden.device),
+            "budget": call.budget,
             "itemsize": compute.itemsize,
             "heads": len(weights) + (call.reference_rows is not None),
             "converted": converted,
@@ -389,14 +389,10 @@ def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals)
     return out
 
 
-def put_mixture(chunk: Chunk, totals: Totals, jsd: Tensor, kl_mixture: Tensor) -> None:
-    """jsd and KL(p||M) into `totals`, from their sums over all entries but the label."""
-    if chunk.label is not None:
-        d = difference(totals.label_logit, totals.label_ref, totals.shift, torch) + totals.log_ratio
-        q = torch.exp((totals.label_ref - totals.m_ref) - totals.log_s_ref)
-        shares = mixture_shares(torch.exp(totals.logprob), q, d, chunk.jsd_beta, torch)
-        jsd, kl_mixture = jsd + shares[0], kl_mixture + shares[1]
-    totals.jsd, totals.kl_mixture = jsd.clamp(min=0), kl_mixture
+def put_second_sums(chunk: Chunk, totals: Totals, sums: dict[str, Tensor]) -> None:
+    """The second look's sums over all entries but the label into `totals`, with the label's."""
+    label = None if chunk.label is None else label_shares(totals, chunk.sums, chunk.jsd_beta, torch)
+    put_second_look(totals, sums, label, chunk.jsd_beta, torch)
 
 
 @dataclass

@@ -56,9 +56,9 @@ class ShardedBackend(Backend):
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
 
-    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
-        jsd, kl_mixture = self.ranks.total(list(self.local.mixture_sums(chunk, totals)))
-        return jsd, kl_mixture
+    def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
+        sums = self.local.second_sums(chunk, totals)
+        return dict(zip(sums, self.ranks.total(list(sums.values())), strict=True))
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         self.local.logits_grad(chunk, totals, coefficients, grads)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LabelError
-from ..devices import capturing, compute_dtype
+from ..devices import capturing, compute_dtype, default_budget
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
@@ -35,11 +35,21 @@ class Inputs(NamedTuple):
     ref_bias: Tensor | None = None  # (V,)
     ref_lora_hidden: Tensor | None = None  # (N, R')
     ref_lora_b: Tensor | None = None  # (V, R')
+    ref_outside: Tensor | None = None  # (N,), the reference's log-sum-exp over the entries that a draft lacks
     class_weights: Tensor | None = None  # (V,), of all ranks: the mean logit is then Σ_v weight_v·z_v / V
 
 
 DIFFERENTIATED = Inputs._fields.index("labels")
-PER_TOKEN = ("hidden", "lora_hidden", "labels", "temperature", "candidates", "ref_hidden", "ref_lora_hidden")
+PER_TOKEN = (
+    "hidden",
+    "lora_hidden",
+    "labels",
+    "temperature",
+    "candidates",
+    "ref_hidden",
+    "ref_lora_hidden",
+    "ref_outside",
+)
 
 
 @dataclass
@@ -75,6 +85,7 @@ class Call:
     head, reference: checked; their adapters stand in `inputs` as factors. index: the tokens that are valid, not
     ignored, where some are not (None: all are); the others are never computed. sampling_mask: where statistics are over
     each token's set of entries alone. reference_rows: in the place of a reference head, what it gave.
+    outside: the reference over the entries that the head, of a draft vocabulary, lacks.
     """
 
     options: CallOptions
@@ -84,6 +95,12 @@ class Call:
     index: Tensor | None = None
     sampling_mask: SamplingMask | None = None
     reference_rows: RowsOfReference | None = None
+    outside: LMHead | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes of slices: the call's own, or what its device has room for."""
+        return self.options.memory_budget or default_budget(self.inputs.hidden.device)
 
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""

@@ -16,6 +16,7 @@ from ...algebra.options import check_ignore_index, check_numbers, check_want
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
+from ..head.draft import split
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED
 from ..sizing import current_sizing
@@ -69,14 +70,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     )
     if ref_head is None or ref_hidden is None:
         return Call(checked, head, inputs, sampling_mask=mask, reference_rows=ref_rows)
-    rows, ref_weight, lora_b = _alongside(head, ref_head), ref_head.weight_tensor, lora_b_of(ref_head)
-    inputs = inputs._replace(
-        ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
-        ref_weight=None if ref_weight is None else ref_weight[rows].detach(),
-        ref_bias=None if ref_head.bias is None else ref_head.bias[rows].detach(),
-        ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
-    )
-    return Call(checked, head, inputs, _beside(head, ref_head, rows, inputs), sampling_mask=mask)
+    return _beside(Call(checked, head, inputs, sampling_mask=mask), ref_hidden, ref_head)
 
 
 def _backend(
@@ -164,18 +158,27 @@ def _alongside(head: LMHead, reference: LMHead) -> slice:
     return slice(0, head.local_rows)
 
 
-def _beside(head: LMHead, reference: LMHead, rows: slice, inputs: Inputs) -> LMHead:
-    """The reference with the rows that lie beside the head's own."""
-    if head.shard is None:
-        return reference
-    return replace(
-        reference,
-        weight=reference.weight[rows] if inputs.ref_weight is None else inputs.ref_weight,
-        bias=inputs.ref_bias,
-        vocab_size=head.rows,
-        adapters=(),
-        shard=head.shard,
+def _beside(call: Call, ref_hidden: Tensor, given: LMHead) -> Call:
+    """The call with a reference, of which the rows that lie beside the head's own."""
+    head, cast = call.head, call.options.autocast
+    reference, outside = _of_draft(head, given, call.options.want)
+    rows, weight, lora_b = _alongside(head, reference), reference.weight_tensor, lora_b_of(reference)
+    inputs = call.inputs._replace(
+        ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
+        ref_weight=None if weight is None else weight[rows].detach(),
+        ref_bias=None if reference.bias is None else reference.bias[rows].detach(),
+        ref_lora_b=None if lora_b is None else lora_b[rows].detach(),
     )
+    if head.shard is not None:
+        reference = replace(
+            reference,
+            weight=reference.weight[rows] if inputs.ref_weight is None else inputs.ref_weight,
+            bias=inputs.ref_bias,
+            vocab_size=head.rows,
+            adapters=(),
+            shard=head.shard,
+        )
+    return replace(call, inputs=inputs, reference=reference, outside=outside if call.sampling_mask is None else None)
 
 
 def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
@@ -286,14 +289,36 @@ def _check_reference(
     ref_lead = _check_hidden("reference hidden", ref_hidden, ref_head)
     if ref_lead != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
-    if ref_head.rows != head.rows:
+    if ref_head.rows != head.rows and not _is_draft(head, ref_head):
         raise ShapeError(
             f"reference: expected a head over the same vocabulary ({head.rows} entries), got {ref_head.rows}; "
-            "set vocab_size on both"
+            "set vocab_size on both, or token_ids on a draft's head"
         )
     if ref_hidden.device != hidden.device:
         raise DeviceError(f"reference is on {ref_hidden.device}, hidden on {hidden.device}; move one of them")
     return ref_hidden.detach().reshape(math.prod(lead), ref_head.hidden_size), ref_head, None
+
+
+def _is_draft(head: LMHead, reference: LMHead) -> bool:
+    """Whether the head's rows are a draft's, of the reference's vocabulary."""
+    return head.token_ids is not None and reference.token_ids is None
+
+
+def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[LMHead, LMHead | None]:
+    """The reference over the head's entries, and over those that it lacks, None where it has all."""
+    if head.token_ids is None or not _is_draft(head, reference):
+        return reference, None
+    if reference.shard is not None:
+        raise ConfigError(
+            "reference: expected a whole head beside one with token_ids, got one sharded over ranks; give it whole"
+        )
+    inside, outside = split(reference, head.token_ids)
+    if outside is not None and "reverse_kl" in want:
+        raise OptionError(
+            "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want kl, "
+            "acceptance or total_variation, or give a reference over the draft's own rows"
+        )
+    return inside, outside
 
 
 def check_sparse(call: Call) -> None:

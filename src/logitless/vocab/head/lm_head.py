@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
@@ -39,6 +40,9 @@ class LMHead:
     those of all ranks. A weight that is a DTensor with Shard(0) over a mesh of one dimension says so itself (and its
     bias with it): the head then holds its local rows. Every rank gives the same tokens and gets the same results.
     sparse: leaves out of backward what its bound allows, and says what; None: nothing.
+    token_ids: (V,), where the rows are those of a draft vocabulary, their ids in the vocabulary of the target, which a
+    `reference` without token_ids then is over: every other entry has probability 0 here, and its own there. Labels,
+    candidates and top-k ids stay numbers of rows.
     Raises ShapeError, DtypeError, DeviceError, OptionError, and ConfigError for a weight that is sharded otherwise, or
     quantised in another way or while it requires grad.
     """
@@ -51,6 +55,7 @@ class LMHead:
     adapters: tuple[LowRank, ...] = ()
     shard: VocabShard | None = None
     sparse: SparseBackward | None = None
+    token_ids: Tensor | None = None  # (V,) int64
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", quantised(self.weight))
@@ -65,6 +70,7 @@ class LMHead:
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
             raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
+        _check_token_ids(self.token_ids, self.rows, self.weight)
         if self.sparse is not None and not isinstance(self.sparse, SparseBackward):
             raise OptionError(f"LMHead: sparse must be a SparseBackward or None, got {type(self.sparse).__name__}")
 
@@ -193,6 +199,18 @@ def _check_bias(bias: Tensor | None, weight: Weight) -> None:
         raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")
     if bias.device != weight.device:
         raise DeviceError(f"LMHead: bias is on {bias.device}, weight on {weight.device}; move one")
+
+
+def _check_token_ids(ids: Tensor | None, rows: int, weight: Weight) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise DtypeError(f"LMHead: token_ids must be an int64 tensor or None, got {got}; a mask has .nonzero()[:, 0]")
+    if tuple(ids.shape) != (rows,):
+        raise ShapeError(f"LMHead: token_ids must have shape ({rows},), one id per row, got {tuple(ids.shape)}")
+    if ids.device != weight.device:
+        raise DeviceError(f"LMHead: token_ids are on {ids.device}, weight on {weight.device}; move one")
 
 
 def _check_adapters(adapters: tuple[LowRank, ...], weight: Weight) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algebra.costs import Price, Slices
-from ...algebra.online_softmax import Totals, share_of_tail
-from ...algebra.stats import STATISTICS, bases_of, sums_of
+from ...algebra.costs import Price, Slices, looking_again_is_cheaper
+from ...algebra.online_softmax import Totals, share_of_tail, widen
+from ...algebra.stats import STATISTICS, bases_of, looks_twice, sums_of
 from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip
 from ..backends.load import load
 from ..backends.logits import weight_sum
@@ -47,6 +47,19 @@ def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False) -> S
     )
 
 
+def planned(call: Call, n_tokens: int, price: Price, wide: bool = False) -> tuple[Price, Slices]:
+    """The price with its slices: where few whole rows would stay for a second look, this makes the products again."""
+    slices = slices_for(call, n_tokens, price, wide)
+    if price.method == "in-forward" or not looks_twice(sums_of(call.options.want)):
+        return price, slices
+    products = 1 + (call.reference is not None)
+    again = replace(price, gemms=price.gemms + products, materialised=False, looks_again=True)
+    streamed = slices_for(call, n_tokens, again, wide)
+    if slices.tokens and looking_again_is_cheaper(slices.tokens, streamed.tokens, call.inputs.hidden.device.type):
+        return again, streamed
+    return price, slices
+
+
 class Pass:
     """A call with its slices, buffers and the head's summed rows."""
 
@@ -56,7 +69,7 @@ class Pass:
         if self.sparse is not None:
             check_sparse(call)
         self.backend = backend_of(call)
-        self.slices = slices_for(call, call.n_tokens, price, wide)
+        self.price, self.slices = planned(call, call.n_tokens, price, wide)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
         self._sums: list[Tensor] | None = None
 
@@ -79,16 +92,21 @@ class Pass:
         return self._sums
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
-        """The backend's accumulation, completed by what needs no slice: the mean logit, and jsd's second look."""
+        """The backend's accumulation, completed by what comes after it: the mean logit, and a second look."""
         chunk.slice_masses = None if self.sparse is None else []
-        found = self.backend.accumulate(chunk, bases, "logits" if "jsd" in chunk.sums else keep)
+        twice = looks_twice(chunk.sums)
+        found = self.backend.accumulate(chunk, bases, "logits" if twice and self.price.materialised else keep)
         if self.sparse is not None and chunk.slice_masses:
             chunk.skip = Skip.of(chunk.slice_masses, found.totals, self.sparse)
             chunk.slice_masses = None
         if "zsum" in sums_of(self.call.options.want) and found.totals.mean_logit is None:
             found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
-        if "jsd" in chunk.sums:
-            self.backend.add_mixture(chunk, found.totals)
+        if chunk.inputs.ref_outside is not None:
+            more = widen(found.totals, chunk.inputs.ref_outside, torch)
+            if "pD" in found.products:
+                found.products["pD"].addcmul_(found.products["p"], more[:, None])
+        if twice:
+            self.backend.look_again(chunk, found.totals)
         labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
         if "tail" in chunk.sums and labels is not None and candidates is not None:
             outside = (candidates != labels[:, None]).all(1)

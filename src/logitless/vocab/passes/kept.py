@@ -15,14 +15,13 @@ from torch import Tensor
 
 from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
-from ...algebra.stats import STATISTICS, coefficients_of, mixture_shares
-from ..backends.base import Backend, Chunk, Gradients, Scratch, is_dense, put_mixture
+from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
+from ..backends.base import Backend, Chunk, Gradients, Scratch, is_dense, put_second_sums
 from ..backends.eager.formulas import logits_grad
 from ..backends.gather import Take
 from ..backends.logits import Projection, flatness
 from ..backends.rows import add_at
 from ..call.call import Call, Needs
-from ..devices import default_budget
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
@@ -66,7 +65,7 @@ class Entries:
 
 def entries_at_a_time(call: Call) -> int:
     """How many entries' rows are gathered at a time: three tensors of hidden's width each, within the budget."""
-    budget = call.options.memory_budget or default_budget(call.inputs.hidden.device)
+    budget = call.budget
     elements = min(GATHERED, budget // (4 * call.compute.itemsize))
     return max(1, elements // max(call.inputs.hidden.shape[1], 1))
 
@@ -159,15 +158,15 @@ def totals_of(chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -
     totals = finish(_accumulation(chunk, entries, z, z_ref), chunk.label, torch)
     if "zsum" in chunk.sums:
         totals.mean_logit = entries.sum(z) / entries.counts
-    if "jsd" in chunk.sums and z_ref is not None:
+    if looks_twice(chunk.sums) and z_ref is not None:
         own = entries.tokens
         d = difference(z, z_ref, totals.shift[own], torch) + totals.log_ratio[own]
         p = torch.exp((z - totals.m[own]) - totals.log_s[own])
         q = torch.exp((z_ref - totals.m_ref[own]) - totals.log_s_ref[own])
-        shares = mixture_shares(p, q, d, chunk.jsd_beta, torch)
+        shares = second_look(chunk.sums, p, q, d, chunk.jsd_beta, torch)
         if entries.labels_at is not None:
-            shares = tuple(x.index_fill(0, entries.labels_at, 0.0) for x in shares)
-        put_mixture(chunk, totals, entries.sum(shares[0]), entries.sum(shares[1]))
+            shares = {name: x.index_fill(0, entries.labels_at, 0.0) for name, x in shares.items()}
+        put_second_sums(chunk, totals, {name: entries.sum(x) for name, x in shares.items()})
     return totals
 
 

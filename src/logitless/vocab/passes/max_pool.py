@@ -90,7 +90,7 @@ def pool(call: Call, documents: Documents, take: Callable[[Pooled], None]) -> No
 
 def _sizes(call: Call, documents: Documents) -> tuple[Slices, int]:
     """The slices of a chunk, and its most documents: half of the budget for each."""
-    budget = call.options.memory_budget // 2
+    budget = call.budget // 2
     halved = replace(call, options=replace(call.options, memory_budget=max(1, budget)))
     slices = slices_for(halved, max(1, sum(documents.counts)), Price("values", 1))
     return slices, max(1, budget // (MAXIMUM * call.head.local_rows))
@@ -221,7 +221,7 @@ def _backward_width(call: Call, documents: Documents) -> int:
     i = call.inputs
     width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
     each = len(documents) * PAIR + 2 * call.compute.itemsize * width
-    return max(LEAST_WIDTH, call.options.memory_budget // each)
+    return max(LEAST_WIDTH, call.budget // each)
 
 
 def _add_rows(into: Tensor, at: Tensor, weights: Tensor, table: Tensor, ids: Tensor) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib import import_module
 from inspect import iscoroutinefunction
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ...errors import NotFiniteError, OptionError
 from ...integrations.trl.rewards import SelfCertaintyReward
+from ..common.functions import function_named
 from .config import AlignConfig
 
 Reward = Callable[..., list[float]]
@@ -66,18 +64,7 @@ def _parse(text: str) -> tuple[Reward, float]:
 def _find(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise OptionError(f"--rewards {name}: expected {', '.join(BUILT_IN)} or module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # `logitless` is a script elsewhere; python -m would have it
-    try:
-        found = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        raise OptionError(f"--rewards {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
-    if not callable(found):
-        raise OptionError(f"--rewards {name}: expected a function, got {type(found).__name__}")
-    return _checked(cast(Reward, found), name)
+    return _checked(function_named("--rewards", name, ", ".join(BUILT_IN)), name)
 
 
 def _checked(reward: Reward, name: str) -> Reward:

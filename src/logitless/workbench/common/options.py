@@ -213,14 +213,15 @@ class RunOptions:
 
 def check_trusted(options: RunOptions, on_the_line: RunOptions) -> None:
     """OptionError where --config, and not the command line, names a module whose code would run."""
-    rewards = getattr(options, "rewards", None) or ""
-    if options.config is None or on_the_line.trust_config or ":" not in rewards:
+    if options.config is None or on_the_line.trust_config:
         return
-    if rewards != getattr(on_the_line, "rewards", None):
-        raise OptionError(
-            f"--config {options.config}: its rewards {rewards} would import a module and run its code: give --rewards "
-            "on the command line, or --trust-config"
-        )
+    for name in ("rewards", "token_reward"):
+        value = getattr(options, name, None) or ""
+        if ":" in value and value != getattr(on_the_line, name):
+            raise OptionError(
+                f"--config {options.config}: its {name} {value} would import a module and run its code: give "
+                f"--{name.replace('_', '-')} on the command line, or --trust-config"
+            )
 
 
 def kinds_of(options: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class Calibration:
     """How often the best entry is the token, by the probability that it has."""
 
     bins: int
+    unit: str = "tokens"  # what is counted, as the summary names it
     count: np.ndarray = field(init=False)
     confidence: np.ndarray = field(init=False)
     correct: np.ndarray = field(init=False)
@@ -30,13 +31,13 @@ class Calibration:
         self.correct += np.bincount(at, correct, self.bins)
 
     def summary(self) -> dict[str, Any]:
-        """The expected calibration error, Σ n_b/n·|accuracy_b - confidence_b|, and its intervals that hold a token."""
+        """The expected calibration error, Σ n_b/n·|accuracy_b - confidence_b|, and its intervals that hold one."""
         gap = np.abs(self.correct - self.confidence).sum() / max(1, self.count.sum())
         rows = [
             {
                 "from": b / self.bins,
                 "to": (b + 1) / self.bins,
-                "tokens": int(self.count[b]),
+                self.unit: int(self.count[b]),
                 "confidence": self.confidence[b] / self.count[b],
                 "accuracy": self.correct[b] / self.count[b],
             }
@@ -46,9 +47,10 @@ class Calibration:
 
 
 class Spectrum:
-    """The distribution of a number of 0 or more among tokens that are right and wrong, by its leading bits."""
+    """The distribution of a number of 0 or more among tokens, or whatever is right or wrong, by its leading bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "tokens") -> None:
+        self.unit = unit
         self.count = np.zeros((2, KEYS), dtype=np.int64)  # wrong, right
         self.total = np.zeros((2, KEYS))
 
@@ -86,7 +88,7 @@ class Spectrum:
         edges = [0, *np.searchsorted(share, np.arange(1, most)) + 1, KEYS]
         return [
             {
-                "tokens": int(count[a:b].sum()),
+                self.unit: int(count[a:b].sum()),
                 "mean": float(self.total[:, a:b].sum() / count[a:b].sum()),
                 "accuracy": float(self.count[1, a:b].sum() / count[a:b].sum()),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..common.files import remove_leftovers, strict_json, write_text
 from ..scoring.summary import measured_rows
 from .charts import Axis, Chart
 from .config import SUMMARY, EvalConfig
-from .report import metric_value, table_rows
+from .report import metric_value, metrics_of, rows_of_tasks, table_rows
 
 ASSETS = Path(__file__).with_name("assets")
 ROOM = 1.08  # of an axis above the highest number
@@ -42,8 +43,10 @@ def page_of_tasks(summary: dict[str, Any]) -> str:
     parts = {
         "title": html.escape(title),
         "rows": "".join(_task(*entry) for entry in summary["tasks"].items()),
-        "numbers": "".join(_row(*row) for row in measured_rows(summary)),
-        "footer": f"Made by logitless {version_of('logitless')} with lm-eval {summary['versions']['lm-eval']}.",
+        "charts": "".join(_figure(*chart) for chart in _charts_of_tasks(summary["tasks"])),
+        "numbers": "".join(_row(*row) for row in rows_of_tasks(summary)),
+        "footer": f"Made by logitless {version_of('logitless')} with lm-eval {summary['versions']['lm-eval']}. "
+        "Point at a mark for its numbers.",
     }
     return document(title, (ASSETS / "eval.css").read_text(encoding="utf-8"), fill(ASSETS / "tasks.html", parts))
 
@@ -51,13 +54,21 @@ def page_of_tasks(summary: dict[str, Any]) -> str:
 def _task(task: str, found: dict[str, Any]) -> str:
     """The rows of a task, one a metric; a share of its documents has a bar."""
     rows = ""
-    for name, x in found["metrics"].items():
-        width = x["value"] if name.startswith(("acc", "exact")) else 0
-        error = "" if x["standard_error"] is None else f"± {x['standard_error']:.4f}"
-        cells = (f"{found['documents']:,}", html.escape(name), metric_value(x["value"]), error)
+    for name, value, deviation in metrics_of(found):
+        width = value if name.startswith(("acc", "exact")) else 0
+        error = "" if deviation is None else f"± {deviation:.4f}"
+        cells = (f"{found['documents']:,}", html.escape(name), metric_value(value), error)
         bar = f'<td><span class="share" style="width: {width:.1%}"></span></td>'
         rows += f"<tr><th>{html.escape(task)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}{bar}</tr>"
     return rows
+
+
+def _charts_of_tasks(tasks: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Reliability and accuracy by entropy of each task whose answers are right or wrong."""
+    for task, found in tasks.items():
+        if certainty := found["certainty"]:
+            for title, *rest in (_reliability(certainty["bins"]), _correctness("entropy", certainty["entropy"])):
+                yield (f"{html.escape(task)}: {title.lower()} of {certainty['of']}", *rest)
 
 
 def write_pages(config: EvalConfig, summary: dict[str, Any], text: str) -> None:
@@ -96,7 +107,8 @@ def _charts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _reliability(bins: list[dict[str, Any]]) -> tuple[str, str, str]:
-    chart = Chart(Axis("probability of the best entry", 0, 1), Axis("share that is right", 0, 1))
+    what = "probability of the best entry" if "tokens" in bins[0] else "confidence in the answer"
+    chart = Chart(Axis(what, 0, 1), Axis("share that is right", 0, 1))
     marks = [chart.bar(b["from"], b["to"], b["accuracy"], _of_bin(b)) for b in bins]
     marks.append(chart.line([(0, 0), (1, 1)], "diagonal"))
     marks += [chart.point(b["confidence"], b["accuracy"], _of_bin(b)) for b in bins]
@@ -105,7 +117,12 @@ def _reliability(bins: list[dict[str, Any]]) -> tuple[str, str, str]:
 
 
 def _of_bin(b: dict[str, Any]) -> str:
-    return f"{plural(b['tokens'], 'token')}: confidence {b['confidence']:.3f}, accuracy {b['accuracy']:.3f}"
+    return f"{_count(b)}: confidence {b['confidence']:.3f}, accuracy {b['accuracy']:.3f}"
+
+
+def _count(group: dict[str, Any]) -> str:
+    """How many tokens, or documents, a mark stands for."""
+    return plural(group["tokens"], "token") if "tokens" in group else plural(group["documents"], "document")
 
 
 def _correctness(name: str, values: dict[str, Any]) -> tuple[str, str, str]:
@@ -113,13 +130,14 @@ def _correctness(name: str, values: dict[str, Any]) -> tuple[str, str, str]:
     points = [(g["mean"], g["accuracy"]) for g in groups]
     highest = ROOM * max(x for x, _ in points)
     chart = Chart(Axis(f"{name}, nats", 0, highest), Axis("accuracy", 0, 1))
-    told = [f"{plural(g['tokens'], 'token')}: mean {g['mean']:.3f}, accuracy {g['accuracy']:.3f}" for g in groups]
+    told = [f"{_count(g)}: mean {g['mean']:.3f}, accuracy {g['accuracy']:.3f}" for g in groups]
     marks = [chart.line(points), *(chart.point(*p, text) for p, text in zip(points, told, strict=True))]
     chance = values["auroc"]
+    what = "token" if "tokens" in groups[0] else "document"
     said = (
-        "All tokens are right, or all wrong."
+        f"All {what}s are right, or all wrong."
         if chance is None
-        else f"Of a right and a wrong token the right one has the higher number {chance:.1%} of the time."
+        else f"Of a right and a wrong {what} the right one has the higher number {chance:.1%} of the time."
     )
     return f"Accuracy by {name}", chart.svg(marks, f"accuracy by {name}"), said
 

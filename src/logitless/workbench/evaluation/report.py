@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from ...units import plural
 from ..scoring.summary import measured_rows, perplexity, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
@@ -116,8 +117,25 @@ def show(summary: dict[str, Any], console: Console) -> None:
     written = ("written", f"{summary['out']}: open page.html")
     if "tasks" in summary:
         console.print(_table_of_tasks(summary["tasks"]), highlight=False)
-        return show_rows(console, [*measured_rows(summary), written], [])
+        return show_rows(console, [*rows_of_tasks(summary), written], [])
     show_rows(console, [*table_rows(summary), *measured_rows(summary), written], summary["skipped_documents"])
+
+
+def rows_of_tasks(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a run of tasks took, and what its model did not see."""
+    rows = measured_rows(summary)
+    if cut := summary["cut_requests"]:
+        seen = f"longer than the {summary['longest']:,} tokens that the model sees, cut on their left"
+        rows.append(("cut", f"{cut:,} of {plural(summary['requests'], 'request')}: {seen}"))
+    return rows
+
+
+def metrics_of(found: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
+    """(name, value, standard error) of each metric of a task, the calibration error last."""
+    for name, x in found["metrics"].items():
+        yield name, x["value"], x["standard_error"]
+    if certainty := found["certainty"]:
+        yield "calibration error", certainty["expected_calibration_error"], None
 
 
 def metric_value(value: float) -> str:
@@ -131,7 +149,7 @@ def _table_of_tasks(tasks: dict[str, Any]) -> Table:
     for name in ("documents", "metric", "value", "standard error"):
         table.add_column(name, justify="left" if name == "metric" else "right")
     for task, found in tasks.items():
-        for metric, x in found["metrics"].items():
-            error = "" if x["standard_error"] is None else f"{x['standard_error']:.4f}"
-            table.add_row(task, f"{found['documents']:,}", metric, metric_value(x["value"]), error)
+        for metric, value, deviation in metrics_of(found):
+            error = "" if deviation is None else f"{deviation:.4f}"
+            table.add_row(task, f"{found['documents']:,}", metric, metric_value(value), error)
     return table

@@ -24,6 +24,7 @@ from ..scoring.run import device_of, explained, identities, joined
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
+from .answers import RECORDS, conclude_answers
 from .config import EvalConfig
 from .page import page_of_tasks, write_pages
 
@@ -34,7 +35,7 @@ MOST_ROWS = 1024  # of a batch, where that many fit
 
 
 def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, Any]:
-    """Evaluates config.tasks and returns the summary; writes summary.json and page.html.
+    """Evaluates config.tasks and returns the summary; writes records.jsonl, summary.json and page.html.
 
     Answers are kept as they come, so that the same call goes on where a killed one stopped. Under torchrun each rank
     has documents of its own. Raises LogitlessError for bad input and Interrupted. On the other ranks the summary is
@@ -55,7 +56,7 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     reset_peak(device)
     begin = time.perf_counter()
     with explained(config.place):
-        found = _evaluated(config, model, tokenizer, tasks, parts.folder / ANSWERS)
+        found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
@@ -113,9 +114,9 @@ def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer)
 
 
 def _evaluated(
-    config: EvalConfig, model: Any, tokenizer: TextTokenizer, tasks: list[Any], answers: Path
+    config: EvalConfig, model: Any, tokenizer: TextTokenizer, tasks: list[Any], folder: Path
 ) -> dict[str, Any]:
-    """Metrics of each task and group, and how many requests there were; nothing on all ranks but the first."""
+    """Metrics and curves of each task and group, and how many requests there were; on other ranks nothing."""
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -129,6 +130,7 @@ def _evaluated(
         max_length=config.context_length,
         memory_budget=config.memory_budget_bytes,
         over_ranks=True,
+        records=folder / RECORDS,
     )
     with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr):  # which is for the results
         found = simple_evaluate(
@@ -136,18 +138,23 @@ def _evaluated(
             tasks=tasks,
             num_fewshot=config.num_fewshot,
             limit=config.limit,
-            use_cache=str(answers),
+            use_cache=str(folder / ANSWERS),
             task_manager=TaskManager(include_defaults=False),
         )
     if found is None:
         return {}
     counts = {name: count["effective"] for name, count in found["n-samples"].items()}
+    known = conclude_answers(found, folder, config.folder, config.bins)
+    certainty = known.pop("certainty")
     results = {
-        name: {"documents": counts.get(name) or metrics.get("sample_len", 0), "metrics": _metrics(metrics)}
+        name: {
+            "documents": counts.get(name) or metrics.get("sample_len", 0),
+            "metrics": _metrics(metrics),
+            "certainty": certainty.get(name),
+        }
         for name, metrics in found["results"].items()
     }
-    requests = sum(len(sample["resps"]) for samples in found["samples"].values() for sample in samples)
-    return {"tasks": results, "requests": requests}
+    return {"tasks": results, **known, "longest": lm.max_length}
 
 
 def _metrics(metrics: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from ...errors import OptionError
 from ..common.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
 LEGACY = ("ste_legacy", "gumbel_legacy")
@@ -42,6 +43,9 @@ class GradeConfig(RunOptions):
     code, trained first on files of the standard library that no prompt comes from."""
     reward_label: int = 1
     """The classifier's label whose probability is the reward."""
+    token_reward: str | None = None
+    """In the place of a reward model, a rule: module:function, which gives a number for the text of one token. The
+    reward is its mean over a continuation's tokens."""
     data: str | None = None
     """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
     library."""
@@ -103,5 +107,7 @@ class GradeConfig(RunOptions):
         require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
         require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
         require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)
+        if self.token_reward is not None and self.reward_model is not None:
+            raise OptionError("--token-reward stands in the place of --reward-model: give one of them")
         require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
         return self

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...relax import Reader, Rollout, Sampling, generate
 from ...resident import peak_of
 from .config import GradeConfig
-from .models import SoftReward, reader_of
+from .models import Reward, reader_of
 
 PLAIN = "none"  # a rollout without gradient
 
@@ -35,7 +35,7 @@ class Task:
     config: GradeConfig
     model: Any
     frozen: Any  # the reference; None: the policy without its adapters
-    reward: SoftReward
+    reward: Reward
     vocab_size: int
     end: int
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, NotFiniteError
+from ...errors import ConfigError, NotFiniteError, OptionError
 from ...integrations.transformers.lm_head import causal_lm, forward_with
 from ...relax import Reader, SoftTokens
 from ...relax.tokens import rows_in
@@ -94,14 +96,55 @@ def table_of(model: Any, vocab_size: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class SoftReward:
-    """A frozen sequence classifier that reads soft tokens: the probability of its label `label`.
+class Reward:
+    """What reads soft tokens through rows of its own table, and gives each sequence a number."""
+
+    table: Tensor  # (V, E)
+
+    def __call__(self, soft: SoftTokens, alive: Tensor) -> Tensor:
+        """(B,) fp32 of soft tokens (B, T), up to the end of each. Raises NotFiniteError."""
+        return self.of_rows(rows_in(soft, self.table), alive)
+
+    def of_ids(self, ids: Tensor, alive: Tensor) -> Tensor:
+        """The same for plain tokens (B, T)."""
+        return self.of_rows(self.table[ids], alive)
+
+    def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
+        """The same for rows of the table, or mixtures of them (B, T, E)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenReward(Reward):
+    """A rule that gives a number for each vocabulary entry: its mean over a sequence's tokens.
+
+    Dense equivalent: `(weights @ table)[..., 0].mean(-1)`. The table has one column.
+    """
+
+    @classmethod
+    def of(cls, rule: Callable[[str], float], name: str, tokenizer: Any, vocab_size: int, device: Any) -> TokenReward:
+        """rule: of one entry's text, as the tokenizer decodes it alone. Raises OptionError for what is no number."""
+        values = [rule(tokenizer.decode([i])) for i in range(vocab_size)]
+        for i, value in enumerate(values):
+            if not (isinstance(value, Real) and math.isfinite(value)):
+                raise OptionError(
+                    f"--token-reward {name}: expected a finite number for every token, got {value!r} for "
+                    f"{tokenizer.decode([i])!r}"
+                )
+        return cls(torch.tensor(values, dtype=torch.float32, device=device)[:, None])
+
+    def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
+        return (rows[..., 0].float() * alive).sum(-1) / alive.sum(-1).clamp(min=1)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftReward(Reward):
+    """A frozen sequence classifier that reads soft tokens: the probability of its label `label`, in 0..1.
 
     Dense equivalent: `classifier(inputs_embeds=weights @ table).logits.softmax(-1)[:, label]`; of one label, sigmoid.
     """
 
     model: Any  # transformers' ...ForSequenceClassification, of the policy's vocabulary
-    table: Tensor  # (V, E)
     label: int
 
     @classmethod
@@ -110,18 +153,9 @@ class SoftReward:
         model.requires_grad_(False).eval()
         if not 0 <= label < model.config.num_labels:
             raise ConfigError(f"--reward-label {label}: the reward model has labels 0..{model.config.num_labels - 1}")
-        return cls(model, table_of(model, vocab_size), label)
-
-    def __call__(self, soft: SoftTokens, alive: Tensor) -> Tensor:
-        """(B,) fp32 in 0..1 of soft tokens (B, T), up to the end of each. Raises NotFiniteError."""
-        return self.of_rows(rows_in(soft, self.table), alive)
-
-    def of_ids(self, ids: Tensor, alive: Tensor) -> Tensor:
-        """The same for plain tokens (B, T)."""
-        return self.of_rows(self.table[ids], alive)
+        return cls(table_of(model, vocab_size), model, label)
 
     def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
-        """The same for embeddings (B, T, E)."""
         logits = self._logits(rows, alive.long()).float()
         value = logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)[:, self.label]
         if not bool(value.isfinite().all()):

@@ -18,6 +18,7 @@ from ...resident import reset_peak
 from ...units import format_bytes, plural
 from ...versions import versions
 from ..common.files import read_lines, write_json, write_lines, write_whole
+from ..common.functions import function_named
 from ..common.say import say
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
@@ -30,7 +31,7 @@ from .config import GradeConfig
 from .data import prompts_of, saved_classifier, texts_of, train_classifier
 from .method import Task
 from .methods import method_of
-from .models import SoftReward, shared_vocabulary
+from .models import Reward, SoftReward, TokenReward, shared_vocabulary
 from .steps import Run, evaluation, restore, steps
 
 SCHEMA = 1
@@ -68,14 +69,11 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)
-    reward = _reward_model(config.reward_model or str(place / REWARD))
-    theirs = tokenizer if config.reward_model is None else load_tokenizer(resolve(config.reward_model))
-    vocab_size = shared_vocabulary(model, reward, tokenizer.saved, theirs.saved)
+    reward, vocab_size = _reward(config, place, model, tokenizer)
     rows = read_lines(place / PROMPTS_FILE)
     prompts = {name: [row["ids"] for row in rows if row["split"] == name] for name in ("train", "validation", "test")}
     frozen = None if config.lora_rank else copy.deepcopy(model).requires_grad_(False)
-    soft = SoftReward.of(reward.to(device), vocab_size, config.reward_label)
-    method = method_of(Task(config, model, frozen, soft, vocab_size, tokenizer.eos_id))
+    method = method_of(Task(config, model, frozen, reward, vocab_size, tokenizer.eos_id))
     leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
     optimizer = torch.optim.AdamW(leaves, lr=config.rate, weight_decay=0.0)
     state = Run(config, place, method, tokenizer, prompts, optimizer, console)
@@ -88,7 +86,8 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
 def materials(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokenizer, console: Console) -> None:
     """prompts.jsonl, and reward/ where no reward model is named, unless they lie there already."""
     wants_prompts = not (place / PROMPTS_FILE).exists()
-    wants_reward = config.reward_model is None and not (place / REWARD).exists()
+    learns = config.reward_model is None and config.token_reward is None
+    wants_reward = learns and not (place / REWARD).exists()
     texts = texts_of(config.data) if wants_prompts or wants_reward else None
     if texts is not None and wants_reward:
         learned = texts.reward or texts_of(None).reward
@@ -100,6 +99,24 @@ def materials(config: GradeConfig, place: Path, model: Any, tokenizer: TextToken
     if texts is not None and wants_prompts:
         found = prompts_of(config, texts, tokenizer)
         write_lines(place / PROMPTS_FILE, [{"split": name, "ids": x} for name, rows in found.items() for x in rows])
+
+
+def named_reward(config: GradeConfig, place: Path) -> dict[str, str | None]:
+    """What rewards the run, for its summary."""
+    learned = None if config.token_reward else str(place / REWARD)
+    return {"reward_model": config.reward_model or learned, "token_reward": config.token_reward}
+
+
+def _reward(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokenizer) -> tuple[Reward, int]:
+    """(what rewards the run, how many vocabulary entries it shares with the policy)."""
+    if config.token_reward is not None:
+        vocab_size = shared_vocabulary(model, model, tokenizer.saved, tokenizer.saved)
+        rule = function_named("--token-reward", config.token_reward)
+        return TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device), vocab_size
+    reward = _reward_model(config.reward_model or str(place / REWARD))
+    theirs = tokenizer if config.reward_model is None else load_tokenizer(resolve(config.reward_model))
+    vocab_size = shared_vocabulary(model, reward, tokenizer.saved, theirs.saved)
+    return SoftReward.of(reward.to(model.device), vocab_size, config.reward_label), vocab_size
 
 
 def _reward_model(name: str) -> Any:
@@ -146,7 +163,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         "schema": SCHEMA,
         "method": config.method,
         "model": config.model,
-        "reward_model": config.reward_model or str(place / REWARD),
+        **named_reward(config, place),
         "data": config.data or "stdlib",
         "prompts": {name: len(rows) for name, rows in state.prompts.items()},
         "parameters": parameters,

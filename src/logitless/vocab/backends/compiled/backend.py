@@ -12,7 +12,7 @@ from ....algebra.online_softmax import Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Chunk, Partial, SliceMass, Tile
 from ..eager.backend import EagerBackend, Running, peaks
-from ..eager.formulas import SURE, Form, Moves, add_slice, logits_grad, without_maximum
+from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, without_maximum
 from . import kernels
 from .kernels import Tensors
 
@@ -131,7 +131,7 @@ class CompiledBackend(EagerBackend):
             return super().dz(chunk, tile, totals, c)
         tensors = {name: x for name, x in totals.items() if name in READ} | {"z": tile.z}
         tensors |= {f"c.{basis}": c[basis] for basis in c}
-        if tile.z_ref is not None and {"pD", "pM", "q"} & c.keys():
+        if tile.z_ref is not None and (RATIO | {"q"}) & c.keys():
             tensors["z_ref"] = tile.z_ref
         if chunk.policy.outer is not None:
             tensors["flat"] = chunk.policy.flatness(tile.z)

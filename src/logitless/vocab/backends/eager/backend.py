@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import EMPTY, MASK, Accumulation, Totals
-from ....algebra.stats import Coefficients, mixture_shares
+from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
+from ....algebra.stats import Coefficients, second_look
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
-from .formulas import SURE, Form, Moves, add_slice, logits_grad, without_maximum
+from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, without_maximum
 from .skip import logits_grad_of_some
 from .topk import TopK
 
@@ -146,6 +146,13 @@ def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
     return tile.z.amax(1), None if tile.z_ref is None else tile.z_ref.amax(1)
 
 
+def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
+    """The slice as it was accumulated, made once more."""
+    tile = chunk.logits(v, w)
+    chunk.mask(tile)
+    return tile
+
+
 class EagerBackend(Backend):
     """Plain torch operations, on any device.
 
@@ -165,18 +172,17 @@ class EagerBackend(Backend):
         topk = None if run.topk is None else run.topk.flush()
         return Partial(run.state, partial(normalised, run.products, run.state), run.zsum, topk)
 
-    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
-        jsd = torch.zeros_like(totals.m)
-        kl_mixture = jsd.clone()
-        for tile in chunk.materialised:
+    def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
+        sums = {name: torch.zeros_like(totals.m) for name in SECOND_LOOK if name in chunk.sums}
+        for i, v in enumerate(chunk.vocabulary()):
+            tile = chunk.materialised[i] if chunk.materialised else again(chunk, v, chunk.policy.operand(v))
             assert tile.z_ref is not None
             d = totals.log_ratio[:, None] - chunk.gap(tile).add_(totals.shift[:, None])
             p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
             q = exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
-            share, first = mixture_shares(p, q, d, chunk.jsd_beta, torch)
-            jsd += share.sum(1)
-            kl_mixture += first.sum(1)
-        return jsd, kl_mixture
+            for name, share in second_look(chunk.sums, p, q, d, chunk.jsd_beta, torch).items():
+                sums[name] += share.sum(1)
+        return sums
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         if not is_dense(chunk, coefficients):
@@ -196,8 +202,7 @@ class EagerBackend(Backend):
         """One slice's share of the gradients: of a tile that stayed, or recomputed."""
         w = chunk.policy.operand(v)
         if tile is None:
-            tile = chunk.logits(v, w)
-            chunk.mask(tile)
+            tile = again(chunk, v, w)
         dz = self.dz(chunk, tile, totals, coefficients)
         if grads.bias is not None:
             grads.bias[v] += dz.sum(0)
@@ -214,7 +219,7 @@ class EagerBackend(Backend):
             base = c.get("p", torch.zeros_like(totals.m))
             return tile.z.mul_((base * torch.exp((tile.m - totals.m) - totals.log_s))[:, None])
         flat = chunk.policy.flatness(tile.z) if chunk.policy.outer is not None else None
-        gap = chunk.gap(tile) if "pD" in c or "pM" in c else None
+        gap = chunk.gap(tile) if RATIO & c.keys() else None
 
         def room(name: str, like: Tensor) -> Tensor:
             return like if name in ("z", "z_ref") else chunk.scratch.take(name, like)

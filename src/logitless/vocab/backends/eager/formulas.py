@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, step_to, times
-from ....algebra.stats import Coefficients, mixture_logs
+from ....algebra.stats import Coefficients, mixture_logs, sides
 from ..base import SliceMass
 from ..logits import LOG2E, exp_
 
+RATIO = frozenset({"pD", "pM", "ahead", "behind"})  # bases that are made from log p - log q
 SURE = 1 / 64  # of the maximum's weight: below it, what the other weights add up to is summed without it
 
 
@@ -192,11 +193,14 @@ def logits_grad(
     zero = torch.zeros_like(totals.m)
     base = c.get("p", zero)
     terms: list[tuple[Tensor, Tensor]] = []  # what multiplies p, and its coefficient
-    if z_ref is not None and ("pD" in c or "pM" in c):
+    if z_ref is not None and RATIO & c.keys():
         gap = torch.sub(z_ref, z, out=room("gap", z)) if gap is None else gap
         gap.add_(totals.shift[:, None])  # D = log_ratio - gap
         if "pM" in c:
             terms.append((mixture_logs(totals.log_ratio[:, None] - gap, beta, torch)[0], c["pM"]))
+        if "ahead" in c:
+            first, second = sides(totals.log_ratio[:, None] - gap, torch)
+            terms += [(first, c["ahead"]), (second, c["behind"])]
         if "pD" in c:
             base = base + c["pD"] * totals.log_ratio
             terms.append((gap, -c["pD"]))

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ....algebra.costs import Slices, fused_slices_of
-from ....algebra.online_softmax import Accumulation, Totals
+from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
 from ...head.quantised import plain
@@ -293,26 +293,30 @@ class TritonBackend(Backend):
                     chunk.materialised.append(tile)
             return run.result()
 
-    def mixture_sums(self, chunk: Chunk, totals: Totals) -> tuple[Tensor, Tensor]:
+    def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         device = totals.m.device
         with on(device):
             heads, sizes = Heads(chunk), table_for(device)["look"]
             numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
-            out = torch.zeros(2, chunk.n_tokens, dtype=totals.m.dtype, device=device)
-            for tile in chunk.materialised:
+            out = torch.zeros(len(SECOND_LOOK), chunk.n_tokens, dtype=totals.m.dtype, device=device)
+            flags = {name.upper(): name in chunk.sums for name in SECOND_LOOK if name not in ("kl_mixture", "behind")}
+            stays = iter(chunk.materialised)
+            for v in chunk.vocabulary():
+                tile = next(stays) if chunk.materialised else slice_of(chunk, v, chunk.policy.operand(v), "")
                 differentiating.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
                     **of_slice(tile),
-                    labels=heads.tensors["labels"],
-                    n=chunk.n_tokens,
+                    **heads.tensors,
+                    **heads.flags,
+                    **flags,
                     totals=numbers,
                     out=out,
                     BETA=chunk.jsd_beta,
-                    LABEL=heads.flags["LABEL"],
+                    RAW=tile.raw,
                     ROWS=sizes["rows"],
                     BLOCK=sizes["block"],
                     **launch(sizes),
                 )
-        return out[0], out[1]
+        return {name: x for name, x in zip(SECOND_LOOK, out.unbind(0), strict=True) if name in chunk.sums}
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         if not is_dense(chunk, coefficients):

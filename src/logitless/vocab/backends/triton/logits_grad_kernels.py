@@ -1,5 +1,5 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""The kernels of the gradient: of a slice of logits, jsd's second look, scaling by a number.
+"""The kernels of the gradient: of a slice of logits, a second look at it, scaling by a number.
 
 As in `accumulate_kernels`, a program owns the rows that it writes. What they compute is the algebra of
 `algebra/stats.py`.
@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maths import MASK, finite, load_rows, logits, minus_e, mixture_logs, times, without_label
+from .maths import MASK, expm1, finite, load_rows, logits, minus_e, mixture_logs, sides, times, without_label
 
 # The rows of a kernel's totals and of its coefficients.
 TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
-COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one")
+COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one", "ahead", "behind")
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
@@ -25,6 +25,10 @@ def look_again(
     ref_stride,
     out,
     labels,
+    row_scales,
+    ref_row_scales,
+    bias,
+    ref_bias,
     totals,
     n,
     width,
@@ -32,15 +36,29 @@ def look_again(
     start,
     RAGGED: tl.constexpr,
     BETA: tl.constexpr,
+    RAW: tl.constexpr,
     LABEL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    REF: tl.constexpr,
+    REF_BIAS: tl.constexpr,
+    REF_CAP: tl.constexpr,
+    JSD: tl.constexpr,
+    ACCEPTANCE: tl.constexpr,
+    TOTAL_VARIATION: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add a slice's shares of jsd and of KL(p‖M) to `out`, (2, n); the slice holds final logits."""
+    """Add a slice's shares of what needs both log-sum-exps first to the rows of `out`, as SECOND_LOOK names them."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < n
     jsd = load_rows(out, 0, n, rows, live)
     first = load_rows(out, 1, n, rows, live)
+    overlap = load_rows(out, 2, n, rows, live)
+    distance = load_rows(out, 3, n, rows, live)
+    above = load_rows(out, 4, n, rows, live)
+    below = load_rows(out, 5, n, rows, live)
     label = tl.full((ROWS,), -1, tl.int64)
     if LABEL:
         label = tl.load(labels + rows, mask=live, other=-1)
@@ -52,17 +70,35 @@ def look_again(
         seen = room & ((start + columns)[None, :] != label[:, None])
         if RAGGED:
             seen = seen & (columns < width)[None, :]
+        if RAW:
+            ids, inside = start + columns, columns < width
+            x = finite(logits(x, row_scales, bias, n, rows, live, ids, inside, BIAS, CAP, RAW))
+            y = finite(logits(y, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW))
         x = tl.where(seen, x, MASK)
         y = tl.where(seen, y, MASK)
         p = tl.exp((x - load_rows(totals, 0, n, rows, live)[:, None]) - load_rows(totals, 1, n, rows, live)[:, None])
         q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
         gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
-        log_p, log_q = mixture_logs(load_rows(totals, 3, n, rows, live)[:, None] - gap, BETA)
-        share = tl.where(p > 0, p * log_p, 0.0)
-        first += tl.sum(share, 1)
-        jsd += tl.sum((1.0 - BETA) * share + tl.where(q > 0, BETA * q * log_q, 0.0), 1)
+        d = load_rows(totals, 3, n, rows, live)[:, None] - gap
+        if JSD:
+            log_p, log_q = mixture_logs(d, BETA)
+            share = tl.where(p > 0, p * log_p, 0.0)
+            first += tl.sum(share, 1)
+            jsd += tl.sum((1.0 - BETA) * share + tl.where(q > 0, BETA * q * log_q, 0.0), 1)
+        if ACCEPTANCE:
+            overlap += tl.sum(tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL), 1)
+        if TOTAL_VARIATION:
+            distance += tl.sum(tl.maximum(p, q) * expm1(-tl.abs(d)) * -0.5, 1)
+        if AHEAD:
+            ahead, behind = sides(d)
+            above += tl.sum(p * ahead, 1)
+            below += tl.sum(p * behind, 1)
     tl.store(out + rows, jsd, mask=live)
     tl.store(out + n + rows, first, mask=live)
+    tl.store(out + 2 * n + rows, overlap, mask=live)
+    tl.store(out + 3 * n + rows, distance, mask=live)
+    tl.store(out + 4 * n + rows, above, mask=live)
+    tl.store(out + 5 * n + rows, below, mask=live)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
@@ -96,6 +132,8 @@ def logits_grad_slice(
     PLOGP: tl.constexpr,
     PD: tl.constexpr,
     PM: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BEHIND: tl.constexpr,
     P2: tl.constexpr,
     Q: tl.constexpr,
     ONE: tl.constexpr,
@@ -137,7 +175,7 @@ def logits_grad_slice(
             z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
-        if PD or PM:
+        if PD or PM or AHEAD:
             gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), valid)
             d = load_rows(totals, 3, n, rows, live)[:, None] - gap
             if PD:
@@ -145,6 +183,10 @@ def logits_grad_slice(
             if PM:
                 log_share, _ = mixture_logs(d, BETA)
                 total += load_rows(coefficients, 3, n, rows, live)[:, None] * log_share
+            if AHEAD:
+                ahead, behind = sides(d)
+                total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
+                total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
         if PLOGP:
             total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
         if P2:

@@ -120,6 +120,19 @@ def keys_of(z, ids):
 
 
 @triton.jit
+def signed(x):
+    """1, 0 or -1."""
+    return tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
+
+
+@triton.jit
+def sides(d):
+    """Which of two probabilities is the larger: 1 and 0, 0 and 1, or a half each."""
+    half = 0.5 * signed(d)
+    return 0.5 + half, 0.5 - half
+
+
+@triton.jit
 def mixture_logs(d, beta):
     """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q."""
     a = expm1(-tl.abs(d))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....algebra.online_softmax import Accumulation, Totals, finish
 from ....algebra.stats import label_coefficient
 from .device import on
-from .maths import expm1, log1p, logaddexp
+from .maths import expm1, log1p, logaddexp, signed
 
 ROWS = 128  # tokens of a program
 
@@ -92,6 +92,7 @@ FORMS = {
     "ones_like": "tl.zeros_like({}) + 1.0",
     "isinf": "tl.abs({}) == float('inf')",
     "isnan": "{0} != {0}",
+    "sign": "signed({})",
 }
 
 
@@ -135,7 +136,7 @@ def _compiled(title: str, source: str) -> Any:
     file = f"<{__name__}.{title}.{abs(hash(source)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {
-        "tl": tl, "expm1": expm1, "log1p": log1p, "logaddexp": logaddexp, "__name__": __name__,
+        "tl": tl, "expm1": expm1, "log1p": log1p, "logaddexp": logaddexp, "signed": signed, "__name__": __name__,
     }  # fmt: skip
     exec(compile(source, file, "exec"), scope)
     names = scope[title].__code__.co_varnames[: scope[title].__code__.co_argcount]

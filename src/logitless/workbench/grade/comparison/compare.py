@@ -18,7 +18,7 @@ from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, sto
 from ...runs.trainer import METRICS_FILE
 from ...sources.model import align_tokens, build
 from ..config import LEGACY, METHODS_COMPARED, GradeConfig
-from ..single import PROMPTS_FILE, REWARD, SCHEMA, materials, policy_of, run_one
+from ..single import PROMPTS_FILE, SCHEMA, materials, named_reward, policy_of, run_one
 from .curves import curves, draw
 from .report import PAGE_FILE, PLOT_FILE, table, write_page
 
@@ -54,7 +54,7 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
     if (place / SUMMARY_FILE).exists():
         return
     say(console, f"{method}, seed {seed} ...")
-    reward = config.reward_model or str(whole / REWARD)
+    reward = named_reward(config, whole)["reward_model"]
     given = replace(config, method=method, seed=seed, seeds=1, reward_model=reward, json=None, config=None)
     if (place / RUN_FILE).exists():
         given = replace(stored(place, given), resume=place, output_dir=None)
@@ -89,7 +89,7 @@ def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], consol
         "schema": SCHEMA,
         "method": "all",
         "model": config.model,
-        "reward_model": config.reward_model or str(place / REWARD),
+        **named_reward(config, place),
         "data": config.data or "stdlib",
         "steps": config.max_steps,
         "seeds": config.seeds,

@@ -1,0 +1,34 @@
+"""What a draft's head lacks of its reference's vocabulary: one pass for the log-sum-exp of these entries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...algebra.costs import Price
+from ..call.call import Call, Inputs
+from ..call.lora import lora_b_of
+from .engine import values
+
+
+@torch.no_grad()
+def with_outside(call: Call) -> Call:
+    """The call with its reference's log-sum-exp over the entries that the head lacks, where it lacks some."""
+    i, outside = call.inputs, call.outside
+    if outside is None or i.ref_hidden is None:
+        return call
+    labels = None
+    if i.labels is not None:  # which say what is ignored
+        labels = torch.where(i.labels == call.options.ignore_index, call.options.ignore_index, 0)
+    inputs = Inputs(
+        hidden=i.ref_hidden,
+        bias=outside.bias,
+        lora_hidden=i.ref_lora_hidden,
+        lora_b=lora_b_of(outside),
+        labels=labels,
+        temperature=i.temperature,
+    )
+    options = replace(call.options, want=("logsumexp",), top_k=0, sparse=None)
+    found, _ = values(Call(options, outside, inputs).checked(), Price("values", 1), save=False)
+    return replace(call, inputs=i._replace(ref_outside=found["logsumexp"].to(call.compute)))

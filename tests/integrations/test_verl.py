@@ -1,0 +1,69 @@
+"""verl's engines and fine-tuning with our engine and with its own; `make test-verl` brings it."""
+
+import importlib
+import json
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # verl's own, of the engines that are not installed
+    pytest.importorskip("verl", reason="verl is not installed here: make test-verl", exc_type=ImportError)
+    from verl.workers.engine import FSDPEngineWithLMHead
+
+from logitless.errors import ConfigError
+from tests.support.integrations.launching import torchrun
+
+TOKENS, V = 40 + 90 + 3 + 130, 4000  # of the larger micro-batch
+
+
+def test_another_verl_is_an_error_that_names_versions(monkeypatch):
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, micro_batch: None)
+    with pytest.raises(ConfigError, match=r"verl 0\.9\.1: .*forward_step takes \(self, micro_batch\), expected"):
+        importlib.import_module("logitless.integrations.verl")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    place = tmp_path_factory.mktemp("verl")
+    torchrun("tests.support.integrations.verl_ranks", str(place), at=place, timeout=280)
+    return json.loads((place / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "padded", "lora", "distilled"])
+def test_numbers_are_verls_own(results, name):
+    """Log-probs, entropies and sums of squared probabilities at a temperature for each sample, the loss and the
+    gradient norm of a step, and the numbers after it."""
+    got, want = results[f"{name}, StreamedEngine"], results[f"{name}, FSDPEngineWithLMHead"]
+    assert got["class"] == "StreamedEngine"
+    assert got["numbers"].keys() == want["numbers"].keys()
+    assert len(got["numbers"]) >= (7 if name == "distilled" else 8)
+    for key, numbers in got["numbers"].items():
+        assert numbers == pytest.approx(want["numbers"][key], rel=5e-5, abs=1e-8), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "padded", "lora", "distilled"])
+def test_memory(results, name):
+    """No tensor of a step is as large as the logits, which verl holds."""
+    logits = TOKENS * V * 4
+    assert results[f"{name}, FSDPEngineWithLMHead"]["largest"] >= logits
+    assert results[f"{name}, StreamedEngine"]["largest"] < logits / 2
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_verls_own(results):
+    """The command of the example, with a validation: losses and gradient norms of three steps; no logits."""
+    got, want = results["streamed run"], results["dense run"]
+    assert got.pop("logits") == 0 < want.pop("logits")
+    assert [len(numbers) for numbers in got.values()] == [3, 3, 1]
+    for key, numbers in got.items():
+        assert numbers == pytest.approx(want[key], rel=1e-4), key
+
+
+@pytest.mark.slow
+def test_refusals(results):
+    assert "expected use_fused_kernels=False" in results["fused"]
+    assert "expected strategy fsdp or fsdp2" in results["megatron"]
+    assert "leave distillation_loss.use_chunked_topk out" in results["chunked"]

@@ -1,0 +1,163 @@
+"""A head over a draft vocabulary against a target over all of it: as a head whose other rows are impossible."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.errors import DtypeError, OptionError, ShapeError
+from logitless.vocab.head.low_rank import LowRank
+from logitless.vocab.reference import dense_token_stats
+from tests.support.vocab.comparing import (
+    Operands,
+    assert_near,
+    assert_near_in_norm,
+    cotangents_like,
+    gradients,
+    operands,
+)
+from tests.support.vocab.measuring import measure, not_interpreted
+
+WANT = ("logprob", "entropy", "kl", "jsd", "acceptance", "total_variation")
+V, DRAFT = 403, 61
+
+
+def drafted(dtype=torch.float64, **transform) -> tuple[Operands, torch.Tensor, dict]:
+    """Operands over a draft vocabulary, its ids, and the target's head and hidden states."""
+    ops = operands((2, 5), 6, DRAFT, dtype=dtype, **transform)
+    target = operands((2, 5), 8, V, dtype=dtype, **transform)
+    ops.labels[1, 2] = -100
+    return ops, torch.randperm(V)[:DRAFT], {"reference": (target.hidden.detach(), target.head)}
+
+
+def spread(ops: Operands, ids: torch.Tensor) -> tuple[ll.LMHead, torch.Tensor | None]:
+    """The head over all entries, those that the draft lacks at -inf, and the labels in that vocabulary."""
+    weight = ops.weight.new_zeros(V, ops.weight.shape[1]).index_copy(0, ids, ops.weight)
+    bias = ops.weight.new_zeros(DRAFT) if ops.bias is None else ops.bias
+    adapters = tuple(
+        LowRank(x.a, x.b.new_zeros(V, x.b.shape[1]).index_copy(0, ids, x.b), x.scaling) for x in ops.adapters
+    )
+    head = ll.LMHead(
+        weight, ops.weight.new_full((V,), -torch.inf).index_copy(0, ids, bias), adapters=adapters, **ops.transform
+    )
+    return head, None if ops.labels is None else torch.where(ops.labels < 0, ops.labels, ids[ops.labels.clamp_min(0)])
+
+
+def check(ops, ids, options, want=WANT, tolerance=1e-9, **ours_only):
+    exact = ops.to(torch.float64)
+    head, labels = spread(exact, ids)
+    expected = dense_token_stats(exact.hidden, head, labels, want=want, **options)
+    draft = replace(ops.head, token_ids=ids)
+    stats = ll.token_stats(ops.hidden, draft, ops.labels, want=want, **options, **ours_only)
+    got = {name: getattr(stats, name) for name in want}
+    for name, x in got.items():
+        assert_near(x.detach(), expected[name].detach(), tolerance, name)
+    up = cotangents_like(expected)
+    wanted = gradients(expected, exact.leaves, up)
+    for name, grad in gradients(got, ops.leaves, up).items():
+        assert_near_in_norm(grad, wanted[name], 2 * tolerance, f"d {name}", floor=tolerance / 10)
+
+
+@pytest.mark.parametrize("budget", [None, 20_000])
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("transform", [{}, {"scale": 0.5, "ranks": (2,)}, {"bias": False}], ids=str)
+def test_equals_a_head_whose_other_rows_are_impossible(transform, labels, budget, backend):
+    ops, ids, options = drafted(**transform)
+    if not labels:
+        ops.labels = None
+    options |= {"temperature": torch.rand(2, 5, dtype=torch.float64) + 0.5, "jsd_beta": 0.3}
+    check(ops, ids, options, WANT if labels else WANT[1:], memory_budget=budget, backend=backend)
+
+
+@pytest.mark.parametrize("want", [("kl",), ("acceptance",)], ids=str)
+def test_frozen_head_and_single_precision(want, backend):
+    ops, ids, options = drafted(torch.float32)
+    check(ops.training("hidden"), ids, options, want, tolerance=3e-5, backend=backend)
+
+
+def test_softcap():
+    """Of the target as of the draft: the oracle's -inf passes no softcap, so probabilities are compared."""
+    ops, ids, options = drafted(softcap=3.0)
+    target_hidden, target = options["reference"]
+    p = (3 * torch.tanh((ops.hidden @ ops.weight.T + ops.bias) / 3)).softmax(-1)
+    q = (3 * torch.tanh((target_hidden @ target.weight.T + target.bias) / 3)).softmax(-1)[..., ids]
+    stats = ll.token_stats(ops.hidden, replace(ops.head, token_ids=ids), want=("kl", "acceptance"), **options)
+    torch.testing.assert_close(stats.acceptance, torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(stats.kl, (p * (p / q).log()).sum(-1))
+
+
+def test_token_loss_gives_the_same_gradient(backend):
+    ops, ids, options = drafted()
+    head, want = replace(ops.head, token_ids=ids), ("acceptance", "kl")
+    loss_fn = lambda s: ll.losses.negative_log_acceptance(s.acceptance) + 0.1 * s.kl  # noqa: E731
+    found = []
+    for reduction in ("sum", "none"):
+        loss = ll.token_loss(
+            loss_fn, ops.hidden, head, ops.labels, want=want, reduction=reduction, backend=backend, **options
+        )
+        found.append(torch.autograd.grad(loss.sum(), list(ops.leaves.values())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_all_entries_in_another_order_are_the_whole_vocabulary():
+    _, _, options = drafted()
+    target_hidden, target = options["reference"]
+    ids = torch.randperm(V)
+    shuffled = ll.LMHead(target.weight[ids], target.bias[ids], token_ids=ids)
+    stats = ll.token_stats(target_hidden, shuffled, want=("kl", "reverse_kl", "acceptance"), **options)
+    assert stats.kl.abs().max() < 1e-12
+    torch.testing.assert_close(stats.acceptance, torch.ones(2, 5, dtype=torch.float64))
+
+
+def test_flop_are_counted_and_explained():
+    ops, ids, options = drafted(torch.float32)
+    head = replace(ops.head, token_ids=ids)
+
+    def step():
+        with torch.no_grad():
+            ll.token_stats(ops.hidden, head, want=("acceptance", "kl"), **options)
+
+    with torch.no_grad():
+        told = ll.explain(ops.hidden, head, want=("acceptance", "kl"), **options)
+    assert f"and 1 over the {V - DRAFT} entries that the draft lacks" in str(told)
+    n = 10
+    assert told.flop == 2 * n * (2 * DRAFT * 6 + (V - DRAFT) * 8)  # the draft's width stands for both
+    assert measure(step).flops == 2 * n * (DRAFT * 6 + V * 8)
+
+
+@not_interpreted
+def test_memory_keeps_to_slices(backend):
+    hidden, target_hidden = torch.randn(256, 16), torch.randn(256, 16)
+    target, ids = ll.LMHead(torch.randn(40_000, 16)), torch.randperm(40_000)[:8_000]
+    draft, budget = ll.LMHead(target.weight[ids].clone(), token_ids=ids), 2 << 20
+
+    def step():
+        with torch.no_grad():
+            ll.token_stats(
+                *(hidden, draft), want=("kl", "acceptance"), reference=(target_hidden, target), memory_budget=budget,
+                backend=backend,
+            )  # fmt: skip
+
+    ids_and_mask = 40_000 * 9 + 8_000 * 8
+    assert measure(step, memory=True).peak < budget + ids_and_mask + 256 * 4 * 60
+
+
+def test_refusals():
+    ops, ids, options = drafted()
+    head = replace(ops.head, token_ids=ids)
+    with pytest.raises(OptionError, match="reverse_kl is infinite"):
+        ll.token_stats(ops.hidden, head, want=("reverse_kl",), **options)
+    with pytest.raises(OptionError, match=r"token_ids must be in 0\.\.402, the reference's vocabulary, got 403"):
+        ll.token_stats(ops.hidden, replace(head, token_ids=torch.arange(V - DRAFT + 1, V + 1)), want=("kl",), **options)
+    twice = ids.clone()
+    twice[1] = twice[0]
+    with pytest.raises(OptionError, match="name every entry once, got 61 ids of 60 entries"):
+        ll.token_stats(ops.hidden, replace(head, token_ids=twice), want=("kl",), **options)
+    with pytest.raises(ShapeError, match=r"token_ids must have shape \(61,\)"):
+        replace(head, token_ids=ids[:4])
+    with pytest.raises(DtypeError, match="token_ids must be an int64 tensor"):
+        replace(head, token_ids=ids.float())
+    with pytest.raises(ShapeError, match="or token_ids on a draft's head"):
+        ll.token_stats(ops.hidden, ops.head, want=("kl",), **options)
