@@ -2,13 +2,16 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import ConfigError, DataError
+from logitless.resident import AllocationTracker
 from tests.support.workbench.micro import micro_directory, micro_model
 from tests.support.workbench.real import CACHE, real_model
 
@@ -103,6 +106,40 @@ def test_a_batch_of_auto_is_as_large_as_a_cpu_uses(micro):
     assert lm._detect_batch_size() == 8192 // 32
     assert lm._fitting(1) == 512
     assert lm._fitting(10**6) == 1
+
+
+class Limited(AllocationTracker):
+    """A machine with so many bytes for the tensors of a block."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.live > self.limit:
+            raise RuntimeError("CUDA out of memory.")
+        return out
+
+
+def test_auto_finds_larger_batches(micro, monkeypatch):
+    """In 16 MiB, where 64 tokens' logits take 1 MiB; what it finds does run, and twice that does not."""
+    vocab, limit = 4096, 2**24
+    model = micro_model(vocab_size=vocab).eval()
+    given = {"batch_size": "auto", "max_batch_size": 512, "tokenizer": AutoTokenizer.from_pretrained(micro)}
+    theirs, ours = (kind(pretrained=model, **given) for kind in (huggingface.HFLM, LogitlessLM))
+    ours.memory_budget = 2**18
+    monkeypatch.setattr(LogitlessLM, "device", SimpleNamespace(type="cuda", index=0))
+    with Limited(limit):
+        expected = theirs._detect_batch_size()
+        found = ours._detect_batch_size()
+    assert 1 <= expected < 8
+    assert found >= 8 * expected
+    rows = torch.randint(vocab, (2 * found, 65), generator=torch.Generator().manual_seed(0)).tolist()
+    requests = [(None, row[:-1], row[-1:]) for row in rows]
+    for size, fits in ((found, nullcontext()), (2 * found, pytest.raises(RuntimeError, match="out of memory"))):
+        with fits, Limited(limit):
+            ours._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=size)
 
 
 def test_what_is_longer_than_the_model_sees_is_warned_of(micro, caplog):

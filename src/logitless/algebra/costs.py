@@ -369,3 +369,14 @@ def traffic_of(
     each = 1 + (label and "above" in sums) + looks_twice(sums)
     gathered = AGREEMENT + n_tokens * (itemsize * floats + 8 * ints)
     return Traffic(1 + chunks * each + len(widths), gathered, n_tokens * sum(widths) * itemsize)
+
+
+def traffic_over_sets(
+    entries: int, n_tokens: int, *, chunks: int, heads: int, itemsize: int = 4, widths: tuple[int, ...] = ()
+) -> Traffic:
+    """The traffic of a call over sampling masks: each head's logits of all `entries`; the rest as in `traffic_of`.
+
+    heads: 2 with a reference.
+    """
+    gathered = AGREEMENT + heads * entries * itemsize
+    return Traffic(1 + chunks * heads + len(widths), gathered, n_tokens * sum(widths) * itemsize)

@@ -28,7 +28,7 @@ from ..units import parse_bytes
 from .lm_eval_records import KEPT, Records, generated
 from .transformers.continuations import Answer, Request, Tokens, Tree, continuation_scores
 from .transformers.generation import Recorder
-from .transformers.lm_head import output_head, replaced
+from .transformers.lm_head import causal_lm, output_head, replaced
 
 ON_A_CPU = 8192  # tokens of a pass where batch_size is auto: more is no faster there, and no error says what fits
 
@@ -265,14 +265,26 @@ class LogitlessLM(HFLM):
 
         @find_executable_batch_size(starting_batch_size=self.max_batch_size)
         def tried(batch_size: int) -> int:
-            requests = [([0] * length, [0])] * batch_size
-            with self._precision():
-                continuation_scores(
-                    self.model, requests, longest=length, batch_size=batch_size, memory_budget=self.memory_budget
-                )
+            for endings in ([[0]], [[0, 0], [1, 1]]):  # whole rows; and contexts that two answers go on from
+                contexts = self._unlike(max(1, batch_size // len(endings)), length)
+                pairs = [(context, ending) for context in contexts for ending in endings]
+                with self._precision():
+                    continuation_scores(
+                        self.model,
+                        pairs,
+                        longest=length + 1,
+                        batch_size=batch_size,
+                        share=bool(self.logits_cache),
+                        memory_budget=self.memory_budget,
+                    )
             return batch_size
 
         return tried()  # pyright: ignore[reportCallIssue]
+
+    def _unlike(self, rows: int, length: int) -> list[list[int]]:
+        """Rows of ids that are all different, as equal ones would be fed once: their numbers, digit by digit."""
+        base = causal_lm(self.model).config.get_text_config().vocab_size
+        return [[row // base**place % base for place in range(length)] for row in range(rows)]
 
     def _precision(self) -> Any:
         kind = self.mixed_precision_dtype

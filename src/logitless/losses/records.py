@@ -68,7 +68,7 @@ def decoupled_kl(
 ) -> Tensor:
     """KL(teacher‖student) taken apart at the teacher's K best entries, each part with a weight of its own.
 
-        m, n = log_weights.exp().sum(-1), logp.exp().sum(-1)  # what both give to the K entries
+        m, n = log_weights.exp().sum(-1), logp.exp().sum(-1)  # what each gives to the K
         mass = m * (m / n).log() + (1 - m) * ((1 - m) / (1 - n)).log()
         head = KL(teacher among the K ‖ student among the K)  # both renormalised
         tail = KL(teacher among all others ‖ student among all others)

@@ -7,6 +7,7 @@ kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
 """
 
 from ..vocab.face import Noise, gumbel
+from .expected import Expected, expected_embedding
 from .generate import Reader, Rollout, Sampling, generate
 from .kl import online_kl
 from .schedule import anneal
@@ -14,12 +15,14 @@ from .tokens import SoftTokens, soft_embedding
 from .topk import gumbel_topk
 
 __all__ = [
+    "Expected",
     "Noise",
     "Reader",
     "Rollout",
     "Sampling",
     "SoftTokens",
     "anneal",
+    "expected_embedding",
     "generate",
     "gumbel",
     "gumbel_topk",

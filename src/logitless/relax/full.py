@@ -187,10 +187,4 @@ class _Backward:
         dp = center[:, None].neg()
         for g, table in zip(ups, tables, strict=True):
             dp = dp + g @ table[v].to(g.dtype).T
-        dz = p.mul_(dp).div_(self.call.tau)
-        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        found = torch.autograd.grad(z, [leaves[i] for i in wanted], dz)
-        for i, g in zip(wanted, found, strict=True):
-            into = total[i]
-            assert into is not None
-            into[rows if i < terms.n else v] += g
+        terms.add_gradients(z, p.mul_(dp).div_(self.call.tau), leaves, total, rows, v)

@@ -91,6 +91,16 @@ class Terms:
             z = z * self.scale
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
+    def add_gradients(
+        self, z: Tensor, dz: Tensor, leaves: Sequence[Tensor], into: Sequence[Tensor | None], rows: slice, v: slice
+    ) -> None:
+        """Adds to the tensors' gradients what dL/dz gives, z being the logits of `leaves(rows, v, ...)`."""
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        for i, g in zip(wanted, torch.autograd.grad(z, [leaves[i] for i in wanted], dz), strict=True):
+            whole = into[i]
+            assert whole is not None
+            whole[rows if i < self.n else v] += g
+
     def leaves(self, rows: slice, v: slice, needed: Sequence[bool]) -> list[Tensor]:
         """The tensors of some tokens and entries, as leaves in the tokens' dtype."""
         parts = [x[rows if i < self.n else v] for i, x in enumerate(self.tensors)]

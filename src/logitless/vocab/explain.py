@@ -15,6 +15,7 @@ from ..algebra.costs import (
     gemm_flop,
     low_rank_flop,
     traffic_of,
+    traffic_over_sets,
     weight_gradient_bytes,
 )
 from ..algebra.stats import looks_twice, sums_of
@@ -27,7 +28,7 @@ from .call.validate import check_sparse, compilable, flatten
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import planned
-from .passes.kept import entries_at_a_time
+from .passes.kept import chunks_of, entries_at_a_time
 
 
 @dataclass(frozen=True)
@@ -148,15 +149,36 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
         head_bytes=weight.nbytes,
         gradient_bytes=_gradient_bytes(i, needs, itemsize),
         dense_bytes=dense_loss_bytes(i.hidden.shape[0], call.head.rows, i.hidden.itemsize),
+        traffic=None if call.shard is None else _traffic_over_sets(call, needs, mask),
         quantised=None if isinstance(weight, Tensor) else weight.format.name,
         entries=entries,
     )
 
 
+def _traffic_over_sets(call: Call, needs: Needs, mask: SamplingMask) -> Traffic:
+    """Of the tokens that count, whose entries alone travel."""
+    valid = call.valid_alone()
+    sets = mask if valid.index is None else mask[valid.index]
+    i = call.inputs
+    return traffic_over_sets(
+        sets.token_ids.shape[0],
+        i.hidden.shape[0],
+        chunks=len(chunks_of(sets.offsets.tolist(), entries_at_a_time(call))),
+        heads=1 + (i.ref_hidden is not None),
+        itemsize=call.compute.itemsize,
+        widths=_gradient_widths(i, needs),
+    )
+
+
+def _gradient_widths(i: Inputs, needs: Needs) -> tuple[int, ...]:
+    """Of the gradients per token that ranks add up: the hidden size where it needs one, and the adapters' rank."""
+    widths = (i.hidden.shape[1],) if needs.hidden else ()
+    return (*widths, i.lora_b.shape[1]) if needs.lora_hidden and i.lora_b is not None else widths
+
+
 def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
     i = call.inputs
     n = i.hidden.shape[0]
-    widths = (i.hidden.shape[1],) if needs.hidden else ()
     return traffic_of(
         call.options.want,
         n,
@@ -165,7 +187,7 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
         label=i.labels is not None,
         numbers=0 if i.candidates is None else i.candidates.shape[1],
         top_k=call.options.top_k,
-        widths=(*widths, i.lora_b.shape[1]) if needs.lora_hidden and i.lora_b is not None else widths,
+        widths=_gradient_widths(i, needs),
     )
 
 

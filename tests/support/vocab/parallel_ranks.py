@@ -1,6 +1,7 @@
 """What `test_parallel.py` runs on every rank: heads whose rows are split, beside the dense oracle of the whole head."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -183,7 +184,7 @@ def rounding(group: Any) -> None:
 
 
 def traffic(group: Any) -> None:
-    """`explain` says to the byte what travels; no rank ever holds its part of the (N, V) logits."""
+    """`explain` says to the byte what travels, over sets too; no rank ever holds its part of the (N, V) logits."""
     seen: dict[str, list[int]] = {"all_gather": [], "all_reduce": []}
     call = Ranks._call
 
@@ -194,13 +195,19 @@ def traffic(group: Any) -> None:
     size = dist.get_world_size(group)
     ops = operands(lead=(128,), v=2048, ranks=(2,), dtype=torch.float32, reference=True)
     one = Split(ops, group, (2048 // size,) * size)
-    for want in (("logprob",), ("logprob", "entropy", "rank", "sum_sq_prob"), ("kl", "reverse_kl", "jsd", "max_logit")):
-        more: dict[str, Any] = {"want": want, "top_k": 3, "memory_budget": 1 << 16}
+    labels = one.ops.labels.clone()
+    labels[::5] = -100
+    sets = [list({0, 7, 2047, int(i % 900), max(0, int(label))}) for i, label in enumerate(labels)]
+    beside = {"top_k": 3, "candidates": torch.zeros(128, 2, dtype=torch.int64)}
+    over = {"sampling_mask": SamplingMask.of(sets)}
+    wanted = (("logprob",), ("logprob", "entropy", "rank", "sum_sq_prob"), ("kl", "reverse_kl", "jsd", "max_logit"))
+    calls = ((one.ops.labels, 1 << 16, beside), (labels, 1 << 16, over), (labels, 1 << 10, over))
+    for want, (given, budget, others) in product(wanted, calls):
+        more: dict[str, Any] = {"want": want, "memory_budget": budget, **others}
         more["reference"] = one.reference if "kl" in want else None
-        more["candidates"] = torch.zeros(128, 2, dtype=torch.int64)
-        told = ll.explain(one.ops.hidden, one.head, one.ops.labels, **more).traffic
+        told = ll.explain(one.ops.hidden, one.head, given, **more).traffic
         with patch.object(Ranks, "_call", counted):
-            stats = ll.token_stats(one.ops.hidden, one.head, one.ops.labels, **more)
+            stats = ll.token_stats(one.ops.hidden, one.head, given, **more)
             torch.autograd.grad(sum(getattr(stats, name).float().sum() for name in want), one.ops.hidden)
         assert told is not None
         assert told.collectives == sum(map(len, seen.values()))

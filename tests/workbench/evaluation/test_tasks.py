@@ -17,6 +17,7 @@ from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
 from tests.support.forked import FORKED, begin
 from tests.support.integrations.launching import torchrun
+from tests.support.workbench.browser import CHROMIUM, CONTRAST, chromium
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: make test-lm-eval")
 
@@ -99,6 +100,22 @@ def test_the_page_has_plots_of_each_task(whole):
         assert f"docstrings_{task}: reliability of" in page
         assert f"docstrings_{task}: accuracy by entropy of" in page
     assert "longer than the 64 tokens that the model sees" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt install chromium)")
+def test_the_page_in_a_browser(whole, tmp_path):
+    """Silent, legible, as wide as the screen, and each plot has its marks."""
+    with chromium(tmp_path) as browser:
+        for scheme, width in (("light", 360), ("dark", 1200)):
+            browser.open(whole / "page.html", width=width, scheme=scheme)
+            assert (browser.complaints, browser.requests) == ([], [])
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert min(contrast for _, contrast in browser.evaluate(CONTRAST)) >= 4.5
+        marks = "[...document.querySelectorAll('svg')].map((s) => s.querySelectorAll('.bar, .point').length)"
+        counts = browser.evaluate(marks)
+    assert len(counts) == 6
+    assert min(counts) >= 2
 
 
 def test_a_killed_run_goes_on(micro, whole, tmp_path):

@@ -70,6 +70,18 @@ def entries_at_a_time(call: Call) -> int:
     return max(1, elements // max(call.inputs.hidden.shape[1], 1))
 
 
+def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int]]:
+    """(first, end) of the tokens of each chunk: as many as have `step` entries together, one at least."""
+    found, n, first = [], len(offsets) - 1, 0
+    while first < n:
+        end = first + 1
+        while end < n and offsets[end + 1] - offsets[first] <= step:
+            end += 1
+        found.append((first, end))
+        first = end
+    return found
+
+
 class KeptPass:
     """A call over a sampling mask: its valid tokens in chunks, with their entries."""
 
@@ -89,15 +101,11 @@ class KeptPass:
             self.labels_at = self.mask.places_of(call.rows(call.inputs.labels, slice(None)), call.index)
 
     def chunks(self) -> Iterator[tuple[slice, Chunk, Entries]]:
-        """(tokens, chunk, entries), as many tokens as have `step` entries together, one at least."""
+        """(tokens, chunk, entries) of each chunk."""
         offsets, tokens = self.mask.offsets.tolist(), self.mask.tokens
         # a label is one of the entries: the chunk need not compute its logit
         call = replace(self.call, inputs=self.call.inputs._replace(labels=None))
-        n, first = len(self.mask), 0
-        while first < n:
-            end = first + 1
-            while end < n and offsets[end + 1] - offsets[first] <= self.step:
-                end += 1
+        for first, end in chunks_of(offsets, self.step):
             rows, here = slice(first, end), slice(offsets[first], offsets[end])
             slices = Slices(end - first, 1, 0)
             entries = Entries(
@@ -109,7 +117,6 @@ class KeptPass:
                 self.step,
             )
             yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend), entries
-            first = end
 
     def logits(self, projection: Projection, entries: Entries) -> Tensor:  # (M,)
         """The logits of the entries, which ranks that share the head have a part of each."""

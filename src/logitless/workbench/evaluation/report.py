@@ -125,7 +125,7 @@ def rows_of_tasks(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What a run of tasks took, and what its model did not see."""
     rows = measured_rows(summary)
     if cut := summary["cut_requests"]:
-        seen = f"longer than the {summary['longest']:,} tokens that the model sees, cut on their left"
+        seen = f"longer than the {plural(summary['longest'], 'token')} that the model sees, cut on their left"
         rows.append(("cut", f"{cut:,} of {plural(summary['requests'], 'request')}: {seen}"))
     return rows
 

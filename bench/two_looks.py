@@ -1,0 +1,114 @@
+"""What looks twice, and the mean embedding, against dense torch and the formulas that speculators' losses have.
+
+python -m bench.two_looks [--tokens 1024 --vocab 65536 --hidden 512 --threads 1 --rounds 3 --out FILE]
+
+A draft's step: a loss against a target's hidden states, with gradients of the draft's hidden states and head. `stream`
+is token_loss; `dense` the same formula on whole logits, as speculators' eager losses are (these exist as kernels from
+whole logits too, which keep the logits; for CUDA alone, so not here). Each result is held against dense first. Methods
+in turn, CPU seconds, minima of rounds; the peak counts what a step allocates beside its inputs.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from bench.harness import environment
+from logitless.relax import expected_embedding
+from tests.support.allocations import peak_new_bytes
+
+
+class Draft:
+    """A draft and its target."""
+
+    def __init__(self, n, v, h):
+        torch.manual_seed(0)
+        self.hidden, self.weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h) * 2 / h**0.5
+        self.weight.requires_grad_()
+        noise = torch.randn(n, h)
+        self.reference = (self.hidden.detach() + 0.3 * noise, ll.LMHead(self.weight.detach().clone()))
+
+    def backward(self, loss):
+        return loss.detach(), *torch.autograd.grad(loss, [self.hidden, self.weight])
+
+    def stream(self, want, loss_fn):
+        head = ll.LMHead(self.weight)
+        return self.backward(ll.token_loss(loss_fn, self.hidden, head, want=want, reference=self.reference))
+
+    def dense(self, loss):
+        s = (self.hidden @ self.weight.T).log_softmax(-1)
+        t = (self.reference[0] @ self.reference[1].weight.T).log_softmax(-1)
+        return self.backward(loss(s, t).mean())
+
+    def mean_stream(self):
+        return self.backward(expected_embedding(self.hidden, ll.LMHead(self.weight)).embedding.square().sum())
+
+    def mean_dense(self):
+        return self.backward(((self.hidden @ self.weight.T).softmax(-1) @ self.weight).square().sum())
+
+
+def overlap(s, t):
+    return torch.minimum(s.exp(), t.exp()).sum(-1)
+
+
+def hybrid(s, t):
+    accepted = overlap(s, t)
+    weight = torch.exp(-3 * accepted.detach())
+    return weight * F.kl_div(s, t, reduction="none", log_target=True).sum(-1) + (1 - weight) * (1 - accepted)
+
+
+LOSSES = {
+    "negative log-acceptance": (
+        ("acceptance",), lambda s: ll.losses.negative_log_acceptance(s.acceptance), lambda s, t: -overlap(s, t).log(),
+    ),
+    "LK hybrid": (
+        ("reverse_kl", "total_variation"), lambda s: ll.losses.lk_hybrid(s.reverse_kl, s.total_variation), hybrid,
+    ),
+}  # fmt: skip
+
+
+def hold(name, ours, theirs):
+    """Raise SystemExit where a result is not dense torch's."""
+    for part, a, b in zip(("value", "dhidden", "dweight"), ours, theirs, strict=True):
+        if not (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-9:
+            raise SystemExit(f"{name}: {part} is not that of dense logits")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"tokens": 1024, "vocab": 65_536, "hidden": 512, "threads": 1, "rounds": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path)
+    o = parser.parse_args(arguments)
+    torch.set_num_threads(o.threads)
+    step = Draft(o.tokens, o.vocab, o.hidden)
+    methods = {"mean embedding": (step.mean_stream, step.mean_dense)}
+    for name, (want, loss_fn, dense) in LOSSES.items():
+        methods[name] = (
+            lambda want=want, loss_fn=loss_fn: step.stream(want, loss_fn),
+            lambda dense=dense: step.dense(dense),
+        )
+    rows = []
+    for name, pair in methods.items():
+        hold(name, *(method() for method in pair))
+        seconds = dict.fromkeys(("stream", "dense"), float("inf"))
+        for _ in range(o.rounds):
+            for kind, method in zip(seconds, pair, strict=True):
+                begin = time.process_time()
+                method()
+                seconds[kind] = min(seconds[kind], time.process_time() - begin)
+        for kind, method in zip(seconds, pair, strict=True):
+            rows.append({"what": name, "way": kind, "cpu_seconds": seconds[kind], "peak_bytes": peak_new_bytes(method)})
+            print(f"{name:26s} {kind:8s} {seconds[kind]:8.3f} s {rows[-1]['peak_bytes'] / 2**20:9.1f} MiB", flush=True)
+    sizes = {name: value for name, value in vars(o).items() if name != "out"}
+    if o.out:
+        lines = [environment(), {"kind": "two_looks", "sizes": sizes, "rows": rows}]
+        o.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
