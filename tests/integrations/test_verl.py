@@ -44,10 +44,18 @@ def test_numbers_are_verls_own(results, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "padded", "lora", "distilled"])
+def test_verls_own_precision(results):
+    """bf16 under autocast, as verl has it unless told otherwise: as near as its own logits are rounded."""
+    got, want = (results[f"bf16, {kind}"]["numbers"] for kind in ("StreamedEngine", "FSDPEngineWithLMHead"))
+    for key, off in {"loss": 0.01, "norm": 0.03, "log_probs": 0.1, "entropy": 0.1, "sum_pi_squared": 3e-4}.items():
+        assert got[key] == pytest.approx(want[key], abs=off), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "padded", "lora", "bf16", "distilled"])
 def test_memory(results, name):
     """No tensor of a step is as large as the logits, which verl holds."""
-    logits = TOKENS * V * 4
+    logits = TOKENS * V * (2 if name == "bf16" else 4)
     assert results[f"{name}, FSDPEngineWithLMHead"]["largest"] >= logits
     assert results[f"{name}, StreamedEngine"]["largest"] < logits / 2
 

@@ -103,7 +103,7 @@ def prepare(folder: Path) -> Path:
     return folder / "model"
 
 
-def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0, **more):
+def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0, precision=FP32, **more):
     """An engine of verl's, as its workers make one."""
     made = kind(
         model_config=HFModelConfig(
@@ -116,7 +116,7 @@ def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0,
         ),
         engine_config=FSDPEngineConfig(
             strategy=strategy,
-            mixed_precision=FP32,
+            mixed_precision=precision,
             use_torch_compile=False,
             pad_to_length=padded_to > 0,
             pad_to_length_bucket=padded_to or 1,
@@ -212,6 +212,7 @@ CASES = {
     "fsdp": ({"strategy": "fsdp"}, policy_loss, ASKED),
     "padded": ({"packed": False}, policy_loss, ASKED),
     "lora": (LORA, policy_loss, ASKED),
+    "bf16": ({"precision": None}, policy_loss, ASKED),
     "distilled": ({}, distilling, TEACHER),
 }
 
