@@ -83,10 +83,11 @@ def test_impossible_entries_and_ties():
 
 def test_no_token():
     ops = operands((0,), 5, 30)
-    found = expected_embedding(ops.hidden, ops.head)
+    found = expected_embedding(ops.hidden, ops.head, generator=torch.Generator())
     assert found.embedding.shape == (0, 5)
     found.embedding.sum().backward()
     assert found.token.shape == (0,)
+    assert expected_embedding(ops.hidden, ops.head).token is None
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -130,6 +130,7 @@ def denoising_step(
         noise=Noise.draw(tuple(current_canvas.shape), current_canvas.device),
         memory_budget=memory_budget,
     )
+    assert found.token is not None  # it was given noise
     accepted = accept(sampler, current_canvas, found.token, found.entropy)
     canvas, argmax, embedding = sampler.renoise_canvas(accepted, cur_step), found.argmax, found.embedding
     if diffusion_stopping_criteria is not None:

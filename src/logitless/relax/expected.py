@@ -26,13 +26,13 @@ class Expected:
 
     embedding: (..., D) in the table's dtype, Σ p·E, and entropy: (...) fp32, in nats, both differentiable.
     argmax, token: (...) int64, the most likely entry, the lowest of equal ones, and a sample, as `sample_tokens` draws
-    it.
+    it; None where no noise was asked for.
     """
 
     embedding: Tensor
     entropy: Tensor
     argmax: Tensor
-    token: Tensor
+    token: Tensor | None
 
 
 def expected_embedding(
@@ -57,7 +57,8 @@ def expected_embedding(
 
     What block-diffusion models feed back between denoising steps (self-conditioning, Chen et al., arXiv 2208.04202),
     and what training on soft tokens reads. embedding: any table with a row for each entry; None: the head's own weight,
-    to which a tied embedding then has both gradients. noise, generator: as `sample_tokens` takes them.
+    to which a tied embedding then has both gradients. noise, generator: as `sample_tokens` takes them; without either
+    nothing is drawn, which saves the noise's time.
     Differentiable with respect to hidden, weight, bias, adapters and embedding.
     Price: 2·N·(H + D)·V flop; backward that again, and 2·N·H·V for each of dhidden and dweight, 2·N·D·V for dembedding.
     Raises what `token_stats` raises, ConfigError for a quantised or sharded head, and NotFiniteError.
@@ -73,6 +74,7 @@ def expected_embedding(
         raise ConfigError("expected_embedding: expected a head of plain numbers, got a quantised one; dequantise it")
     check_table(table, head.rows, head.padded_rows, hidden.device)
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
+    draws = noise is not None or generator is not None
     some = Noise.of(tuple(lead), hidden.device, noise, generator)
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head)
     dtype = terms.xs[0].dtype
@@ -85,10 +87,12 @@ def expected_embedding(
         tiles=TILES,
         converted=sum(t.shape[1] for t in (*terms.tables, table) if t.dtype != dtype),
     )
-    call = _Call(terms.holding(()), head.rows, float(temperature), slices)
+    call = _Call(terms.holding(()), head.rows, float(temperature), draws, slices)
     flat = (x.reshape(n) for x in some)
     mean, entropy, argmax, token = _Expected.apply(call, *flat, table, *terms.tensors)  # type: ignore[misc]
-    return Expected(mean.view(*lead, table.shape[1]), entropy.view(lead), argmax.view(lead), token.view(lead))
+    return Expected(
+        mean.view(*lead, table.shape[1]), entropy.view(lead), argmax.view(lead), token.view(lead) if draws else None
+    )
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class _Call:
     form: Terms
     vocab_size: int
     temperature: float
+    draws: bool
     slices: Slices
 
     def chunks(self, n_tokens: int) -> Iterator[slice]:
@@ -151,8 +156,9 @@ def _accumulate(
         z = terms.holding(terms.leaves(rows, v, frozen)).logits().div_(call.temperature)
         peak, at = z.max(1)
         argmax = torch.where(peak > m, at + v.start, argmax)
-        best, at = noise.gumbel(v).add_(z).max(1)
-        token, noisy = torch.where(best > noisy, at + v.start, token), torch.maximum(noisy, best)
+        if call.draws:
+            best, at = noise.gumbel(v).add_(z).max(1)
+            token, noisy = torch.where(best > noisy, at + v.start, token), torch.maximum(noisy, best)
         new = torch.maximum(m, peak)
         grow, d = (m - new).exp_(), z.clamp_(min=LOWEST).sub_(new[:, None])
         w = d.exp()
