@@ -1,25 +1,28 @@
 """A policy-gradient step's price at the head: log-probs over sampling masks, over whole rows, and dense with a mask.
 
 python -m bench.sampling_masks [--tokens 1024 --vocab 131072 --hidden 1024 --threads 1 --rounds 3 --out FILE]
+python -m bench.sampling_masks --model smollm2 [--top-p 0.95 --top-k 0 --tokens 1024 ...]
 
 Sets have about the sizes that were measured elsewhere on 2.5M-token steps (a median of 2 entries, a mean of 8, a 99th
-percentile of 82, 46 % singletons); the result says which they had. Each method gives the chosen tokens' log-probs and
-the gradients of hidden states and weight; methods in turn, CPU seconds, minima of rounds. The peak counts what the
-step's operators allocate beside its inputs.
+percentile of 82, 46 % singletons); with a model they are its own, of the tokens of its answers, as the sampler's record
+writes them, with its hidden states and head. The result says which sizes they had. Each method gives the chosen tokens'
+log-probs and the gradients of hidden states and weight; methods in turn, CPU seconds, minima of rounds. The peak counts
+what the step's operators allocate beside its inputs.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 
 import logitless as ll
-from bench.harness import environment
+from bench.harness import environment, write_line
+from bench.real.text import read
 from logitless.sample import SamplingMask
 from tests.support.allocations import peak_new_bytes
 
+ANSWERS, KEEP = 16, 2048  # questions that a model answers, and entries that a record keeps
 QUANTILES = ((0.46, 1), (0.60, 2), (0.80, 5), (0.90, 12), (0.97, 40), (0.99, 82), (1.0, 300))
 
 
@@ -35,16 +38,33 @@ def sizes_of_sets(n):
 
 
 class Step:
-    """The tensors of a step: each token's label is the first of its set."""
+    """The tensors of a step: hidden states, the head's weight, each token's set and the token drawn from it."""
 
-    def __init__(self, n, v, h):
+    def __init__(self, hidden, weight, mask, labels):
+        self.hidden, self.weight = hidden.requires_grad_(), torch.nn.Parameter(weight)
+        self.mask, self.labels = mask, labels
+        self.old = torch.randn(len(labels))
+
+    @classmethod
+    def made(cls, n, v, h):
+        """Random; each label is the first of its set."""
         torch.manual_seed(0)
-        self.hidden = torch.randn(n, h, requires_grad=True)
-        self.weight = torch.nn.Parameter(torch.randn(v, h) / h**0.5)
+        hidden, weight = torch.randn(n, h), torch.randn(v, h) / h**0.5
         sets = [torch.randperm(v)[:k].tolist() for k in sizes_of_sets(n).tolist()]
-        self.mask = SamplingMask.of(sets)
-        self.labels = torch.tensor([each[0] for each in sets])
-        self.old = torch.randn(n)
+        return cls(hidden, weight, SamplingMask.of(sets), torch.tensor([each[0] for each in sets]))
+
+    @classmethod
+    def of(cls, model, n, rule):
+        """Of a model's own answers: the first `n` tokens whose sets are at most KEEP entries, as records hold them."""
+        reading = read(model, ANSWERS, 8 * n // ANSWERS, kinds=("own answers",))
+        seed = torch.Generator().manual_seed(0)
+        hidden = reading.hidden[: 5 * n // 4]  # some sets are larger than a record keeps
+        record = ll.sample_tokens(hidden, reading.head, **rule, keep=KEEP, generator=seed)
+        whole = (~record.cut).nonzero()[:n, 0]
+        if len(whole) < n:
+            raise SystemExit(f"expected {n} tokens, the model's answers have {len(whole)} with sets of at most {KEEP}")
+        mask = record[whole].sampling_mask()
+        return cls(hidden[whole], reading.head.weight.detach().clone(), mask, record.token[whole].long())
 
     def loss(self, logprob):
         return -torch.exp(logprob - self.old.to(logprob)).mean()
@@ -77,10 +97,14 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"tokens": 1024, "vocab": 131_072, "hidden": 1024, "threads": 1, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", help="such as smollm2: its own sets, hidden states and head")
+    parser.add_argument("--top-p", type=float, default=0.95, help="of the model's sets")
+    parser.add_argument("--top-k", type=int, default=0, help="of the model's sets; 0: all entries")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
     torch.set_num_threads(o.threads)
-    step = Step(o.tokens, o.vocab, o.hidden)
+    rule = {"top_p": o.top_p, "top_k": o.top_k}
+    step = Step.of(o.model, o.tokens, rule) if o.model else Step.made(o.tokens, o.vocab, o.hidden)
     methods = {
         "over the sets": step.kept,
         "whole rows, token_loss": step.full,
@@ -100,14 +124,17 @@ def main(arguments=None):
     counts = step.mask.counts.double()
     sets = {"mean": float(counts.mean()), "median": float(counts.median()), "p99": float(counts.quantile(0.99))}
     sets["singletons"] = float((counts == 1).double().mean())
+    print(", ".join(f"{name} {value:.3g}" for name, value in sets.items()), flush=True)
     rows = []
     for name, method in methods.items():
         rows.append({"method": name, "cpu_seconds": seconds[name], "peak_bytes": peak_new_bytes(method)})
         print(f"{name:26s} {seconds[name]:8.3f} s {rows[-1]['peak_bytes'] / 2**20:9.1f} MiB", flush=True)
-    sizes = {name: value for name, value in vars(o).items() if name != "out"}
+    v, h = step.weight.shape
+    sizes = {"tokens": o.tokens, "vocab": v, "hidden": h, "threads": o.threads, "rounds": o.rounds}
+    whose = {"model": o.model, **rule} if o.model else {}
     if o.out:
-        lines = [environment(), {"kind": "sampling_masks", "sizes": sizes, "sets": sets, "rows": rows}]
-        o.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for line in environment(), {"kind": "sampling_masks", "sizes": sizes, **whose, "sets": sets, "rows": rows}:
+            write_line(o.out, line)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from logitless.models.catalog import shape_of
 from logitless.models.pretrained import file_of_package
-from tests.support.workbench.real import CACHE, assert_prose_is_likelier, real_model, told
+from tests.support.workbench.real import CACHE, PROSE, assert_prose_is_likelier, real_model, told
 
 pytestmark = pytest.mark.timeout(900)  # the first test converts the model: half a minute, more on a busy machine
 
@@ -61,3 +61,24 @@ def test_it_learns_an_answer_from_conversations(capsys, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert tokenizer.decode(learned.astype(int)) == "You are Ada Nobody.<|im_end|>"
     assert tokenizer.chat_template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8"])
+def test_a_student_learns_from_its_record(capsys, tmp_path, stored):
+    """Stretched positions, taught what the model made of the text before; a student that is its teacher has no loss."""
+    (tmp_path / "text.jsonl").write_text((json.dumps({"text": PROSE}) + "\n") * 8)
+    text = ("--data", "text.jsonl", "--device", "cpu")
+    written = told(
+        *(capsys, "score", "--model", "smollm2", *text, "--store", "hidden", "--hidden-dtype", stored),
+        *("--out", "teacher.parquet"),
+    )
+    assert written["head_bytes"] == pytest.approx(4 * 49_152 * 576, rel=0.01)
+    size = ("--context-length", 24, "--batch-size", 2, "--lora-rank", 8, "--learning-rate", 2e-3, "--device", "cpu")
+    student = ("--model", "smollm2", "--teacher", "teacher.parquet", *size)
+    alike = told(capsys, "train", *student, "--max-steps", 1, "--output-dir", "alike")
+    assert alike["first_loss"] < (1e-3 if stored == "bfloat16" else 3e-2)
+    changed = ("--rope-scaling", "linear:2", "--max-steps", 6, "--output-dir", "changed")
+    learned = told(capsys, "train", *student, *changed)
+    assert learned["first_loss"] > 5 * alike["first_loss"]
+    assert learned["last_loss"] < 0.7 * learned["first_loss"]

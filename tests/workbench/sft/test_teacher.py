@@ -280,6 +280,16 @@ def test_the_text_of_the_record_may_be_named_and_another_not(scored, tmp_path):
         teacher_of(scored, "hidden", data=str(other))
 
 
+def test_a_head_that_is_not_there_ends_a_run_before_it_begins(scored, tmp_path):
+    shutil.copy(scored.root / "hidden.parquet", tmp_path / "t.parquet")
+    config = replace(scored.config, teacher=str(tmp_path / "t.parquet"), output_dir=tmp_path / "run")
+    with pytest.raises(
+        DataError, match=r"hidden.head.safetensors is not there: the head of"
+    ):
+        run(config, QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_vocabulary_is_refused_by_name(scored, tmp_path):
     config = replace(scored.config, teacher=str(scored.root / "hidden.parquet"))
     tokenizer = pretrained(str(scored.root / "student"))

@@ -56,10 +56,15 @@ class Teacher:
                 f"--distill-temperature {config.distill_temperature:g}: expected 1 for a record of best entries, whose "
                 "tail is known at no other: score with --store hidden"
             )
-        if config.teacher_ids is not None:
-            return cls(record, config, _read_entries(Path(config.teacher_ids), vocab_size, record.vocab_size))
-        _check_vocabulary(config, record, tokenizer, vocab_size)
-        return cls(record, config)
+        entries = None
+        if config.teacher_ids is None:
+            _check_vocabulary(config, record, tokenizer, vocab_size)
+        else:
+            entries = _read_entries(Path(config.teacher_ids), vocab_size, record.vocab_size)
+        found = cls(record, config, entries)
+        if record.kind == "hidden":
+            found.head  # noqa: B018 (read now: a head that is missing or another's ends a run before it begins)
+        return found
 
     @cached_property
     def head(self) -> LMHead:
@@ -157,8 +162,8 @@ class Teacher:
         def end(inner: Any, hidden: Tensor) -> Tensor:
             return through_head(inner, self.of_hidden, hidden, targets, *learned)
 
-        counted = (targets != IGNORED).sum() if items is None else items
-        return forward_with(model, text, end) / counted
+        counted = (targets != IGNORED).sum() if items is None else torch.as_tensor(items)
+        return forward_with(model, text, end) / counted.clamp_min(1)
 
     def of_hidden(self, head: LMHead, hidden: Tensor, targets: Tensor, *learned: Tensor) -> Tensor:
         """The summed loss of a student's hidden states (B, T, H).
