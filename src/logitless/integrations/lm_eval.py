@@ -132,7 +132,7 @@ class LogitlessLM(HFLM):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
 
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        pairs: list[Request] = [(context, continuation) for _, context, continuation in requests]
         return self._scores(pairs, "Running loglikelihood requests", disable_tqdm, answered, override_bs)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
