@@ -196,9 +196,10 @@ def test_records_of_scored_tokens(micro, tmp_path, task):
         assert record["confidence"] == pytest.approx(rows.max(-1).values.exp().tolist(), rel=1e-4)
 
 
-def test_records_of_generated_tokens(micro, tmp_path):
+@pytest.mark.parametrize("batch_size", [2, "auto"])
+def test_records_of_generated_tokens(micro, tmp_path, batch_size):
     """The texts are HFLM's own, and each token's numbers what the logits say of it."""
-    records, samples = recorded(micro, "docstrings_word", 5, tmp_path / "records.jsonl", batch_size=2)
+    records, samples = recorded(micro, "docstrings_word", 5, tmp_path / "records.jsonl", batch_size=batch_size)
     given = {"task_manager": TaskManager(include_defaults=False), "limit": 5, "bootstrap_iters": 0}
     place = str(TASKS / "docstrings_word.yaml")
     theirs = simple_evaluate(loaded(huggingface.HFLM, micro), tasks=[place], **given)["samples"]["docstrings_word"]
@@ -216,6 +217,26 @@ def test_records_of_generated_tokens(micro, tmp_path):
         assert record["logprob"] == pytest.approx(rows.max(-1).values.tolist(), rel=1e-4)
         assert record["entropy"] == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), rel=1e-4)
         assert [best[0] for best in record["top_ids"]] == record["ids"]
+
+
+def test_sampled_tokens_have_the_log_prob_that_they_were_drawn_with(micro, tmp_path):
+    """Texts of beams are HFLM's, and have no record."""
+    lm = loaded(LogitlessLM, micro, records=tmp_path / "records.jsonl")
+    given = {"request_type": "generate_until", "doc": {}, "idx": 0, "metadata": ("a task", 0, 2)}
+    sampled = {"do_sample": True, "temperature": 0.5, "top_k": 0, "max_gen_toks": 4, "until": ["zz"]}
+    beams = {"num_beams": 2, "max_gen_toks": 4, "until": ["zz"]}
+    requests = [Instance(arguments=("abc", how), **given) for how in (sampled, sampled, beams)]
+    texts = lm.generate_until(requests, disable_tqdm=True)
+    records = [record for _, record in read_records(tmp_path / "records.jsonl")]
+    assert [x["text"] for x in records] == texts[:2]
+    assert len(texts[2]) > 0
+    for record in records:
+        rows = dense_rows(micro, AutoTokenizer.from_pretrained(micro)("abc")["input_ids"] + record["ids"])
+        rows = rows[-len(record["ids"]) :]
+        own = torch.tensor(record["ids"])[:, None]
+        assert record["logprob"] == pytest.approx(rows.gather(-1, own)[:, 0].tolist(), rel=1e-4)
+        behaviour = (rows / 0.5).log_softmax(-1).gather(-1, own)[:, 0]
+        assert record["behaviour_logprob"] == pytest.approx(behaviour.tolist(), rel=1e-4, abs=1e-6)
 
 
 def test_a_record_that_was_half_written_is_passed_over(micro, tmp_path):

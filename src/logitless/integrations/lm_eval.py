@@ -132,7 +132,7 @@ class LogitlessLM(HFLM):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
 
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        pairs: list[Request] = [(context, continuation) for _, context, continuation in requests]
         return self._scores(pairs, "Running loglikelihood requests", disable_tqdm, answered, override_bs)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -213,13 +213,15 @@ class LogitlessLM(HFLM):
         new = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
         prompt = max(len(self.tok_encode(request.args[0])) for request in requests)
         self.generating = Generating.of(requests, min(prompt + new, self.max_length))
+        size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
         own = self.cache_hook
 
         def add_partial(kind: str, arguments: tuple[Any, ...], text: str) -> None:
             self._write_generated(hash_args(kind, arguments), text)
             own.add_partial(kind, arguments, text)
 
-        with replaced(self, "cache_hook", SimpleNamespace(add_partial=add_partial)):
+        hook = SimpleNamespace(add_partial=add_partial)
+        with replaced(self, "cache_hook", hook), replaced(self, "batch_size_per_gpu", size):
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def _write_generated(self, key: str, text: str) -> None:
@@ -253,7 +255,7 @@ class LogitlessLM(HFLM):
         return self.batch_sizes[schedule]
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        """What HFLM asks for before it generates: of rows as long as the model sees, on a CPU as the longest one."""
+        """Rows of a batch that is generated: as long as the model sees, on a CPU as the longest of them."""
         return self._fitting(self.generating.longest if self.device.type == "cpu" else self.max_length)
 
     def _fitting(self, length: int) -> int:

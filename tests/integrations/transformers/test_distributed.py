@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
+import logitless
 from tests.integrations.transformers.test_trainer import losses
 from tests.support import forked
 from tests.support.integrations.launching import torchrun
-from tests.support.integrations.trainer_ranks import trained
+from tests.support.integrations.trainer_ranks import evaluated, trained
 
 ROUNDING = 1e-6  # of float64 models, whose norms and rotary embeddings are float32
 WRAPPED = ("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2", "first fsdp")
@@ -37,7 +38,12 @@ def test_trainer_on_two_ranks(tmp_path):
     """Losses and parameters are those of one process with batches twice as large, and without us."""
     place = tmp_path / "results.pt"
     torchrun("tests.support.integrations.trainer_ranks", str(place))
-    for smoothing, (found, parameters) in torch.load(place).items():
+    for smoothing, (found, parameters, metrics, tokens) in torch.load(place).items():
         own = trained(str(tmp_path / "own"), 1, smoothing, ours=False)
         assert found == pytest.approx(losses(own), rel=1e-4)
         torch.testing.assert_close(parameters, own.model.state_dict(), rtol=1e-4, atol=1e-5)
+        logitless.install(own)
+        expected = own.evaluate()
+        names = ("eval_perplexity", "eval_accuracy", "eval_top_5_accuracy", "eval_entropy")
+        assert {name: metrics[name] for name in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
+        torch.testing.assert_close(tokens, evaluated(own), rtol=1e-3, atol=1e-4)

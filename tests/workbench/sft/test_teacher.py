@@ -283,9 +283,7 @@ def test_the_text_of_the_record_may_be_named_and_another_not(scored, tmp_path):
 def test_a_head_that_is_not_there_ends_a_run_before_it_begins(scored, tmp_path):
     shutil.copy(scored.root / "hidden.parquet", tmp_path / "t.parquet")
     config = replace(scored.config, teacher=str(tmp_path / "t.parquet"), output_dir=tmp_path / "run")
-    with pytest.raises(
-        DataError, match=r"hidden.head.safetensors is not there: the head of"
-    ):
+    with pytest.raises(DataError, match=r"hidden.head.safetensors is not there: the head of"):
         run(config, QUIET)
     assert not (tmp_path / "run").exists()
 

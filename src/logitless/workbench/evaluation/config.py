@@ -36,8 +36,8 @@ class EvalConfig(TextOptions):
     """Another model, with the same tokenizer, that each distribution is compared with: KL, reverse KL, JSD, agreement
     of the best entry, ratio of perplexities."""
     out: Path | None = None
-    """The folder to write: summary.json, page.html, tokens.parquet, documents.jsonl; of --tasks records.jsonl for these.
-    Default: NAME.eval for --data NAME, or of the tasks' names, in this directory."""
+    """The folder to write: summary.json, page.html, tokens.parquet, documents.jsonl; of --tasks the first two and
+    records.jsonl. Default: NAME.eval for --data NAME, or of the tasks' names, in this directory."""
     top_k: Annotated[tuple[int, ...], Option(check=_check_ranks)] = (5, 10)
     """Ranks up to which a token counts in a top-k accuracy."""
     bins: Annotated[int, Option(check=at_least(1))] = 15

@@ -67,8 +67,9 @@ def _charts_of_tasks(tasks: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Reliability and accuracy by entropy of each task whose answers are right or wrong."""
     for task, found in tasks.items():
         if certainty := found["certainty"]:
-            for title, *rest in (_reliability(certainty["bins"]), _correctness("entropy", certainty["entropy"])):
-                yield (f"{html.escape(task)}: {title.lower()} of {certainty['of']}", *rest)
+            charts = _reliability(certainty["bins"]), _correctness("entropy", certainty["entropy"])
+            for title, svg, said in charts:
+                yield f"{html.escape(task)}: {title.lower()} of {certainty['of']}", svg, said
 
 
 def write_pages(config: EvalConfig, summary: dict[str, Any], text: str) -> None:
