@@ -123,7 +123,8 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
     tiles += 2 * ("tail" in sums)
-    return tiles + 7 * looks_twice(sums)  # probabilities, their ratio, and what shares are made of
+    tiles += 7 * looks_twice(sums)  # probabilities, their ratio, and what shares are made of
+    return tiles + 6 * ("jsd" in sums and "ahead" in sums)  # both kinds of shares live at once
 
 
 def slices_of(
