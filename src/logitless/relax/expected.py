@@ -64,15 +64,7 @@ def expected_embedding(
     Raises what `token_stats` raises, ConfigError for a quantised or sharded head, and NotFiniteError.
     Memory: slices within the budget, two (N, D), and dweight and dembedding as these are; never (N, V).
     """
-    if isinstance(head, LMHead) and head.shard is not None:
-        raise ConfigError("expected_embedding: expected a whole head, got one that is sharded over ranks; gather it")
-    explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
-    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-        raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
-    table = head.weight_tensor if embedding is None else embedding
-    if table is None:
-        raise ConfigError("expected_embedding: expected a head of plain numbers, got a quantised one; dequantise it")
-    check_table(table, head.rows, head.padded_rows, hidden.device)
+    table = _checked(hidden, head, embedding, temperature, memory_budget)
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     draws = noise is not None or generator is not None
     some = Noise.of(tuple(lead), hidden.device, noise, generator)
@@ -93,6 +85,22 @@ def expected_embedding(
     return Expected(
         mean.view(*lead, table.shape[1]), entropy.view(lead), argmax.view(lead), token.view(lead) if draws else None
     )
+
+
+def _checked(
+    hidden: Tensor, head: LMHead, embedding: Tensor | None, temperature: float, memory_budget: int | None
+) -> Tensor:
+    """The table whose rows are mixed, after every argument was looked at."""
+    if isinstance(head, LMHead) and head.shard is not None:
+        raise ConfigError("expected_embedding: expected a whole head, got one that is sharded over ranks; gather it")
+    explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
+    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+        raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
+    table = head.weight_tensor if embedding is None else embedding
+    if table is None:
+        raise ConfigError("expected_embedding: expected a head of plain numbers, got a quantised one; dequantise it")
+    check_table(table, head.rows, head.padded_rows, hidden.device)
+    return table
 
 
 @dataclass(frozen=True)
