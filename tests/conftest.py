@@ -102,5 +102,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_searched_twice():
+    """What a file leaves behind, such as compiled functions and caches, stays to the end too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish():
     gc.unfreeze()  # so that Python ends as always
