@@ -60,7 +60,12 @@ def test_over_sampling_masks():
 
 def test_a_loss_sees_it_as_a_constant():
     ops = operands((9,))
-    loss = ll.token_loss(lambda s: -s.el2n * s.logprob, ops.hidden, ops.head, ops.labels, want=("logprob", "el2n"))
+
+    def loss_fn(stats):
+        assert (stats.logprob.requires_grad, stats.el2n.requires_grad) == (True, False)
+        return -stats.el2n * stats.logprob
+
+    loss = ll.token_loss(loss_fn, ops.hidden, ops.head, ops.labels, want=("logprob", "el2n"))
     exact = dense_token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "el2n"))
     expected = -(exact["el2n"].detach() * exact["logprob"]).mean()
     torch.testing.assert_close(loss, expected)
