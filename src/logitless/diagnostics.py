@@ -30,9 +30,9 @@ def gradient_share(
         share = reached.norm(dim=-1) / g.norm(dim=-1)
 
     g is that of the final logits, which the loss sees; a scale, softcap, temperature or adapter is part of the way back
-    from there. A head of orthonormal columns has a share of at most 1; in general it is at most the head's largest
-    singular value, by which shares of two heads compare. Below the norm, the statistic `el2n`, is summed apart from the
-    label, so that a sure token's share keeps its digits; NaN where the gradient is 0 or underflows, 0 where ignored.
+    from there. A head of orthonormal columns has a share of at most 1; in general it is at most the largest singular
+    value of ∂z/∂hidden, by which shares of two heads compare. The norm of g, the statistic `el2n`, is summed apart from
+    the label, so that a sure token's share keeps its digits; NaN where g is 0 or underflows, 0 where ignored.
     Returns fp32 (fp64 for fp64 inputs), without gradient. Price: 2 products. Raises what `token_stats` raises.
     Memory: slices within the budget, two (N, H).
     Godey and Artzi, "Lost in Backpropagation: The LM Head is a Gradient Bottleneck", arXiv 2603.10145.

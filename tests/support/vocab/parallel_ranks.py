@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
+from logitless.diagnostics import gradient_share
 from logitless.sample import SamplingMask
 from logitless.vocab.ranks.collectives import Ranks
 from logitless.vocab.reference import dense_token_stats
@@ -39,6 +40,8 @@ def every_statistic(group: Any) -> None:
         check(one, EVERYTHING, whole_reference=True)
     capped = split(group, UNEVEN, reference=True, softcap=4.0, ranks=(2,))
     check(capped, (*EVERYTHING, *FIXED), top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
+    whole = gradient_share(capped.ops.hidden, capped.ops.head, capped.ops.labels)
+    assert_near(gradient_share(capped.ops.hidden, capped.head, capped.ops.labels), whole, 1e-10, "gradient_share")
     check(capped, ("tail_logprob", "rank"), candidates=candidates, memory_budget=1)
     capped.ops.labels = None
     check(capped, TAIL, candidates=candidates)
