@@ -55,6 +55,7 @@ def plain(z: Tensor, labels: Tensor, z_ref: Tensor) -> dict[str, Tensor]:
         "mean_logit": z.mean(-1),
         "max_logit": z.amax(-1),
         "sum_sq_prob": (p * p).sum(-1),
+        "el2n": (p - F.one_hot(labels, z.shape[-1])).norm(dim=-1),
         "kl": (p * (logp - logq)).sum(-1),
         "reverse_kl": (q * (logq - logp)).sum(-1),
         "jsd": 0.5 * (p * (logp - log_m)).sum(-1) + 0.5 * (q * (logq - log_m)).sum(-1),

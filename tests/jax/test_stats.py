@@ -14,7 +14,7 @@ import logitless as ll  # noqa: E402
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_token_stats  # noqa: E402
 from tests.support.jax.comparing import array, compare, head_of, near  # noqa: E402
-from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, operands  # noqa: E402
+from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, TAIL, operands  # noqa: E402
 
 SMALL = 2000  # bytes: several chunks of tokens and several slices, both ragged
 
@@ -23,7 +23,7 @@ def test_everything_against_the_oracle():
     ops = operands((2, 5), v=23, reference=True, scale=0.7, softcap=4.0)
     ops.labels[0, 1] = ops.labels[1, 3] = -100
     options = {"top_k": 3, "candidates": torch.randint(23, (2, 5, 2)), "jsd_beta": 0.3}
-    want = (*EVERYTHING, *TAIL)
+    want = (*EVERYTHING, *FIXED, *TAIL)
     expected = dense_token_stats(ops.hidden, ops.head, ops.labels, want=want, reference=ops.reference, **options)
     with jax.enable_x64(True):
         compare(ops, expected, 1e-10, memory_budget=4 * SMALL, **options)

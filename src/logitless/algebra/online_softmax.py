@@ -143,6 +143,7 @@ class Totals:
     entropy: Array = None
     mean_logit: Array = None  # from the head's mean row, or summed over slices: not part of it
     sum_sq_prob: Array = None
+    el2n: Array = None  # the norm of p less one-hot at the label, where there is one
     rank: Array = None
     shift: Array = None  # d0
     log_ratio: Array = None  # L = logsumexp(z') + d0 - logsumexp(z): log p - log q = e + L
@@ -172,6 +173,7 @@ def total_names(sums: frozenset[str], label: bool) -> list[str]:
     """The fields that totals with these sums have."""
     names = ["m", "log_s"] + ["label_logit", "logprob"] * label
     names += ["label_ref"] * (label and "ref" in sums)
+    names += ["el2n"] * (label and "r" in sums)
     for name, given in (("entropy", "t"), ("mean_logit", "zsum"), ("sum_sq_prob", "r"), ("rank", "above")):
         names += [name] * (given in sums)
     if "ref" in sums:
@@ -185,8 +187,10 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
 
     Where no entry is possible, every logit being -inf, so are maximum and log-sum-exp; what takes probabilities is NaN.
     """
-    logprob = label_logit = label_ref = None
+    logprob = label_logit = label_ref = squares = None
     if label is not None:
+        if state.r is not None:  # of the others' probabilities, as shares of what they are in all
+            squares = state.r / ((1 + state.rest) * (1 + state.rest))
         label_logit, label_ref = label
         others = (state.m - label_logit) + xp.log1p(state.rest)  # of two logits, which may share a large part
         logprob = -xp.logaddexp(others, xp.zeros_like(others))
@@ -201,6 +205,8 @@ def finish(state: Accumulation, label: tuple[Array, Array | None] | None, xp: An
         out.entropy = xp.clip(out.log_s - state.t / s, 0, None)
     if state.r is not None:
         out.sum_sq_prob = state.r / (s * s)
+    if squares is not None:  # not by 1 - p, nor as a square: the score of a sure token would have no digits
+        out.el2n = -xp.expm1(out.logprob) * xp.sqrt(1 + squares)
     if state.above is not None:
         out.rank = state.above + 1
     if state.s_tail is not None:  # by logarithms of its own: what the candidates leave of 1 has no digits

@@ -90,6 +90,7 @@ STATISTICS: dict[str, Statistic] = {
         sums="r",
         bases="p p2",
     ),
+    "el2n": _row(lambda T, V: T.el2n, None, sums="r", needs_label=True),
     "kl": _row(
         lambda T, V: T.kl,
         lambda T, g, V, b, xp: {"pD": g, "p": -times(g, T.kl, xp)},
@@ -122,6 +123,11 @@ STATISTICS: dict[str, Statistic] = {
 def sums_of(want: Iterable[str]) -> frozenset[str]:
     """The running sums that the wanted statistics read."""
     return frozenset().union(*(STATISTICS[name].sums for name in want))
+
+
+def has_gradient(name: str) -> bool:
+    """Whether a floating output of the pass, of the statistics or beside them, has a gradient."""
+    return name not in STATISTICS or STATISTICS[name].coefficients is not None
 
 
 def looks_twice(sums: frozenset[str]) -> bool:

@@ -13,6 +13,7 @@ from .distill import (
     soft_targets,
     total_variation,
 )
+from .margin import arcface, cosface
 from .policy import (
     batch_loss,
     cispo,
@@ -56,9 +57,11 @@ from .supervised import dft, focal, label_smoothing, nll, z_loss
 __all__ = [
     "apo_down",
     "apo_zero",
+    "arcface",
     "batch_loss",
     "bco_pair",
     "cispo",
+    "cosface",
     "dapo",
     "decoupled_kl",
     "dft",

@@ -79,6 +79,14 @@ def _tail(rows: _Rows) -> Tensor:
     return rows.logp.scatter(-1, rows.candidates, -math.inf).logsumexp(-1)
 
 
+def _el2n(rows: _Rows) -> Tensor:
+    """Of p less one-hot at the label, which is log p's expm1 there."""
+    if rows.labels is None:
+        raise ValueError("this statistic needs labels")
+    at_label = torch.expm1(rows.at_label(rows.logp))
+    return rows.logp.exp().scatter(-1, rows.labels[:, None], at_label[:, None]).norm(dim=-1)
+
+
 def _mean_under(p: Tensor, x: Tensor) -> Tensor:
     """Σ p·x where 0·(±inf) is 0, in the gradient too."""
     return (p * x.masked_fill(p == 0, 0.0)).sum(-1)
@@ -105,6 +113,7 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "max_logit": lambda r: r.z.max(-1).values,
     "rank": lambda r: 1 + (r.z > r.at_label(r.z)[:, None]).sum(-1),
     "sum_sq_prob": lambda r: r.logp.exp().square().sum(-1),
+    "el2n": _el2n,
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
     "jsd": _jsd,

@@ -24,6 +24,7 @@ class TokenStats:
     max_logit: Tensor
     rank: Tensor
     sum_sq_prob: Tensor
+    el2n: Tensor
     kl: Tensor
     reverse_kl: Tensor
     jsd: Tensor

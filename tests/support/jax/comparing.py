@@ -37,7 +37,8 @@ def call(ops: Operands, want: tuple[str, ...], up: dict[str, Any], **options: An
             return {name: x for name, x in found.items() if name not in INTEGERS}, whole
 
         out, pull, whole = jax.vjp(floats, hidden, head, has_aux=True)
-        return out, whole, pull({name: up[name].astype(x.dtype) for name, x in out.items()})
+        # of what has no gradient any cotangent adds nothing
+        return out, whole, pull({name: up.get(name, jnp.ones_like(x)).astype(x.dtype) for name, x in out.items()})
 
     out, whole, (hidden, head) = both(array(ops.hidden), head_of(ops), {name: array(x) for name, x in up.items()})
     return out, whole, {"hidden": hidden, "weight": head.weight, "bias": head.bias}

@@ -26,6 +26,7 @@ PAIRED = ("kl", "reverse_kl", "jsd", "acceptance", "total_variation")
 TAIL = ("tail_logprob",)  # with candidates, and on some backends
 EVERYTHING = ALONE + PAIRED
 INTEGERS = ("rank", "top_k_ids")
+FIXED = ("el2n",)  # floating, without a gradient
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
@@ -169,7 +170,7 @@ def assert_near_in_norm(got: Tensor, expected: Tensor, tolerance: float, name: s
 
 
 def cotangents_like(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    floats = {name: x for name, x in results.items() if name not in INTEGERS}
+    floats = {name: x for name, x in results.items() if name not in INTEGERS + FIXED}
     return {name: torch.randn(x.shape, dtype=torch.float64) for name, x in floats.items()}
 
 

@@ -10,12 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
+from logitless.diagnostics import gradient_share
 from logitless.sample import SamplingMask
 from logitless.vocab.ranks.collectives import Ranks
 from logitless.vocab.reference import dense_token_stats
 from tests.support.allocations import largest_allocation
 from tests.support.vocab import parallel_errors, parallel_tokens
-from tests.support.vocab.comparing import ALONE, EVERYTHING, TAIL, assert_near, assert_near_in_norm, gradients, operands
+from tests.support.vocab.comparing import (
+    ALONE,
+    EVERYTHING,
+    FIXED,
+    TAIL,
+    assert_near,
+    assert_near_in_norm,
+    gradients,
+    operands,
+)
 from tests.support.vocab.parallel_split import EVEN, UNEVEN, Split, V, check, same_on_all, split
 from tests.support.vocab.quantised import stored_blocks
 from tests.support.vocab.sharding import Case, run
@@ -29,7 +39,9 @@ def every_statistic(group: Any) -> None:
         check(one, EVERYTHING, top_k=8, candidates=candidates, temperature=1.3, jsd_beta=0.3)
         check(one, EVERYTHING, whole_reference=True)
     capped = split(group, UNEVEN, reference=True, softcap=4.0, ranks=(2,))
-    check(capped, EVERYTHING, top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
+    check(capped, (*EVERYTHING, *FIXED), top_k=V, candidates=candidates, temperature=torch.rand(7) + 0.5)
+    whole = gradient_share(capped.ops.hidden, capped.ops.head, capped.ops.labels)
+    assert_near(gradient_share(capped.ops.hidden, capped.head, capped.ops.labels), whole, 1e-10, "gradient_share")
     check(capped, ("tail_logprob", "rank"), candidates=candidates, memory_budget=1)
     capped.ops.labels = None
     check(capped, TAIL, candidates=candidates)
@@ -83,7 +95,7 @@ def sampling_masks(group: Any) -> None:
         one = split(group, sizes, reference=True, ranks=(2, 1), scale=0.7)
         one.ops.labels = torch.tensor([V - 3, 21, 0, 22, -100, 0, 20])
         mask = SamplingMask.of(sets)
-        check(one, EVERYTHING, sampling_mask=mask, temperature=1.3, jsd_beta=0.3)
+        check(one, (*EVERYTHING, *FIXED), sampling_mask=mask, temperature=1.3, jsd_beta=0.3)
         check(one, EVERYTHING, sampling_mask=mask, whole_reference=True, memory_budget=1)
     capped = split(group, UNEVEN, softcap=4.0, bias=False)
     capped.ops.labels = None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import logitless as ll
 from logitless.errors import GradientError
-from tests.support.vocab.comparing import ALONE, EVERYTHING, PAIRED, all_at_once, compare, operands
+from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, PAIRED, all_at_once, compare, operands
 
 DTYPES = [torch.float64, torch.float32]
 BUDGETS = [None, 30_000, 200_000]  # bytes: whole rows, slices of some and of all tokens that do not divide V
@@ -15,7 +15,7 @@ BUDGETS = [None, 30_000, 200_000]  # bytes: whole rows, slices of some and of al
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", EVERYTHING + FIXED)
 def test_each_statistic(name, budget, dtype, backend):
     ops = operands((13,), 7, 1031, dtype=dtype, reference=name in PAIRED)
     compare(ops, (name,), memory_budget=budget, backend=backend)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, price_of
+from ...algebra.stats import has_gradient
 from ...errors import GradientError
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
@@ -75,7 +76,8 @@ class _Stats(torch.autograd.Function):
         ctx.saved_names, flat = saved.flat()
         ctx.save_for_backward(*tensors, *flat)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in out.values() if not x.is_floating_point()))
+        fixed = [x for name, x in out.items() if not (x.is_floating_point() and has_gradient(name))]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(out.values())
 
     @staticmethod

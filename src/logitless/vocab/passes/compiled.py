@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...algebra.costs import Price
 from ...algebra.online_softmax import total_names
-from ...algebra.stats import sums_of
+from ...algebra.stats import has_gradient, sums_of
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from ..call.options import CallOptions
 from ..head.lm_head import LMHead
@@ -28,7 +28,8 @@ from .loss import CrossEntropy, CrossEntropyOptions
 def stats(call: Call) -> dict[str, Tensor]:
     """`autograd.stats` as one operator in a compiled graph."""
     out = torch.ops.logitless.stats(*_packed(call.inputs), _key(call), Needs.of(call.inputs).flags)
-    return dict(zip(outputs(call), out, strict=False))
+    pairs = zip(outputs(call), out, strict=False)
+    return {name: x if has_gradient(name) else x.detach() for name, x in pairs}
 
 
 def cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:

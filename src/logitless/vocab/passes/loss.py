@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...algebra.stats import has_gradient
 from ...errors import DtypeError, GradientError, ShapeError
 from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
@@ -190,7 +191,7 @@ class _Caller:
         with torch.set_grad_enabled(self.differentiate):
             # copies: what the caller does in place reaches neither the gradient nor the inputs
             leaves = {
-                name: x.detach().clone().requires_grad_(self.needs.any and x.is_floating_point())
+                name: x.detach().clone().requires_grad_(self.needs.any and x.is_floating_point() and has_gradient(name))
                 for name, x in stats.items()
             }
             parts = []

@@ -81,6 +81,7 @@ def _literal(x: float) -> str:
 FORMS = {
     "exp": "tl.exp({})",
     "log": "tl.log({})",
+    "sqrt": "tl.sqrt({})",
     "log1p": "log1p({})",
     "expm1": "expm1({})",
     "logaddexp": "logaddexp({}, {})",

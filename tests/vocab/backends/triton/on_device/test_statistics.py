@@ -6,14 +6,14 @@ import torch
 
 from logitless.algebra.stats import STATISTICS
 from tests.support.plain import over
-from tests.support.vocab.comparing import ALONE, EVERYTHING, PAIRED, all_at_once, operands
+from tests.support.vocab.comparing import ALONE, EVERYTHING, FIXED, PAIRED, all_at_once, operands
 from tests.support.vocab.triton_calls import check
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 @over("dtype", DTYPES)
-@over("name", EVERYTHING)
+@over("name", EVERYTHING + FIXED)
 def test_each_statistic(name, dtype, device):
     ops = operands((13,), 7, 1031, dtype=dtype, reference=name in PAIRED)
     check(device, ops, (name,), memory_budget=100_000 if dtype == torch.float64 else 200_000)

@@ -1,0 +1,68 @@
+"""Margins at the label: its logit, a scaled cosine, is edited before the softmax. One number per token, (...).
+
+Both losses read the numbers of a head whose rows, like the hidden states, have norm 1:
+
+    head = ll.LMHead(F.normalize(weight, dim=-1), scale=scale)
+    ll.token_loss(lambda s: cosface(s.logprob, scale), F.normalize(hidden, dim=-1), head, labels)
+
+The others' logits stay as they are, so that what the pass knows of the label suffices to put another in its place.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+from ._numbers import log1mexp, same_shape
+
+
+def cosface(logprob: Tensor, scale: float = 64.0, margin: float = 0.35) -> Tensor:
+    """Cross-entropy with the cosine at the label less by `margin`.
+
+        cosine = F.normalize(hidden, dim=-1) @ F.normalize(weight, dim=-1).T
+        z = scale * (cosine - margin * F.one_hot(labels, len(weight)))
+        loss = F.cross_entropy(z, labels, reduction="none")
+
+    Reads `logprob`, of the logits scale · cosine. Raises OptionError for a scale or a margin that cannot be.
+    Wang et al., "CosFace: Large Margin Cosine Loss for Deep Face Recognition", arXiv:1801.09414.
+    """
+    _check(scale, margin, math.inf)
+    return _with_label_moved(logprob, -scale * margin)
+
+
+def arcface(logprob: Tensor, label_logit: Tensor, scale: float = 64.0, margin: float = 0.5) -> Tensor:
+    """Cross-entropy with the angle at the label more by `margin` radians.
+
+        cosine = F.normalize(hidden, dim=-1) @ F.normalize(weight, dim=-1).T
+        at_label = F.one_hot(labels, len(weight)).bool()
+        z = scale * torch.where(at_label, (cosine.acos() + margin).cos(), cosine)
+        loss = F.cross_entropy(z, labels, reduction="none")
+
+    Reads `logprob` and `label_logit`, of the logits scale · cosine. As in the paper, the edited logit rises again where
+    the angle is within `margin` of a half turn. The gradient of the angle's sine, infinite at an angle of 0, is left
+    out where the cosine is within rounding of 1 or -1. Raises ShapeError, and OptionError for a scale or a margin that
+    cannot be. Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", arXiv:1801.07698.
+    """
+    _check(scale, margin, math.pi)
+    same_shape(logprob, label_logit=label_logit)
+    cosine = label_logit / scale
+    sine = ((1 - cosine) * (1 + cosine)).clamp_min(torch.finfo(cosine.dtype).eps).sqrt()
+    # cos(θ + m) - cos θ, of which the first part is cos θ · (cos m - 1)
+    moved = -2 * math.sin(margin / 2) ** 2 * cosine - math.sin(margin) * sine
+    return _with_label_moved(logprob, scale * moved)
+
+
+def _with_label_moved(logprob: Tensor, by: Tensor | float) -> Tensor:
+    """The label's negative log-likelihood after its own logit alone is changed: right where it has all but no loss."""
+    others = log1mexp(logprob) - logprob  # their log-sum-exp, less the label's logit
+    gap = others - by
+    return torch.logaddexp(gap, torch.zeros_like(gap))
+
+
+def _check(scale: float, margin: float, most: float) -> None:
+    if not 0.0 < scale < math.inf:
+        raise OptionError(f"scale must be positive, the one of the head, got {scale}")
+    if not 0.0 <= margin <= most or math.isinf(margin):
+        limit = "at least 0" if math.isinf(most) else "an angle in [0, pi]"
+        raise OptionError(f"margin must be {limit}, got {margin}")

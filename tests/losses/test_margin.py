@@ -1,0 +1,137 @@
+"""ArcFace and CosFace against dense float64, alone and through the pass over normalised rows."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless import losses
+from logitless.errors import OptionError, ShapeError
+from tests.support.losses.comparing import assert_same
+from tests.support.vocab.comparing import assert_near_in_norm
+from tests.support.vocab.measuring import measure
+
+SCALE = 16.0
+KINDS = ("arcface", "cosface")
+
+
+def cosines(hidden, weight):
+    return F.normalize(hidden, dim=-1) @ F.normalize(weight, dim=-1).T
+
+
+def dense(kind, hidden, weight, labels, margin, scale=SCALE):
+    """As the papers have it: the cosine at the label replaced in whole logits."""
+    cosine = cosines(hidden, weight)
+    edited = (cosine.acos() + margin).cos() if kind == "arcface" else cosine - margin
+    z = scale * torch.where(F.one_hot(labels, len(weight)).bool(), edited, cosine)
+    return F.cross_entropy(z, labels, reduction="none")
+
+
+def of_stats(kind, stats, margin, scale=SCALE):
+    if kind == "arcface":
+        return losses.arcface(stats.logprob, stats.label_logit, scale, margin)
+    return losses.cosface(stats.logprob, scale, margin)
+
+
+def streamed(kind, hidden, weight, labels, margin, reduction="none", **options):
+    head = ll.LMHead(F.normalize(weight, dim=-1), scale=SCALE)
+    return ll.token_loss(
+        lambda stats: of_stats(kind, stats, margin),
+        F.normalize(hidden, dim=-1),
+        head,
+        labels,
+        want=("logprob", "label_logit"),
+        reduction=reduction,
+        **options,
+    )
+
+
+def operands(n=12, h=7, v=23):
+    hidden, weight = (torch.randn(m, h, dtype=torch.float64, requires_grad=True) for m in (n, v))
+    return hidden, weight, torch.randint(v, (n,))
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.2, 0.5, 1.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_dense_in_value_and_gradient(kind, margin):
+    hidden, weight, labels = operands()
+    assert_same(
+        lambda h, w: streamed(kind, h, w, labels, margin),
+        lambda h, w: dense(kind, h, w, labels, margin),
+        hidden,
+        weight,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mean_over_tokens_that_count(kind, backend):
+    hidden, weight, labels = operands()
+    labels[3] = -100
+    keep = labels >= 0
+    expected = dense(kind, hidden[keep], weight, labels[keep], 0.4).mean()
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    got = streamed(kind, hidden, weight, labels, 0.4, "mean", backend=backend)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=0)
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
+        assert_near_in_norm(a, b, 1e-10)
+
+
+@pytest.mark.parametrize("lead", [2.0, 12.0, 30.0, 60.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sure_token_keeps_its_digits(kind, lead):
+    # the label's cosine is 0.5 and all others', 49, are one number: 1 - p has no digits in fp32 from a lead of 17 on
+    scale, margin, others = 64.0, 0.25, 49
+    logit = torch.tensor(scale * 0.5, dtype=torch.float64, requires_grad=True)
+    rest = logit.detach() - lead + math.log(others)  # their log-sum-exp
+    by = scale * ((math.cos(math.acos(0.5) + margin) - 0.5) if kind == "arcface" else -margin)
+    steep = math.sin(math.acos(0.5) + margin) / math.sin(math.acos(0.5)) if kind == "arcface" else 1.0
+    expected = F.softplus(rest - logit - by).detach()
+    slope = -steep * torch.sigmoid(rest - logit - by).detach()
+
+    def ours(z):
+        z = z.float()
+        logprob = -torch.logaddexp(rest.float() - z, torch.zeros_like(z))
+        if kind == "arcface":
+            return losses.arcface(logprob, z, scale, margin)
+        return losses.cosface(logprob, scale, margin)
+
+    got = ours(logit)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(got, logit)[0], slope, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_angle_of_nothing_has_finite_gradients(sign):
+    logprob = torch.tensor([-1.0, 0.0], requires_grad=True)
+    logit = torch.full((2,), sign * 64.0001, requires_grad=True)  # rounding passes 1
+    loss = losses.arcface(logprob, logit)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert logprob.grad.isfinite().all()
+    assert logit.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_as_large_as_the_logits(kind):
+    n, h, v = 512, 16, 4096
+    hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
+    labels = torch.randint(v, (n,))
+
+    def step():
+        streamed(kind, hidden, weight, labels, 0.3, "mean", memory_budget=1 << 18).backward()
+
+    assert measure(step, memory=True).peak < n * v  # a quarter of the logits' bytes
+
+
+def test_bad_options_are_named():
+    x = torch.zeros(3)
+    with pytest.raises(OptionError, match="scale must be positive"):
+        losses.cosface(x, scale=0.0)
+    with pytest.raises(OptionError, match="margin must be at least 0"):
+        losses.cosface(x, margin=-0.1)
+    with pytest.raises(OptionError, match="angle"):
+        losses.arcface(x, x, margin=4.0)
+    with pytest.raises(ShapeError, match="label_logit"):
+        losses.arcface(x, torch.zeros(3, 3))
