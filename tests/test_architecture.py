@@ -20,7 +20,7 @@ LAYERS = (
     {"units"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
-    {"relax", "sample", "retrieval", "models"},
+    {"relax", "sample", "retrieval", "multi_token", "models"},
     {"integrations"},
     {"workbench"},
     {"memory"},
