@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import logitless as ll
 from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
 from logitless.multi_token import multi_token_cross_entropy
+from tests.support.allocations import trace_allocations
 from tests.support.vocab.measuring import measure
 
 K, B, T, H, V = 3, 2, 9, 8, 29
@@ -30,7 +31,7 @@ def make_batch() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def dense_logits(hidden: torch.Tensor, head: ll.LMHead) -> torch.Tensor:
-    z = head.scale * F.linear(hidden, head.weight, head.bias)[..., : head.rows]
+    z = head.scale * F.linear(hidden, head.weight_tensor, head.bias)[..., : head.rows]
     return head.softcap * torch.tanh(z / head.softcap) if head.softcap else z
 
 
@@ -43,7 +44,7 @@ def dense(hiddens, heads, labels, weights=WEIGHTS, first=1) -> tuple[torch.Tenso
 
 
 def gradients(loss: torch.Tensor, hiddens, heads) -> list[torch.Tensor]:
-    leaves = {id(x): x for x in (*hiddens, *(head.weight for head in heads))}
+    leaves = {id(x): x for x in (*hiddens, *(head.weight_tensor for head in heads))}
     return list(torch.autograd.grad(0.7 * loss, list(leaves.values())))
 
 
@@ -128,13 +129,40 @@ def test_a_shared_head_pays_three_products_of_the_labelled_tokens_and_one_gradie
 
     def step():
         multi_token_cross_entropy(hiddens, head, labels, memory_budget=100_000).loss.backward()
-        hiddens.grad = head.weight.grad = None
+        hiddens.grad = head.weight_tensor.grad = None
 
     tokens = sum(n - 1 - k for k in range(K))
     seen = measure(step, memory=True)
     assert seen.flops == pytest.approx(3 * 2 * tokens * h * v, rel=0.02)
     assert seen.largest <= v * h * 4  # the head's gradient; one depth's logits are 8 times that
     assert seen.peak <= 2 * v * h * 4 + 8 * K * n * h * 4 + 2 * 100_000
+    kept = trace_allocations(lambda: multi_token_cross_entropy(hiddens, head, labels)).kept
+    assert kept <= v * h * 4 + 2 * K * n * h * 4  # for backward: one gradient of the head, not one a depth
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
+def test_under_torch_compile():
+    hiddens, labels = make_batch()
+    head = make_head()
+
+    def step(hiddens, labels):
+        loss, each = multi_token_cross_entropy(hiddens, head, labels, weights=WEIGHTS)
+        return 2 * loss, each
+
+    expected, found = step(hiddens, labels), torch.compile(step, backend="eager")(hiddens, labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found[0], hiddens, [head]), gradients(expected[0], hiddens, [head]))
+
+
+def test_half_precision_operands_give_fp32_losses():
+    hiddens, labels = make_batch()
+    head = ll.LMHead(torch.randn(V, H, dtype=torch.bfloat16))
+    rounded = [hidden.detach().bfloat16() for hidden in hiddens]
+    found = multi_token_cross_entropy(rounded, head, labels)
+    exact = ll.LMHead(head.weight_tensor.double())
+    expected, means = dense([x.double() for x in rounded], [exact] * K, labels, weights=(1.0, 1.0, 1.0))
+    assert found.loss.dtype == found.each.dtype == torch.float32
+    torch.testing.assert_close((found.loss, found.each), (expected.float(), means.float()))
 
 
 def test_what_does_not_fit_is_one_clear_line():

@@ -28,6 +28,7 @@ class MultiTokenLoss(NamedTuple):
     each: Tensor  # (K,), the mean loss of each depth, without gradient
 
 
+@torch.compiler.disable(reason="logitless: multi_token_cross_entropy breaks the graph, leave out fullgraph=True")
 def multi_token_cross_entropy(
     hiddens: Tensor | Sequence[Tensor],  # (K, ..., T, H), or K of (..., T, H)
     head: LMHead | Sequence[LMHead],

@@ -1,5 +1,7 @@
 """transformers' multi-token prediction modules: its own drafts with them, and their loss from whole logits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from logitless.integrations.transformers.multi_token import mtp_hidden_states
 from logitless.multi_token import multi_token_cross_entropy
 
 V, DEPTHS = 97, 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,8 +31,15 @@ SIZES = {
     "num_nextn_predict_layers": DEPTHS,
     "initializer_range": 0.3,
 }
-RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-CONFIGS = {"deepseek-v3": DeepseekV3Config(**SIZES, **RANKS), "glm4-moe": Glm4MoeConfig(**SIZES, head_dim=16)}
+RANKS: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+WIDTH: dict[str, Any] = {"head_dim": 16}
+CONFIGS = {"deepseek-v3": DeepseekV3Config(**SIZES, **RANKS), "glm4-moe": Glm4MoeConfig(**SIZES, **WIDTH)}
 
 
 def make(name: str):
@@ -67,7 +76,7 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(name):
         return [hidden, *mtp_hidden_states(mtp, hidden, ids)]
 
     loss = multi_token_cross_entropy(all_hiddens(), ll.LMHead.of(model), ids, weights=weights).loss
-    expected = sum(
+    expected = torch.zeros(()).double() + sum(
         weight * F.cross_entropy(model.lm_head(hidden)[:, : -1 - k].flatten(0, 1), ids[:, 1 + k :].flatten())
         for k, (weight, hidden) in enumerate(zip(weights, all_hiddens(), strict=True))
     )
