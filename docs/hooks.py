@@ -23,6 +23,7 @@ MODULES = (
     "retrieval",
     "sample",
     "memory",
+    "multi_token",
     "jax",
     "integrations.trl",
 )  # whose names are public

@@ -20,7 +20,7 @@ LAYERS = (
     {"units"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
-    {"relax", "sample", "retrieval", "models", "diagnostics"},
+    {"relax", "sample", "retrieval", "multi_token", "models", "diagnostics"},
     {"integrations"},
     {"workbench"},
     {"memory"},
