@@ -126,7 +126,7 @@ def sums_of(want: Iterable[str]) -> frozenset[str]:
 
 def looks_twice(sums: frozenset[str]) -> bool:
     """Whether some of the running sums need both log-sum-exps first."""
-    return not sums.isdisjoint(SECOND_LOOK)
+    return any(name in sums for name in SECOND_LOOK)
 
 
 def bases_of(want: Iterable[str]) -> frozenset[str]:
