@@ -1,12 +1,14 @@
 """The benchmarks on real models: what they make of a model's numbers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import logitless as ll
-from bench.real import stored
+from bench.real import align, stored
+from bench.real.rules import without_e, words_without_e
 from bench.real.statistics import calibration, quantiles
 from bench.real.text import FILES, texts
 
@@ -44,3 +46,19 @@ def test_what_storing_loses_is_the_dense_divergence():
     assert [found[name]["bytes"] for name in ("bfloat16", "fp8", "best 10")] == [32, 20, 80]
     left = 1 - p.exp().topk(10).values.sum(-1)
     assert found["best 10"]["left"]["mean"] == pytest.approx(left.mean().item(), rel=0.01)
+
+
+def test_a_rule_of_letters():
+    assert [without_e(x) for x in ("The", "E", " cat", "")] == [0, 0, 1, 1]
+    assert words_without_e(["a tree of oak", "", [{"role": "assistant", "content": "Go on"}]]) == [0.75, 0.0, 1.0]
+
+
+def test_what_an_alignment_came_to_is_read_from_its_run(tmp_path):
+    run = tmp_path / "grpo"
+    run.mkdir()
+    (run / "summary.json").write_text('{"steps": 12}')
+    lines = [json.dumps({"step": i, "reward": i / 10, "kl": 0.5}) for i in range(12)] + ['{"val/reward": 3}']
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    found = align.aligned("grpo", "smollm2", 12, tmp_path)
+    assert found["first_and_last"] == {"reward": [0.05, 1.05], "kl": [0.5, 0.5]}
+    assert len(found["curve"]) == 12

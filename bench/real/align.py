@@ -1,0 +1,91 @@
+"""A pretrained model aligned by `logitless align`, long enough to see its reward move: GRADE, GRPO, Intuitor.
+
+python -m bench.real.align [--runs all grpo intuitor --model smollm2 --keep DIR --out FILE]
+
+all: every method of soft tokens on continuations of this Python's library, `--method all`. grpo and intuitor: answers
+to the questions that the package carries, with the exact KL. The reward of all and grpo is a rule, text without the
+letter e (`bench.real.rules`); Intuitor's is the policy's self-certainty. Each run is a command in a process of its own,
+and goes on with --keep where it was killed. A number is told by its means over the first and last sixth of steps.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+from bench.harness import environment, read_lines, write_line
+from logitless.workbench.demo.run import CHATS
+
+GRPO = ["--exact-kl", "--completion-length", "32", "--generations-per-prompt", "8", "--batch-size", "8",
+        "--gradient-accumulation-steps", "2", "--lora-rank", "16", "--learning-rate", "1e-4"]  # fmt: skip
+RUNS = {
+    "all": ["--method", "all", "--token-reward", "bench.real.rules:without_e", "--prompt-length", "16",
+            "--completion-length", "16", "--batch-size", "8", "--gradient-accumulation-steps", "1",
+            "--learning-rate", "1e-3", "--beta", "0.02", "--evaluation-prompts", "32", "--variance-samples", "4"],
+    "grpo": ["--method", "grpo", "--rewards", "bench.real.rules:words_without_e", *GRPO],
+    "intuitor": ["--method", "intuitor", *GRPO],
+}  # fmt: skip
+STEPS = {"all": 16, "grpo": 36, "intuitor": 36}
+TOLD = ("reward", "kl", "kl/exact", "entropy", "completions/mean_length", "self_certainty/mean")
+
+
+def prompts(place: Path) -> Path:
+    """The questions of the package as prompts of conversations."""
+    rows = [json.loads(line)["messages"][:1] for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    file = place / "questions.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def aligned(name: str, model: str, steps: int, place: Path) -> dict:
+    """What a run came to."""
+    run = place / name
+    if not (run / "summary.json").exists():
+        command = [sys.executable, "-m", "logitless.cli", "align"]
+        if (run / "run.json").exists():
+            command += ["--resume", str(run)]
+        else:
+            command += ["--model", model, "--output-dir", str(run), "--max-steps", str(steps), "--device", "cpu"]
+            command += [*RUNS[name], *(() if name == "all" else ("--data", str(prompts(place))))]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    row = {"kind": "align", "run": name, "model": model, "steps": steps, "options": RUNS[name]}
+    if name == "all":
+        kept = ("methods", "beside_legacy", "criteria", "left_out")
+        return row | {key: summary[key] for key in kept if key in summary}
+    records = [x for x in read_lines(run / "metrics.jsonl") if "reward" in x]
+    few = max(1, len(records) // 6)
+    numbers = {
+        key: [round(fmean(x[key] for x in part), 4) for part in (records[:few], records[-few:])]
+        for key in TOLD
+        if all(key in x for x in records)
+    }
+    return row | {"first_and_last": numbers, "curve": [round(x["reward"], 4) for x in records], "summary": summary}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--steps", type=int, help="instead of each run's own number")
+    parser.add_argument("--keep", type=Path, help="where the runs lie and go on; default: a temporary folder")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    o = parser.parse_args(arguments)
+    if o.out:
+        write_line(o.out, environment())
+    with tempfile.TemporaryDirectory() as temporary:
+        place = o.keep or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        for name in o.runs:
+            row = aligned(name, o.model, o.steps or STEPS[name], place)
+            print(json.dumps(row), flush=True)
+            if o.out:
+                write_line(o.out, row)
+
+
+if __name__ == "__main__":
+    main()
