@@ -21,7 +21,7 @@ from bench.harness import environment, read_lines, write_line
 from logitless.workbench.demo.run import CHATS
 
 GRPO = ["--exact-kl", "--completion-length", "32", "--generations-per-prompt", "8", "--batch-size", "8",
-        "--gradient-accumulation-steps", "2", "--lora-rank", "16", "--learning-rate", "1e-4"]  # fmt: skip
+        "--gradient-accumulation-steps", "2", "--lora-rank", "16", "--learning-rate", "5e-4"]  # fmt: skip
 RUNS = {
     "all": ["--method", "all", "--token-reward", "bench.real.rules:without_e", "--prompt-length", "16",
             "--completion-length", "16", "--batch-size", "8", "--gradient-accumulation-steps", "1",
