@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from bench.harness import environment, write_line
@@ -57,9 +58,11 @@ def train(place, loss, tokens, steps, o):
     if status:
         return row | {"failed": lines[-1] if lines else f"ended by signal {status & 127}"}
     records = [json.loads(line) for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    taken = [r for r in records if "loss" in r]
+    ends = [0.0, *(r["seconds"] for r in taken)]
     return row | {
-        "losses": [(r["step"], round(r["loss"], 4)) for r in records if "loss" in r],
-        "step_seconds": [round(r["step_time"], 1) for r in records if "step_time" in r],
+        "losses": [(r["step"], round(r["loss"], 4)) for r in taken],
+        "step_seconds": [round(end - begin) for begin, end in pairwise(ends)],
         "summary": json.loads((place / "summary.json").read_text(encoding="utf-8")),
     }
 
