@@ -28,10 +28,10 @@ from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, re
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
-from ..sources.tokenizer import TextTokenizer, as_chat
+from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
-from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
+from .data import MOST_PAIRS, ROWS_FILE, load, prompt_ids, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
 from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
@@ -140,9 +140,8 @@ def _examples(parts: Alignment, trainer: Any, when: str) -> None:
     """Completions of the first held-out prompts, on one device, where the model is whole."""
     config, tokenizer = parts.config, parts.tokenizer
     prompts = [row["prompt"] for row in parts.held_out[: examples.COUNT]]
-    texts = [as_chat(x, tokenizer.saved) if isinstance(x, list) else x for x in prompts]
-    length, model = config.completion_length, trainer.model
-    examples.keep(parts.place, when, model, tokenizer, tokenizer.encode(texts), length, temperature=config.temperature)
+    ids, length = prompt_ids(prompts, tokenizer), config.completion_length
+    examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, temperature=config.temperature)
 
 
 def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:
