@@ -34,7 +34,8 @@ def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple
     if not train or not held:
         raise DataError(
             f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
-            f"{len(held)}; give more text, or documents of more than {config.context_length} tokens"
+            f"{len(held)}; give more text, whose lines are within --prompt-length {config.prompt_length} and "
+            f"--completion-length {config.completion_length} tokens"
         )
     if not config.kind.rollouts and "chosen" not in train[0]:  # each costs a sample of the model
         train = Random(config.seed).sample(train, min(wanted, len(train)))

@@ -20,16 +20,17 @@ from ...versions import versions
 from ..common.files import read_lines, write_json
 from ..common.say import say
 from ..runs import examples
-from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
+from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.trackers import explain_failures
 from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
+from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, ROWS_FILE, load, prompt_ids, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
@@ -108,7 +109,9 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
-    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), HeldOutAfter(held_out)]
+    after = AfterLastStep(held_out.conclude)
+    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), after]
+    explain_failures(trainer, config.report_to)
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
