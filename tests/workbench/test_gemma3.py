@@ -56,7 +56,7 @@ def test_its_head_is_streamed_as_the_file_has_it(gemma):
     model = AutoModelForCausalLM.from_pretrained(place)
     ids = AutoTokenizer.from_pretrained(place)(PROSE, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        hidden = ll.hidden_states(model, ids)[0, :-1]
+        hidden = ll.hidden_states(model, {"input_ids": ids})[0, :-1]
     with file_of_package(gemma) as file:
         weight = QuantisedWeight.from_gguf(file)
         assert (tuple(weight.shape), weight.format.name) == ((262_144, 640), "Q8_0")
