@@ -139,7 +139,8 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
     columns = ("prompt",) if config.kind.rollouts else PAIR
     if columns == PAIR and "completion" in rows[0] and "chosen" not in rows[0]:
         columns = ANSWERED
-    for i, row in enumerate([*rows, *(held or [])]):
+    every: list[Row] = [*rows, *(held or [])]
+    for i, row in enumerate(every):
         _check_row(row, columns, f"--data {config.data}: row {i}")
         _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
     return rows, held
@@ -153,7 +154,7 @@ def _pair_of(row: Row) -> Row:
     if "prompt" not in row and all(x and is_said(x) for x in both) and type(both[0]) is type(both[1]):
         return extract_prompt(row)
     found, messages = prompt_of(row), row.get("messages")
-    if "prompt" in row or "prompt" not in found or found["prompt"] == messages:
+    if "prompt" in row or not isinstance(messages, list) or found.get("prompt", messages) == messages:
         return found
     return {**found, "completion": messages[-1:]}
 
