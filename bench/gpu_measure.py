@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.cases import Tensors
-from bench.gpu_rows import FLOOR, ROWS, Row, errors_of, make_operands, oracle
+from bench.gpu_rows import ROWS, Row, errors_of, make_operands, oracle
 from bench.harness import MB, Worker, WorkerError, environment, said
 from bench.peers import Method, Step
 
@@ -94,7 +94,7 @@ class Subject:
         self.row: Row | None = None
         self.tensors: Tensors = {}
         self.expected: Tensors | None = None
-        self.floor: Step | None = None
+        self.floor: tuple[str, Step] | None = None  # the fastest of this row's bare GEMMs, by name
 
     def open(self, row: Row) -> None:
         """The row in place of the one before."""
@@ -123,11 +123,10 @@ class Subject:
 
     def measured(self, row: Row, method: Method) -> Record:
         if self.floor is None:
-            floor = next(m for m in self.methods(row, self.backend) if m.kind == "floor")
-            self.floor = floor.build(row.case, self.tensors)
-            self.floor()
-        step = self.floor if method.kind == "floor" else method.build(row.case, self.tensors)
-        record: Record = {"status": "ok"}
+            self.floor = self.fastest_floor(row)
+        bare, floor = self.floor
+        step = floor if method.name == bare else method.build(row.case, self.tensors)
+        record: Record = {"status": "ok", "bare": bare}
         results = step()
         if method.kind != "floor" and self.expected is not None:
             record["errors"] = errors_of(self.expected, results)
@@ -135,18 +134,26 @@ class Subject:
                 return record | {"status": "wrong", "reason": reason}
         del results
         record["peak_mb"] = self.bench.peak_mb(step)
-        return record | self.turns(self.floor, step)
+        return record | self.turns(floor, step)
+
+    def fastest_floor(self, row: Row) -> tuple[str, Step]:
+        """The bare GEMMs by which times are divided: those that take the least, of which there is one kind or more."""
+        steps = {m.name: m.build(row.case, self.tensors) for m in self.methods(row, self.backend) if m.kind == "floor"}
+        for step in steps.values():
+            step()
+        seconds = {name: self.bench.seconds_of(step, self.bench.calls_of(step)) for name, step in steps.items()}
+        return min(steps.items(), key=lambda x: seconds[x[0]])
 
     def turns(self, floor: Step, step: Step) -> Record:
         """Times of a method and of the bare GEMMs in turn, and their ratios within each round."""
-        calls = {name: (run, self.bench.calls_of(run)) for name, run in ((FLOOR, floor), ("step", step))}
+        calls = {name: (run, self.bench.calls_of(run)) for name, run in (("bare", floor), ("step", step))}
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(self.rounds):
             if number and time.monotonic() > self.bench.deadline:
                 break
             for name in list(calls)[:: -1 if number % 2 else 1]:
                 seconds[name].append(self.bench.seconds_of(*calls[name]))
-        mine, bare = seconds["step"], seconds[FLOOR]
+        mine, bare = seconds["step"], seconds["bare"]
         ratios = [1.0 if step is floor else a / b for a, b in zip(mine, bare, strict=True)]
         return {
             "calls": calls["step"][1], "seconds": mine, "bare_seconds": bare,

@@ -1,5 +1,6 @@
 """The GPU benchmark from end to end on toy shapes: under Triton's interpreter where there is no GPU."""
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, gpu_extras, gpu_rows, grade
-from bench.gpu_measure import Apart, wrong
+from bench.gpu_measure import Apart, Bench, Subject, wrong
 from bench.gpu_rows import ROWS, errors_of, make_operands, methods, oracle
 from bench.harness import environment, read_lines
 from logitless.vocab.backends.triton import tuned as triton_tuned
@@ -137,6 +139,66 @@ def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
     assert "4,096 x 4,096 x 128,256 | | failed: not in the file" in capsys.readouterr().out
     out.write_text("")
     assert gpu.main(["--from", str(out)]) == 1
+
+
+def record(method, kind, **numbers):
+    times = {"status": "ok", "median_s": 0.002, "to_bare": 1.0, "peak_mb": 0.0}
+    return (
+        gpu.about(ROWS["loss"], tiny=False, device="cuda") | {"method": method, "method_kind": kind} | times | numbers
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status", "line"),
+    [
+        ({"to_bare": 1.05}, 0, ""),
+        ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the bare GEMMs, to reach 1.06 x"),
+        ({"peak_mb": 8192.0}, 2, "missed: loss: 6,024 MB above, to reach 1,181 MB"),
+        ({"to_bare": 1.07, "status": "wrong", "reason": "loss is off by 1"}, 1, "wrong: loss is off by 1"),
+    ],
+)
+def test_a_missed_target_is_named_and_the_exit_status(numbers, status, line, tmp_path, capsys):
+    """The bare GEMMs of the table are the fastest of this run."""
+    out = tmp_path / "gpu.jsonl"
+    floors = record("bare GEMMs", "floor", median_s=0.003), record("bare GEMMs, narrow results", "floor")
+    for one in (*floors, record("logitless", "ours", **numbers)):
+        gpu.write_line(out, one)
+    assert gpu.main(["--from", str(out)]) == status
+    written = capsys.readouterr().out
+    assert line in written
+    assert "missed:" in line or "missed:" not in written
+    assert status == 1 or "2.00 ms" in written
+
+
+def test_toy_shapes_have_nothing_to_reach():
+    row = gpu.about(ROWS["loss"], tiny=True, device="cpu")
+    assert (row["time_limit"], row["memory_limit_mib"]) == (None, None)
+
+
+def test_times_are_divided_by_the_fastest_bare_gemms():
+    def floors(row, backend):
+        for name, pause in (("slow", 0.02), ("fast", 0.001), ("late", 0.03)):
+            yield gpu_rows.peers.Method(name, lambda case, t, pause=pause: lambda: time.sleep(pause) or {}, "floor")
+
+    subject = Subject(Bench("cpu", time.monotonic() + 100), 3, None, True, 1, floors)
+    faulthandler.cancel_dump_traceback_later()
+    found = {name: subject.measure("values", name) for name in ("slow", "fast")}
+    assert {x["bare"] for x in found.values()} == {"fast"}
+    assert found["fast"]["to_bare"] == 1.0
+    assert found["slow"]["to_bare"] > 2
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_kind_of_bare_gemms_has_the_rows_products(name):
+    row = ROWS[name]
+    t = make_operands(row, row.tiny, "cpu", torch.float32)
+    size = row.tiny.tokens * row.tiny.hidden * row.tiny.vocab
+    for method in methods(row, None):
+        if method.kind == "floor":
+            run = method.build(row.case, t)
+            with FlopCounterMode(display=False) as counter:
+                run()
+            assert counter.get_total_flops() == 2 * row.case.gemms * size, method.name
 
 
 def test_a_call_that_hangs_is_ended_and_the_next_has_a_new_process():

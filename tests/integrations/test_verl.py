@@ -71,7 +71,55 @@ def test_fine_tuning_is_verls_own(results):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("forward", "forward"), ("reverse", "reverse"), ("jsd", "jsd"), ("fine-tuning", "forward")]
+)
+def test_divergences_from_a_teacher_over_the_whole_vocabulary(results, name, kind):
+    """Of each token at its sample's temperature, their mean, which is the loss, and its gradient, against float64."""
+    got, want = results[f"{name}, taught"]["numbers"], results[f"{kind}, float64"]
+    assert got["distillation_losses"] == pytest.approx(want["distillation_losses"], rel=2e-5)
+    assert sum(got["loss"]) == pytest.approx(want["loss"], rel=2e-5)
+    assert got["norm"] == pytest.approx([want["norm"]], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_share_of_a_teacher_in_the_policys_loss(results):
+    got, own = (results[name]["numbers"] for name in ("half, taught", "fsdp2, FSDPEngineWithLMHead"))
+    want = 0.25 * results["forward, float64"]["loss"] + 0.75 * sum(own["loss"])
+    assert sum(got["loss"]) == pytest.approx(want, rel=5e-5)
+    assert got["log_probs"] == pytest.approx(own["log_probs"], rel=5e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_in_verls_own_precision(results):
+    got, want = results["in bf16, taught"]["numbers"], results["reverse, float64"]
+    assert sum(got["loss"]) == pytest.approx(want["loss"], rel=0.01)
+    assert got["norm"] == pytest.approx([want["norm"]], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward", "reverse", "jsd", "fine-tuning", "half", "in bf16"])
+def test_memory_with_a_teacher(results, name):
+    """No tensor of a step is as large as the logits of either model."""
+    assert results[f"{name}, taught"]["largest"] < TOKENS * V * (2 if name == "in bf16" else 4) / 2
+
+
+@pytest.mark.slow
+def test_fine_tuning_with_a_teacher(results):
+    """The command, whose teacher is the student as it begins: at the first step only the text's share is left."""
+    got, want = results["taught run"], results["dense run"]
+    assert got["logits"] == 0
+    assert [len(got[name]) for name in ("loss", "norm", "validation")] == [3, 3, 1]
+    for name in ("loss", "norm"):
+        assert got[name][0] == pytest.approx(0.75 * want[name][0], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_refusals(results):
+    assert "distill_loss: expected one of forward, reverse, jsd, got backward" in results["distill_loss"]
+    assert "distill_weight: expected above 0, at most 1, got 2" in results["distill_weight"]
+    assert "expected a teacher with the student's tokenizer" in results["teacher"]
+    assert "expected no distillation.enabled" in results["both"]
     assert "expected use_fused_kernels=False" in results["fused"]
     assert "expected strategy fsdp or fsdp2" in results["megatron"]
     assert "leave distillation_loss.use_chunked_topk out" in results["chunked"]

@@ -26,7 +26,7 @@ def backward(outputs, ops):
 
 @not_interpreted
 @pytest.mark.parametrize(
-    ("budget", "dtype"), [(None, torch.float32), (100_000, torch.float32), (100_000, torch.bfloat16)]
+    ("budget", "dtype"), [(None, torch.float32), (200_000, torch.float32), (200_000, torch.bfloat16)]
 )
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)

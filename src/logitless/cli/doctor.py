@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeviceError
 from ..units import format_bytes, one_unit
 from ..versions import versions
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import MEMORY_BUDGET, Count, Device, JsonFile, MemoryBudget, budget_bytes, check_values
+from ..workbench.common.options import Count, Device, JsonFile, MemoryBudget, budget_bytes_on, check_values
 from . import options
 from .output import deliver
 
@@ -57,7 +56,7 @@ class DoctorConfig:
     """Of the typical calls."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of the typical calls' hidden states and head."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: MemoryBudget = "auto"
     device: Device = "auto"
     json: JsonFile = None
 
@@ -71,13 +70,11 @@ class DoctorConfig:
 def main(arguments: Sequence[str]) -> int:
     """Looks, shows, writes; 0 whatever it finds."""
     config = options.parse(DoctorConfig, prog="logitless doctor", description=DESCRIPTION, arguments=arguments).check()
-    budget = budget_bytes(config.memory_budget)
     import torch  # below, so that --help needs no torch
 
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(there if config.device == "auto" else config.device)
+    from ..workbench.common.device import device_of
+
+    where = device_of(config.device)
     found = {
         "schema": 1,
         "python": platform.python_version(),
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         "torch_built_for": torch.version.cuda and f"CUDA {torch.version.cuda}",
         "devices": list(_devices()),
         "backends": list(_backends()),
-        "calls": list(_calls(config, where, budget)),
+        "calls": list(_calls(config, where, budget_bytes_on(config.device, config.memory_budget))),
     }
     deliver(found, config.json, lambda console: show(found, config, where, console))
     return 0

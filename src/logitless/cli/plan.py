@@ -22,9 +22,9 @@ from ..workbench.common.options import (
     JsonFile,
     KnownModel,
     LoraRank,
-    MemoryBudget,
     MlpTiles,
     Offloading,
+    PlannedBudget,
     Units,
     budget_bytes,
     require,
@@ -105,7 +105,7 @@ class PlanConfig:
     """A reward model of another model's shape."""
     top_k: int = 256
     """Entries of grade's soft tokens."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: PlannedBudget = MEMORY_BUDGET
     dense_logits: Literal["all", "response"] = "all"
     """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
     sweep: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()

@@ -17,9 +17,9 @@ from ..workbench.common.options import (
     JsonFile,
     KnownModel,
     LoraRank,
-    MemoryBudget,
     MlpTiles,
     Offloading,
+    PlannedBudget,
     Units,
     budget_bytes,
 )
@@ -55,7 +55,7 @@ class ProfileConfig:
     lora_rank: LoraRank = 0
     dtype: str = "bfloat16"
     """Of weights and activations: bfloat16, float16 or float32."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: PlannedBudget = MEMORY_BUDGET
     savings: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """Trace, each as slowly, these too, or all: logitless-loss, checkpointing, offload, tiled-mlp, lora,
     half-context."""

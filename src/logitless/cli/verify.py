@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..errors import DeviceError
 from ..units import one_unit, parse_bytes
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import MEMORY_BUDGET, MOST, JsonFile, require
@@ -55,15 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     require(0 <= config.seed < 2**63, "seed", "in 0..2^63-1", config.seed)
     import torch  # below, so that --help needs no torch
 
+    from ..workbench.common.device import device_of
     from ..workbench.runs.progress import working
     from ..workbench.sft import verify
     from .screen import Screen
 
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu")
     chosen = verify.choices(lengths, config.vocab_size, threshold, getattr(torch, config.dtype))
     with working(Screen(stderr=True)) as tell:
-        checks = verify.checks(config.vocab_size, torch.device(config.device), config.seed, tell)
+        checks = verify.checks(config.vocab_size, device_of(config.device), config.seed, tell)
     passed = all(check.holds for check in checks)
     size = verify.check_size(config.vocab_size)
     report = _as_json(config, chosen, checks, passed)

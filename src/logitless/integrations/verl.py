@@ -11,6 +11,8 @@ verl prefers to its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,14 +44,25 @@ HOST = Seam(
         ),
         "verl.utils.ulysses:slice_input_tensor": ("x", "dim", "padding", "group"),
         "verl.utils.device:get_vendor": (),
+        "verl.trainer.ppo.core_algos:agg_loss": (),
+        "verl.utils.metric:AggregationType": (),
+        "verl.utils.metric:Metric": ("aggregation", "value"),
+        "verl.workers.config:HFModelConfig": (),
+        "verl.workers.utils.losses:sft_loss": ("config", "model_output", "data", "dp_group"),
+        "verl.workers.utils.padding:no_padding_2_padding": ("tensor", "data"),
     },
 )  # fmt: skip
 HOST.require()
 
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name, get_vendor
+from verl.utils.metric import AggregationType, Metric
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
+from verl.workers.config import HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.utils.losses import sft_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
 HERE = {"device": get_device_name(), "vendor": get_vendor()}
 OTHERS = ["automodel", "fsdp_turbo", "megatron", "torchtitan", "veomni"]
@@ -58,7 +71,9 @@ ASKED = {
     "calculate_entropy": ("entropy", "entropy"),
     "calculate_sum_pi_squared": ("sum_pi_squared", "sum_sq_prob"),
 }
-TEACHER = ("teacher_ids", "student_logprobs", "student_best")
+BEST = ("teacher_ids", "student_logprobs", "student_best")  # of a teacher that sends its best entries alone
+# By name, the statistic of a student whose reference is its teacher: KL(teacher‖student), KL(student‖teacher).
+DIVERGENCES = {"forward": "reverse_kl", "reverse": "kl", "jsd": "jsd"}
 
 
 class StudentLogProbs:
@@ -86,22 +101,17 @@ class StudentLogProbs:
         raise HOST.error(f"its distillation asks {name} of logits; leave distillation_loss.use_chunked_topk out")
 
 
-class StreamedEngine(FSDPEngineWithLMHead):
-    """verl's FSDP engine, fsdp and fsdp2, whose log-probs, entropies and sums of squared probabilities need no logits.
-
-    Dense equivalent: `FSDPEngineWithLMHead`, with a temperature for each sample and a teacher's best entries.
-
-    `model.fused_kernel_options.memory_budget`: bytes of slices, 256 MiB unless given. Raises ConfigError for verl's own
-    fused kernels and for an output head that is not known.
-    Memory: slices within the budget, the gradients of hidden states and head.
-    """
+class HiddenEngine(FSDPEngineWithLMHead):
+    """verl's FSDP engine, fsdp and fsdp2, that computes `_numbers` from hidden states in the place of logits."""
 
     def _build_module(self) -> Any:
-        if self.model_config.use_fused_kernels:
-            raise ConfigError(f"external_lib={__name__}: expected use_fused_kernels=False; leave one of the two out")
         module = super()._build_module()
         LMHead.of(module)
         return module
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        model_inputs, self.output_args = super().prepare_model_inputs(micro_batch)
+        return model_inputs, self.output_args
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         inner = causal_lm(self.module)
@@ -110,33 +120,136 @@ class StreamedEngine(FSDPEngineWithLMHead):
         def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with capturing_hidden(inner) as seen:
                 dense(*args, **kwargs)
-            hidden, tensors = self._tokens(seen.hidden(), micro_batch)
-            return through_head(inner, self._numbers, hidden, *tensors)
+            hidden = self._unpadded(seen.hidden(), micro_batch["input_ids"].offsets().diff())
+            return through_head(inner, self._numbers, hidden, *self._tokens(micro_batch))
 
         with replaced(inner, "forward", forward):
             return super().forward_step(micro_batch, loss_function, forward_only)
 
-    def prepare_model_inputs(self, micro_batch: Any) -> Any:
-        model_inputs, self.output_args = super().prepare_model_inputs(micro_batch)
-        return model_inputs, self.output_args
+    def _unpadded(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        """This rank's hidden states (N, H), without padding between them."""
+        if "temperature_rmpad" in self.output_args:
+            return hidden.squeeze(0)
+        return hidden[torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]]
 
-    def _tokens(self, hidden: Tensor, micro_batch: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """This rank's tokens (N, H) without padding between them, and their labels, temperatures, teacher's ids."""
+    def _tokens(self, micro_batch: Any) -> tuple[Tensor | None, ...]:
+        """What `_numbers` takes beside them: a row for each of these tokens."""
+        return ()
+
+    def _numbers(self, head: LMHead, hidden: Tensor, *tokens: Tensor | None) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class TeacherEngine(HiddenEngine):
+    """A frozen model as verl holds its reference policy, that gives its hidden states.
+
+    Memory: its body sharded and offloaded as verl's engines that only run forward, its output head whole on each rank.
+    """
+
+    head: LMHead | None = None
+
+    @classmethod
+    def beside(cls, student: FSDPEngineWithLMHead, path: str) -> TeacherEngine:
+        """Made as `student` was. Raises ConfigError for a teacher of another vocabulary."""
+        own = student.model_config
+        attention = {name: x for name, x in own.override_config.items() if name == "attn_implementation"}
+        model_config = HFModelConfig(
+            path=path,
+            trust_remote_code=own.trust_remote_code,
+            use_shm=own.use_shm,
+            use_remove_padding=own.use_remove_padding,
+            override_config=attention,
+        )
+        if model_config.tokenizer.get_vocab() != own.tokenizer.get_vocab():
+            raise ConfigError(f"fused_kernel_options.teacher={path}: expected a teacher with the student's tokenizer")
+        engine_config = replace(student.engine_config, forward_only=True)
+        made = cls(model_config, engine_config, student.optimizer_config, student.checkpoint_config)
+        made.initialize()
+        return made
+
+    def reference(self, micro_batch: Any) -> tuple[Tensor, LMHead]:
+        """Its hidden states (N, H) of a student's micro-batch, and its head."""
+        with torch.no_grad(), self.eval_mode():
+            _, output = self.forward_step(micro_batch, None, forward_only=True)
+        assert self.head is not None
+        return output["model_output"]["hidden"], self.head
+
+    def _numbers(self, head: LMHead, hidden: Tensor, *tokens: Tensor | None) -> dict[str, Tensor]:
+        if self.head is None:  # a copy, as what is gathered here is gone when a student's backward asks for it
+            bias = None if head.bias is None else head.bias.detach().clone()
+            self.head = replace(head, weight=head.weight.detach().clone(), bias=bias)  # pyright: ignore
+        return {"hidden": hidden}
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        return dict(output)
+
+
+class StreamedEngine(HiddenEngine):
+    """verl's FSDP engine, fsdp and fsdp2, whose log-probs, entropies and sums of squared probabilities need no logits.
+
+    Dense equivalent: `FSDPEngineWithLMHead`, with a temperature for each sample and a teacher's best entries.
+
+    `model.fused_kernel_options.memory_budget`: bytes of slices, 256 MiB unless given; `teacher`, `distill_loss` and
+    `distill_weight`: a model to learn from, over the whole vocabulary. Raises ConfigError for verl's own fused kernels,
+    for an output head that is not known and for such an option without a meaning.
+    Memory: slices within the budget, the gradients of hidden states and head.
+    """
+
+    teacher: TeacherEngine | None = None
+    reference: tuple[Tensor, LMHead] | None = None
+
+    def _build_module(self) -> Any:
+        if self.model_config.use_fused_kernels:
+            raise ConfigError(f"external_lib={__name__}: expected use_fused_kernels=False; leave one of the two out")
+        return super()._build_module()
+
+    def initialize(self) -> None:
+        options = self.model_config.fused_kernel_options or {}
+        self.memory_budget = options.get("memory_budget")
+        self.distill_loss, self.distill_weight = (
+            options.get("distill_loss", "forward"),
+            options.get("distill_weight", 1),
+        )
+        if self.distill_loss not in DIVERGENCES:
+            known = ", ".join(DIVERGENCES)
+            raise ConfigError(f"fused_kernel_options.distill_loss: expected one of {known}, got {self.distill_loss}")
+        if not 0 < self.distill_weight <= 1:
+            raise ConfigError(
+                f"fused_kernel_options.distill_weight: expected above 0, at most 1, got {self.distill_weight}"
+            )
+        super().initialize()
+        if "teacher" in options and not self.engine_config.forward_only:
+            self.teacher = TeacherEngine.beside(self, options["teacher"])
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        self.reference = None
+        if self.teacher is not None and loss_function is not None:
+            if asks(micro_batch, "distillation_use_topk"):
+                raise ConfigError(
+                    "fused_kernel_options.teacher: expected no distillation.enabled; leave one of the two out"
+                )
+            self.reference = self.teacher.reference(micro_batch)
+            loss_function = taught(loss_function, self.distill_weight)
+        return super().forward_step(micro_batch, loss_function, forward_only)
+
+    def _tokens(self, micro_batch: Any) -> tuple[Tensor | None, ...]:
+        """Labels, temperatures, and the best entries of verl's teacher."""
         labels, lengths = self._taken("input_ids_rmpad_rolled"), micro_batch["input_ids"].offsets().diff()
         if "temperature_rmpad" in self.output_args:
-            hidden, temperature = hidden.squeeze(0), self._taken("temperature_rmpad")
+            temperature = self._taken("temperature_rmpad")
         else:
-            hidden = hidden[torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]]
             temperature = torch.repeat_interleave(self._taken("temperature"), lengths)
-        teacher = None
+        best = None
         if asks(micro_batch, "distillation_use_topk"):
-            teacher = micro_batch["teacher_ids"].values()
+            best = micro_batch["teacher_ids"].values()
             if get_ulysses_sequence_parallel_world_size() > 1:
-                teacher = slice_input_tensor(teacher, dim=0)
+                best = slice_input_tensor(best, dim=0)
         self.want = {key: found for key, found in ASKED.items() if asks(micro_batch, key)}
         if asks(micro_batch, "distillation_only"):
             labels = None
-        return hidden, (labels, temperature.clamp(min=1e-8), teacher)
+        return labels, temperature.clamp(min=1e-8), best
 
     def _taken(self, name: str) -> Tensor:
         if name not in self.output_args:
@@ -149,24 +262,27 @@ class StreamedEngine(FSDPEngineWithLMHead):
         hidden: Tensor,  # (N, H)
         labels: Tensor | None,  # (N)
         temperature: Tensor,  # (N)
-        teacher: Tensor | None,  # (N, K)
+        best: Tensor | None,  # (N, K)
     ) -> dict[str, Tensor]:
         """verl's numbers of each token by verl's names, computed within the head's own call."""
         wanted = dict(self.want.values()) | ({} if labels is None else {"log_probs": "logprob"})
-        more = {} if teacher is None else {"candidates": teacher, "top_k": teacher.shape[-1]}
+        more: dict[str, Any] = {} if best is None else {"candidates": best, "top_k": best.shape[-1]}
+        if self.reference is not None:
+            wanted["distillation_losses"] = DIVERGENCES[self.distill_loss]
+            more["reference"] = within(self.reference, head)
         stats = token_stats(
             hidden,
             head,
             labels,
-            want=(*wanted.values(), *(["logsumexp"] if more else [])),
+            want=(*wanted.values(), *([] if best is None else ["logsumexp"])),
             temperature=temperature,
-            memory_budget=(self.model_config.fused_kernel_options or {}).get("memory_budget"),
+            memory_budget=self.memory_budget,
             **more,
         )
         found = {name: getattr(stats, statistic) for name, statistic in wanted.items()}
-        if teacher is not None:
+        if best is not None:
             logprobs = stats.candidate_logits - stats.logsumexp[:, None]
-            found |= dict(zip(TEACHER, (teacher, logprobs, stats.top_k_ids), strict=True))
+            found |= dict(zip(BEST, (best, logprobs, stats.top_k_ids), strict=True))
         return found
 
     def prepare_model_outputs(
@@ -175,7 +291,7 @@ class StreamedEngine(FSDPEngineWithLMHead):
         found = dict(output)
         if asks(micro_batch, "distillation_use_topk"):
             entries = self.model_config.hf_config.get_text_config().vocab_size
-            ids, logprobs, best = (found.pop(name)[None] for name in TEACHER)
+            ids, logprobs, best = (found.pop(name)[None] for name in BEST)
             student = StudentLogProbs(ids, logprobs, best, entries)
             answered = logits_processor_func(student_logits=student, data=micro_batch)
             found |= {name: x.squeeze(0) for name, x in answered.items()}
@@ -194,6 +310,35 @@ class OtherEngine(BaseEngine):
             f"external_lib={__name__}: expected strategy fsdp or fsdp2, got another of verl's "
             f"({', '.join(OTHERS)}); leave external_lib out"
         )
+
+
+def within(reference: tuple[Tensor, LMHead], head: LMHead) -> tuple[Tensor, LMHead]:
+    """A teacher over a student's entries: what it has more are rows that pad its weight, as the tokenizer is one."""
+    hidden, teacher = reference
+    return hidden, replace(teacher, vocab_size=min(teacher.rows, head.rows))
+
+
+def taught(own: Callable[..., Any], weight: float) -> Callable[..., Any]:
+    """verl's loss `own` and the mean divergence from a teacher, whose share of their sum is `weight`."""
+
+    def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        found, metrics = own(model_output=model_output, data=data, dp_group=dp_group)
+        each = model_output["distillation_losses"]
+        if "responses" in data:
+            mask = data["response_mask"]
+            learned = agg_loss(
+                loss_mat=no_padding_2_padding(each, data),
+                loss_mask=mask.to_padded_tensor(0) if mask.is_nested else mask,
+                loss_agg_mode="token-mean",
+                dp_size=data["dp_size"],
+                batch_num_tokens=data["batch_num_tokens"],
+            )
+            metrics["distillation/loss"] = Metric(value=learned, aggregation=AggregationType.SUM)
+        else:  # fine-tuning: a mean log-prob with its sign turned
+            learned, _ = sft_loss(None, {"log_probs": -each}, data)
+        return (learned if weight == 1 else weight * learned + (1 - weight) * found), metrics
+
+    return loss
 
 
 def asks(micro_batch: Any, key: str) -> bool:

@@ -15,7 +15,7 @@ from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
-from .devices import capturing, compute_dtype, full_precision
+from .devices import capturing, compute_dtype, default_budget, full_precision
 from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
@@ -55,6 +55,7 @@ __all__ = [
     "compute_dtype",
     "count_tokens",
     "current_sizing",
+    "default_budget",
     "dense_cross_entropy",
     "dot",
     "exp_",

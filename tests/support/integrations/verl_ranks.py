@@ -3,6 +3,7 @@
 # ruff: noqa: E402 - verl is told of the processor before it asks what there is
 
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, **more):
 
 dist.all_reduce = _all_reduce
 _init_utils._check_module_states_for_sync_module_states = lambda states: None  # it wants them on a GPU
+torch.Tensor.pin_memory = lambda tensor, *_: tensor  # of what verl offloads: for a GPU
 distributed.initialize_global_process_group = lambda: None  # there is one already, which knows one backend for a device
 
 import pandas as pd
@@ -68,7 +70,7 @@ from verl.workers.config import (
     HFModelConfig,
 )
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from logitless.errors import ConfigError
 from logitless.resident import AllocationTracker
@@ -97,13 +99,19 @@ def prepare(folder: Path) -> Path:
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=1000, show_progress=False)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "teacher")
+    other = Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=900, show_progress=False)
+    other.save_pretrained(folder / "other")
+    own = {"vocab_size": V, "tie_word_embeddings": False, "initializer_range": 0.1, **SHAPE}
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=V, tie_word_embeddings=False, initializer_range=0.1, **SHAPE)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    Qwen3ForCausalLM(Qwen3Config(**own)).save_pretrained(folder / "model")
+    wider = own | {"vocab_size": V + 96, "hidden_size": 48, "tie_word_embeddings": True}  # its weight has more padding
+    for name in ("teacher", "other"):
+        Qwen3ForCausalLM(Qwen3Config(**wider)).save_pretrained(folder / name)
     return folder / "model"
 
 
-def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0, precision=FP32, **more):
+def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0, precision=FP32, options=None, **more):
     """An engine of verl's, as its workers make one."""
     made = kind(
         model_config=HFModelConfig(
@@ -111,7 +119,7 @@ def engine(kind, model, strategy="fsdp2", packed=True, fused=False, padded_to=0,
             use_remove_padding=packed,
             use_fused_kernels=fused,
             override_config={"attn_implementation": "sdpa"},
-            fused_kernel_options={"impl_backend": "torch", "memory_budget": 2**18},
+            fused_kernel_options={"impl_backend": "torch", "memory_budget": 2**18, **(options or {})},
             **more,
         ),
         engine_config=FSDPEngineConfig(
@@ -132,9 +140,9 @@ def nested(parts):
     return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
 
 
-def batch(packed, **asked):
+def batch(packed, rank=None, **asked):
     """Four conversations of each rank's own, in micro-batches of two, with a temperature each."""
-    torch.manual_seed(1 + dist.get_rank())
+    torch.manual_seed(1 + (dist.get_rank() if rank is None else rank))
     lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     ids = [torch.randint(V, (n,)) for n in lengths]
     tensors = {
@@ -149,6 +157,9 @@ def batch(packed, **asked):
         "advantages": nested(torch.randn(r) for r in RESPONSES),
         "temperature": torch.tensor([1.0, 0.7, 1.3, 0.9]),
     }
+    if asked.pop("fine_tuning", False):
+        tensors["loss_mask"] = nested(torch.arange(n) >= p for n, p in zip(lengths, PROMPTS, strict=True))
+        tensors = {name: tensors[name] for name in ("input_ids", "position_ids", "loss_mask", "temperature")}
     if asked.get("distillation_use_topk"):
         best = [torch.randn(n, V).log_softmax(-1).topk(K) for n in lengths]
         tensors |= {"teacher_logprobs": nested(x.values for x in best), "teacher_ids": nested(x.indices for x in best)}
@@ -173,7 +184,7 @@ def numbers(made, loss, packed=True, **asked):
         output = made.train_batch(data, loss_function=loss)
     values = {key: x.values().tolist() for key, x in output["model_output"].items()}
     found = {"loss": output["loss"], "norm": [output["metrics"]["grad_norm"]], **values}
-    if not asked.get("distillation_use_topk"):
+    if not asked.get("distillation_use_topk") and "distillation_losses" not in found:
         with made.eval_mode():
             again = made.infer_batch(batch(packed, **asked))["model_output"]
         found |= {f"{key}, after": x.values().tolist() for key, x in again.items()}
@@ -215,6 +226,51 @@ CASES = {
     "bf16": ({"precision": None}, policy_loss, ASKED),
     "distilled": ({}, distilling, TEACHER),
 }
+
+
+TAUGHT = {
+    "forward": {},
+    "reverse": {"strategy": "fsdp", "distill_loss": "reverse"},
+    "jsd": {"packed": False, "distill_loss": "jsd"},
+    "fine-tuning": {"fine_tuning": True},
+    "half": {"distill_weight": 0.25},
+    "in bf16": {"precision": None, "distill_loss": "reverse"},
+}
+
+
+def learned(model, kind, packed=True, fine_tuning=False, strategy="fsdp2", precision=FP32, **options):
+    """`numbers` of a step that learns from a teacher, beside the loss of verl's own kind of training."""
+    options = {"teacher": str(model.parent / "teacher"), **options}
+    made = engine(kind, model, strategy, packed, precision=precision, options=options)
+    loss, asked = (partial(sft_loss, None), {"fine_tuning": True}) if fine_tuning else (policy_loss(), ASKED)
+    return numbers(made, loss, packed, **asked)
+
+
+def dense64(model, kind):
+    """This rank's divergences and loss, and the gradient norm over all ranks, by logits in float64."""
+    student, teacher = (
+        Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+        for path in (model, model.parent / "teacher")
+    )
+    each, own, total, count = [], 0.0, 0.0, 0
+    for rank in range(dist.get_world_size()):
+        data = batch(True, rank)
+        for ids, temperature, start in zip(data["input_ids"].unbind(), data["temperature"], PROMPTS, strict=True):
+            t, s = ((x(ids[None]).logits[0, :, :V] / temperature).log_softmax(-1) for x in (teacher, student))
+            t = t.detach()
+            m = torch.logaddexp(s, t) - math.log(2)
+            terms = {
+                "forward": t.exp() * (t - s),
+                "reverse": s.exp() * (s - t),
+                "jsd": (s.exp() * (s - m) + t.exp() * (t - m)) / 2,
+            }
+            found = terms[kind].sum(-1)
+            if rank == dist.get_rank():
+                each, own = each + found.tolist(), own + found[start - 1 : -1].sum().item()
+            total, count = total + found[start - 1 : -1].sum(), count + len(ids) - start
+    (total / count).backward()
+    norm = torch.stack([x.grad.norm() for x in student.parameters()]).norm()
+    return {"distillation_losses": each, "loss": own * dist.get_world_size() / count, "norm": norm.item()}
 
 
 def refused(act):
@@ -272,9 +328,18 @@ def main(place: Path) -> None:
         for kind in (own, streamed):
             made = engine(kind, model, **options)
             results[f"{name}, {kind.__name__}"] = numbers(made, loss(), options.get("packed", True), **asked)
+    teacher = f"+model.fused_kernel_options.teacher={model}"
+    results["taught run"] = fine_tune(place, model, teacher, "+model.fused_kernel_options.distill_weight=0.25")
+    for name, options in TAUGHT.items():
+        results[f"{name}, taught"] = learned(model, streamed, **options)
+    results |= {f"{kind}, float64": dense64(model, kind) for kind in ("forward", "reverse", "jsd")}
     results["fused"] = refused(lambda: engine(streamed, model, fused=True))
     results["megatron"] = refused(lambda: EngineRegistry.new("language_model", "megatron"))
     results["chunked"] = refused(lambda: numbers(engine(streamed, model), distilling(chunked=True), **TEACHER))
+    for option, value in {"distill_loss": "backward", "distill_weight": 2, "teacher": str(place / "other")}.items():
+        results[option] = refused(lambda found={option: value}: engine(streamed, model, options=found))
+    both = {"teacher": str(place / "teacher")}
+    results["both"] = refused(lambda: numbers(engine(streamed, model, options=both), distilling(), **TEACHER))
     if dist.get_rank() == 0:
         (place / "results.json").write_text(json.dumps(results))
 

@@ -18,7 +18,7 @@ def oracle_gradients(ops, cotangent):
     return torch.autograd.grad(value, list(exact.leaves.values()), cotangent)
 
 
-@pytest.mark.parametrize("budget", [None, 1000])
+@pytest.mark.parametrize("budget", [None, 4000])
 def test_hidden_that_is_not_contiguous(budget, backend):
     ops = operands((4, 6), 5, 211, reference=True)
     ops.hidden = ops.hidden.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()

@@ -123,10 +123,7 @@ def test_a_record_of_the_options_gives_them_back():
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        (
-            "memory_budget",
-            (AlignConfig, GradeConfig, ScoreConfig, SampleConfig, PlanConfig, ProfileConfig, DoctorConfig),
-        ),
+        ("memory_budget", (AlignConfig, GradeConfig, ScoreConfig, SampleConfig, DoctorConfig)),
         ("lora_rank", (AlignConfig, GradeConfig, PlanConfig, ProfileConfig)),
         ("dtype", (AlignConfig, GradeConfig, ScoreConfig, SampleConfig)),
         ("device", (AlignConfig, GradeConfig, ScoreConfig, SampleConfig, DoctorConfig)),

@@ -8,15 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback, TrainerState
 
-from ...errors import DeviceError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
+from ..common.device import device_of
 from ..common.files import read_lines, write_json
 from ..common.say import say
 from ..runs import examples
@@ -47,8 +46,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     console = console or Console(stderr=True)
     quiet()
     check_available(config.check())
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    device_of(config.device)
     state = PartialState(cpu=on_processors(config))
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")

@@ -70,6 +70,15 @@ def budget_bytes(text: str) -> int:
     return parse_bytes(text, "--memory-budget", least=LEAST_BUDGET)
 
 
+def budget_bytes_on(device: str, text: str) -> int:
+    """The same on this --device, of which auto is the library's default there."""
+    if text != "auto":
+        return budget_bytes(text)
+    from .device import budget_on  # which asks torch
+
+    return budget_on(device)
+
+
 # The options that commands share; a command gives its default, and where one of these says no help, that too.
 Count = Annotated[int, Option(check=at_least(1))]
 ModelName = Annotated[str, Option(check=_check_name)]
@@ -105,7 +114,14 @@ MlpTiles = Annotated[
         at_least(1),
     ),
 ]
-MemoryBudget = Annotated[str, Option("What slices of the logits may take.", lambda name, text: budget_bytes(text))]
+PlannedBudget = Annotated[str, Option("What slices of the logits may take.", lambda name, text: budget_bytes(text))]
+MemoryBudget = Annotated[
+    str,
+    Option(
+        "What slices of the logits may take. auto: 256 MiB; on a GPU a 64th of its memory, 256 MiB to 1 GiB.",
+        lambda name, text: text == "auto" or budget_bytes(text),
+    ),
+]
 Keep = Annotated[int, Option("How many of the best entries of each distribution to keep.", at_least(0))]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], Option("Of the weights. auto: the checkpoint's own; new ones are float32.")
@@ -159,7 +175,7 @@ class RunOptions:
     """Optimizer steps."""
     learning_rate: float | None = None
     lora_rank: LoraRank = 0
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: MemoryBudget = "auto"
     seed: int = 0
     """Of everything random: new weights, the order of the data, sampling."""
     dtype: Dtype = "auto"
@@ -195,7 +211,7 @@ class RunOptions:
 
     @property
     def memory_budget_bytes(self) -> int:
-        return budget_bytes(self.memory_budget)
+        return budget_bytes_on(self.device, self.memory_budget)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""

@@ -19,6 +19,7 @@ from ...integrations.transformers.scoring import score
 from ...models.pretrained import PACKAGES
 from ...sample.shown import to_dict
 from ...versions import versions
+from ..common.device import device_of
 from ..common.files import write_text
 from ..common.say import say
 from ..runs.trainer import quiet
@@ -131,8 +132,7 @@ def _training(config: DemoConfig, place: Path) -> TrainConfig:
 
 def _look(config: DemoConfig, name: str, tokenizer: TextTokenizer, found: Sequence[Any]) -> dict[str, Any]:
     """What a model answers, and what it makes of held-out answers: perplexity, and each token's distribution."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    model = load_model(resolve_trained(name, "show")).eval().to("cuda" if cuda else "cpu")
+    model = load_model(resolve_trained(name, "show")).eval().to(device_of(config.device))
     read = [_read(model, each, tokenizer) for each in found]
     nats = [-token["logprob"] for text in read for token in text["tokens"]]
     return {

@@ -17,10 +17,11 @@ from rich.console import Console
 from ...errors import ConfigError, DataError
 from ...resident import peak_bytes, reset_peak
 from ...versions import versions
+from ..common.device import device_of
 from ..common.say import quiet, say
 from ..scoring.documents import hash_of
 from ..scoring.parts import Parts
-from ..scoring.run import device_of, explained, identities, joined
+from ..scoring.run import explained, identities, joined
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
@@ -47,7 +48,7 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     rank, ranks = joined()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "evaluate")
-    tokenizer, device = load_tokenizer(source), device_of(config, rank)
+    tokenizer, device = load_tokenizer(source), device_of(config.device, rank)
     model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
     config.folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(config.place)

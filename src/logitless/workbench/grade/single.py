@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ...errors import ConfigError, DeviceError, OptionError
+from ...errors import ConfigError, OptionError
 from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import one_unit, plural
 from ...versions import versions
+from ..common.device import device_of
 from ..common.files import read_lines, write_json, write_lines, write_whole
 from ..common.functions import function_named
 from ..common.say import say
@@ -54,8 +55,7 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
         raise OptionError(
             f"--method {config.method} runs on one device: start it without torchrun or accelerate launch"
         )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    device_of(config.device)
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     if config.top_k > source.vocab_size:
@@ -65,7 +65,7 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
 
 def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
     """A run, new or as it was left."""
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = device_of(config.device)
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)

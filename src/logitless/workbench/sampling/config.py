@@ -11,7 +11,6 @@ import tyro
 from ..common.files import check_outputs
 from ..common.options import (
     DEFAULT_MODEL,
-    MEMORY_BUDGET,
     MOST,
     Count,
     Device,
@@ -59,7 +58,7 @@ class SampleConfig:
     """Show a table of what else each token might have been."""
     batch_size: Count = 8
     """Completions that are generated together."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: MemoryBudget = "auto"
     dtype: Dtype = "auto"
     device: Device = "auto"
     json: JsonFile = None

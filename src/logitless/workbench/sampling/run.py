@@ -22,7 +22,8 @@ from ...printable import shown
 from ...sample.record import SampleRecord
 from ...sample.shown import to_dict
 from ...sample.terminal import streamed
-from ..common.options import budget_bytes
+from ..common.device import device_of
+from ..common.options import budget_bytes_on
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import chat_ids
@@ -85,8 +86,7 @@ def _load(config: SampleConfig, source: ModelSource) -> Any:
     """The model, on its device."""
     transformers.utils.logging.disable_progress_bar()
     model = load_model(source, dtype=config.dtype)
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return model.eval().to("cuda" if cuda else "cpu")
+    return model.eval().to(device_of(config.device))
 
 
 def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int | None) -> list[Job]:
@@ -162,7 +162,7 @@ def _complete(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
         keep=config.keep,
         seeds=torch.tensor([job.seed for job in jobs], device=device),
-        memory_budget=budget_bytes(config.memory_budget),
+        memory_budget=budget_bytes_on(config.device, config.memory_budget),
         on_step=on_step,
         max_new_tokens=jobs[0].room,
         pad_token_id=pad,

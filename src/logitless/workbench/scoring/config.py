@@ -10,7 +10,6 @@ from ...errors import OptionError
 from ..common.files import check_outputs
 from ..common.options import (
     DEFAULT_MODEL,
-    MEMORY_BUDGET,
     MOST,
     Count,
     Device,
@@ -20,7 +19,7 @@ from ..common.options import (
     MemoryBudget,
     Option,
     TrainedModel,
-    budget_bytes,
+    budget_bytes_on,
     check_values,
     require,
 )
@@ -47,7 +46,7 @@ class TextOptions:
     tokenizer does."""
     batch_tokens: Count = 4096
     """Tokens of a forward pass, padding included."""
-    memory_budget: MemoryBudget = MEMORY_BUDGET
+    memory_budget: MemoryBudget = "auto"
     dtype: Dtype = "auto"
     device: Device = "auto"
     json: JsonFile = None
@@ -64,7 +63,7 @@ class TextOptions:
 
     @property
     def memory_budget_bytes(self) -> int:
-        return budget_bytes(self.memory_budget)
+        return budget_bytes_on(self.device, self.memory_budget)
 
     @property
     def place(self) -> Path:

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from ...errors import DeviceError, OptionError
+from ...errors import OptionError
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
 from ...sample.teacher import STORED, packed_hidden
 from ...vocab.face import LMHead
+from ..common.device import device_of
 from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
@@ -116,7 +117,7 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     """
     console = console or Console(stderr=True)
     quiet()
-    device_of(config, 0)
+    device_of(config.device)
     outputs = [path for path in config.outputs().values() if path is not None]
     for path in (config.place, *outputs):
         if str(path) != "-":
@@ -172,18 +173,10 @@ def _scorer(config: TextOptions, source: ModelSource, tokenizer: TextTokenizer, 
     if stride > context:
         raise OptionError(f"--stride must be at most --context-length, here {context}, got {stride}")
     bos = _bos(config.bos, tokenizer)
-    device = device_of(config, rank)
+    device = device_of(config.device, rank)
     model = load_model(source, dtype=config.dtype, length=context).eval().to(device)
     subject = Subject(model, source, tokenizer, device, context)
     return Scorer(subject, stride, bos, config.batch_tokens, wanted(subject))
-
-
-def device_of(config: TextOptions, rank: int) -> torch.device:
-    """Where a rank computes. Raises DeviceError for a GPU that is not there."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
 
 
 def _bos(wanted: str, tokenizer: TextTokenizer) -> int | None:

@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback, Trainer
 
 from ...algebra.costs import logits_bytes
-from ...errors import DeviceError, OptionError
+from ...errors import OptionError
 from ...integrations.transformers.install import choose, install
 from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
+from ..common.device import device_of
 from ..common.files import read_json, read_lines, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
@@ -70,8 +70,7 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
     console = console or Console(stderr=True)
     quiet()
     check_tracker(config.check().report_to)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("--device cuda: this torch sees no GPU; use --device cpu or auto")
+    device_of(config.device)
     with by_options_alone(config):
         return _run(config, console)
 

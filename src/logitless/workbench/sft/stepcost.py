@@ -51,16 +51,15 @@ def main() -> None:
 
 def measure_here(config: TrainConfig, tokens: Path) -> Any:
     """Yields (method, result) in turn, in this process."""
-    import torch
 
     from ...integrations.transformers.install import install
     from ...resident import free_bytes
+    from ..common.device import device_of
     from ..sources.model import build, resolve
     from ..sources.packing import collate
     from .data import load
 
-    gpu = config.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    device = device_of(config.device)
     rows, _ = load(tokens, config.context_length)
     batch = collate([rows[i] for i in range(min(config.batch_size, len(rows)))])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
