@@ -25,11 +25,6 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("logitless ")
 
 
-def test_the_package_runs_as_a_module():
-    found = subprocess.run([sys.executable, "-m", "logitless", "--version"], capture_output=True, text=True, check=True)
-    assert found.stdout.startswith("logitless ")
-
-
 def test_an_unknown_command(capsys):
     assert main(["trian"]) == 2
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
