@@ -10,6 +10,7 @@ from logitless.cli.main import main
 from logitless.errors import OptionError
 from logitless.workbench.align.config import AlignConfig
 from tests.support.workbench.micro import line_corpus, micro_model
+from tests.support.workbench.units import assert_one_unit
 
 
 def test_every_option_of_the_dataclass_is_one_of_the_command_line():
@@ -98,3 +99,5 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
         "align.png",
     ):
         assert shown in err
+    assert "-0.0000" not in err  # the KL of a policy to itself, to rounding
+    assert_one_unit(err, "memory: ", " s of training")

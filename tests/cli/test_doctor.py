@@ -9,6 +9,7 @@ import logitless as ll
 from logitless.cli.doctor import CALLS
 from logitless.cli.main import main
 from logitless.vocab.call import triton_support
+from tests.support.workbench.units import assert_one_unit
 
 SMALL = ["--tokens", "64", "--hidden-size", "16", "--vocab-size", "301", "--dtype", "float32", "--device", "cpu"]
 
@@ -25,6 +26,7 @@ def test_tables(capsys, monkeypatch):
     assert torch.__version__ in out
     assert all(name in out for name in CALLS)
     assert "8,192 tokens, hidden 4,096, vocabulary 151,936, bfloat16, on cpu" in out
+    assert_one_unit(out + "\nend", "8,192 tokens", "\nend")
 
 
 def test_each_backend_runs_or_says_why_not(capsys, monkeypatch):

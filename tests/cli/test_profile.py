@@ -8,6 +8,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.workbench.profile.recording import FEW, POINTS
+from tests.support.workbench.units import assert_one_unit
 
 pytestmark = pytest.mark.compiled  # fake tensors hold nothing to poison
 
@@ -60,6 +61,14 @@ def test_tables(model, capsys):
         "resident set",
     ):
         assert text in out, text
+    for begin, end in (
+        ("at its end", "dense peaks"),
+        ("at the peak  ", "largest tensors"),
+        ("largest tensors", "savings, each"),
+        ("savings, each", "predicted against"),
+    ):
+        assert_one_unit(out, begin, end)
+    assert_one_unit(out + "\nend", "predicted against", "\nend")
 
 
 def test_json(model, capsys):

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors.torch import save_file
 
 from logitless.cli.main import main
 from logitless.cli.train import parse
 from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sft.summary import show
+from tests.support.workbench.units import assert_one_unit
 
 
 def arguments(micro, place: Path, *more: object) -> list[str]:
@@ -74,6 +77,19 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
         "memory_budget_bytes": 2**28,
         "threshold_bytes": 2**28,
     }
+
+
+def test_memory_has_one_unit(capsys):
+    """Of the process and of what is beside it, however much smaller that is."""
+    loss = {"asked": "auto", "method": "dense", "logits_bytes": 9 << 20, "memory_budget_bytes": 1 << 30}
+    steps = {name: {"peak_bytes": peak << 20, "loss": 4.5} for name, peak in (("logitless", 45), ("dense", 900))}
+    names = ("first_loss", "last_loss", "held_out_loss_before", "held_out_loss_after", "tokens_per_second")
+    given = {"model": "m", "parameters": 9, "steps": 1, "training_seconds": 1.0, "tensor_parallel": 1, "loss": loss}
+    console = Console(width=160)
+    show({**dict.fromkeys(names, 1.0), **given, "peak_memory_bytes": 3 << 30, "step_memory": steps}, Path(), console)
+    out = capsys.readouterr().out
+    assert_one_unit(out, "loss method", "peak memory")
+    assert_one_unit(out, "peak memory", "the dense loss takes 20.0 ×")
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -9,6 +9,7 @@ from logitless.algebra.costs import DEFAULT_BUDGET
 from logitless.cli.main import main
 from logitless.workbench.sft import verify
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.units import assert_one_unit
 
 SMALL = ["--vocab-size", "1000"]
 
@@ -48,6 +49,7 @@ def test_equal_losses_pass(capsys):
     assert out.count("equal") == 12
     assert "dense" in out
     assert "logitless" in out
+    assert_one_unit(out, "logits' size", "Logitless loss")
 
 
 @pytest.mark.parametrize("part", ["value", "gradient", "nan"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..units import format_bytes
+from ..units import format_bytes, one_unit
 from ..versions import versions
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import Count, Device, JsonFile, MemoryBudget, budget_bytes_on, check_values
@@ -177,8 +177,9 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
     table.add_column("call", min_width=22)
     for name in ("GEMMs", "slices", "workspace", "gradients", "dense"):
         table.add_column(name, justify="right", no_wrap=True)
-    for c in found["calls"]:
-        sizes = (c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"])
+    calls = [(c, (c["buffer_bytes"] + c["saved_bytes"], c["gradient_bytes"], c["dense_bytes"])) for c in found["calls"]]
+    size = one_unit(nbytes for _, sizes in calls for nbytes in sizes)
+    for c, sizes in calls:
         slices = f"{c['slice_tokens']:,} × {c['slice_entries']:,}"
-        table.add_row(c["call"], str(c["gemms"]), slices, *map(format_bytes, sizes))
+        table.add_row(c["call"], str(c["gemms"]), slices, *map(size, sizes))
     console.print(table, highlight=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..units import format_bytes, parse_bytes
+from ..units import one_unit, parse_bytes
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import MEMORY_BUDGET, MOST, JsonFile, require
 from . import options
@@ -81,10 +81,8 @@ def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any],
 
 
 def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int, console: Console) -> None:
-    rows = [
-        (f"{c.length:,}", format_bytes(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no")
-        for c in chosen
-    ]
+    size = one_unit(c.logits_bytes for c in chosen)
+    rows = [(f"{c.length:,}", size(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no") for c in chosen]
     title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {config.threshold}"
     _table(console, title, (">length", ">logits' size", "<method", "<logits made"), rows)
     rows = [

@@ -15,6 +15,9 @@ Function = Callable[..., Tensor | Outcome]
 # What our results may be off, of the largest entry: the rounding of a result in this dtype, not the peer's tolerance.
 BUDGET = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 LARGEST_RTOL = 0.5  # a peer's tolerance above it could not fail
+SCALE = 2e-4  # what results may be off by a common factor, beside what rounding leaves of one
+SCALE_OF_PEERS = 5e-4
+WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,25 @@ def assert_held(ours: Outcome, exact: Outcome, within: Within, budget: float | N
         allowed = (budget or BUDGET[ours[name].dtype]) * max(largest, 1e-6) + kind.smallest_normal * kind.eps
         off = float((got - value).abs().max()) if value.numel() else 0.0
         assert off <= allowed, f"{name}: {off:.3g} off, where {allowed:.3g} is allowed"
+        assert_in_scale(got, value, SCALE, kind.eps, name)
+
+
+def assert_in_scale(got: Tensor, value: Tensor, most: float, eps: float, name: str) -> None:
+    """The factor between them is 1: a wrong scale of a narrow dtype's results hides in the rounding of each row, and
+    not in the mean over many."""
+    got, value = (x.double().reshape(-1, x.shape[-1] if x.ndim > 1 else 1) for x in (got, value))
+    weights = value.square().sum(1)
+    if not weights.any():
+        return
+    factor = float((got * value).sum() / weights.sum())
+    rows = float(weights.sum().square() / weights.square().sum())  # how many the mean is of, if they were alike
+    allowed = most + 1.5 * eps / rows**0.5
+    assert abs(factor - 1) <= allowed, f"{name}: {factor:.6f} times what is exact, {allowed:.2g} is allowed"
 
 
 def assert_same(ours: Outcome, theirs: Outcome, within: Within) -> None:
-    """Our results are the peer's within the tolerance of its tests."""
+    """Our results are the peer's within the tolerance of its tests; of wide operands, of one scale too."""
+    wide = [x.dtype in WIDE for name, x in theirs.items() if name.startswith("d ")]
     for name, value in theirs.items():
         torch.testing.assert_close(
             *(ours[name].double(), value.double()),
@@ -118,6 +136,8 @@ def assert_same(ours: Outcome, theirs: Outcome, within: Within) -> None:
             rtol=min(within.rtol, LARGEST_RTOL),
             msg=lambda m, n=name: f"{n}: {m}",
         )
+        if wide and all(wide):  # narrow operands are rounded inside as well, each peer in its own way
+            assert_in_scale(ours[name], value, SCALE_OF_PEERS, torch.finfo(value.dtype).eps, name)
 
 
 def assert_same_or_nearer(ours: Outcome, theirs: Outcome, exact: Outcome, within: Within) -> None:

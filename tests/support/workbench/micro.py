@@ -20,6 +20,11 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 
+MICRO_CHAT = (
+    "{% for message in messages %}<s>{{ message.role }}:{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
 
 def micro_model(**changes: object) -> Qwen3ForCausalLM:
     """A two-layer Qwen3 with random weights; the same for the same torch seed."""

@@ -9,14 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from logitless.errors import DataError, OptionError
+from logitless.errors import ConfigError, DataError, OptionError
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import load, rows_of, save
+from logitless.workbench.align.data import load, prompt_ids, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
 from logitless.workbench.common.options import from_dict, read_file
+from logitless.workbench.sources.chat import ASSISTANT
 from logitless.workbench.sources.corpus import passages
 from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.micro import line_corpus
+from tests.support.workbench.micro import MICRO_CHAT, line_corpus
 
 
 class TestOptions:
@@ -133,6 +134,16 @@ def tokenizer(micro):
     return pretrained(str(micro.model.parent))
 
 
+@pytest.fixture
+def talker(tokenizer):
+    """A tokenizer with a chat template."""
+    tokenizer.saved.chat_template = MICRO_CHAT
+    return tokenizer
+
+
+ASKED, SAID = (f'[{{"role": "{role}", "content": "a"}}]' for role in ("user", ASSISTANT))
+
+
 def config(data, **options):
     return AlignConfig(data=str(data), prompt_length=30, completion_length=16, **options)
 
@@ -208,15 +219,74 @@ class TestData:
             ('{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n', "dpo", "row 0: rejected must be .*, got dict"),
             ('{"prompt": "a \\ud83d"}\n', "grpo", "rows.jsonl:1: expected text, got half of a surrogate pair"),
             ('{"prompt": 1', "grpo", "rows.jsonl:1: not JSON"),
+            (
+                '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n',
+                "dpo",
+                "row 1 has no completion; expected prompt",
+            ),
+            ('{"chosen": "b", "rejected": [{"role": "user", "content": "c"}]}\n', "dpo", "expected a field named text"),
+            (
+                f'{{"prompt": {ASKED}}}\n{{"prompt": "a"}}\n',
+                "grpo",
+                "row 1: prompt is text, and the first row's prompt is",
+            ),
+            (
+                f'{{"prompt": {ASKED}, "chosen": "b", "rejected": "c"}}\n',
+                "dpo",
+                "row 0: chosen is text, and the first row",
+            ),
+            (f'{{"prompt": "a", "chosen": "b", "rejected": {SAID}}}\n', "dpo", "row 0: rejected is messages, and the "),
+            (
+                f'{{"prompt": {ASKED}, "chosen": {SAID}, "rejected": {ASKED}}}\n',
+                "dpo",
+                "rejected must begin with a mes",
+            ),
             ('{"text": "one line"}\n', "grpo", "got 0 and 0; give more text"),
             ('{"other": "a"}\n', "grpo", "expected a field named text or content, got other"),
         ],
     )
-    def test_tables_that_cannot_be_used(self, tokenizer, tmp_path, text, method, message):
+    def test_tables_that_cannot_be_used(self, talker, tmp_path, text, method, message):
         path = tmp_path / "rows.jsonl"
         path.write_text(text)
         with pytest.raises(DataError, match=message):
-            rows_of(config(path, method=method), tokenizer, 10)
+            rows_of(config(path, method=method), talker, 10)
+
+    @pytest.mark.parametrize("form", ["whole", "without prompt", "messages", "completion"])
+    def test_conversations_to_prefer_answers_in(self, talker, tmp_path, form):
+        """TRL's preference rows, its rows whose prompt is what both begin with, and answers to hold against samples."""
+        asked, said, wrong = (
+            [{"role": r, "content": c}] for r, c in (("user", "a"), (ASSISTANT, "b"), (ASSISTANT, "c"))
+        )
+        rows = {
+            "whole": ({"prompt": asked, "chosen": said, "rejected": wrong}, {"rejected": wrong, "chosen": said}),
+            "without prompt": (
+                {"chosen": asked + said, "rejected": asked + wrong},
+                {"rejected": wrong, "chosen": said},
+            ),
+            "messages": ({"messages": asked + said}, {"completion": said}),
+            "completion": ({"prompt": asked, "completion": said}, {"completion": said}),
+        }
+        given, wanted = rows[form]
+        path = tmp_path / "rows.jsonl"
+        path.write_text((json.dumps(given) + "\n") * 12)
+        train, held = rows_of(config(path, method="dpo"), talker, 5)
+        assert train + held == [{"prompt": asked, **wanted}] * (12 if "chosen" in wanted else 6)
+
+    def test_a_template_that_refuses_a_row(self, talker, tmp_path):
+        talker.saved.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": json.loads(ASKED) * n}) + "\n" for n in (1, 2, 3)))
+        with pytest.raises(ConfigError, match=r"rows.jsonl: row 2: the chat template failed: one turn only"):
+            rows_of(config(path, method="grpo"), talker, 10)
+
+    def test_prompts_are_encoded_as_the_trainers_do(self, talker):
+        """A conversation's markers are whole tokens, and text has its opening."""
+        start, end = (talker.saved.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
+        (ids,) = prompt_ids([json.loads(ASKED)], talker)
+        assert [i for i, token in enumerate(ids) if token in (start, end)] == [0, len("user:a") + 1, len("user:a") + 2]
+        assert talker.saved.decode(ids) == "<s>user:a</s><s>assistant:"
+        assert prompt_ids(["<s>"], replace(talker, opening=(1,))) == [[1, *talker.encode(["<s>"])[0]]]
+        assert len(talker.encode(["<s>"])[0]) == 3
 
     def test_a_path_that_is_not_there(self, tokenizer, tmp_path):
         with pytest.raises(DataError, match="no such file or directory"):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.errors import ConfigError, OptionError
+from logitless.workbench.align import run as align
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
+from logitless.workbench.align.trainers import trainer_of
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs import callbacks
 from logitless.workbench.runs.checkpoints import RUN_FILE, last_checkpoint
 from logitless.workbench.runs.rundir import WRITTEN, Interrupted, stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sources.chat import ASSISTANT
 from tests.support.workbench.killing import curve
+from tests.support.workbench.micro import MICRO_CHAT
 from tests.support.workbench.processes import flags, killed_at
 
 QUIET = Console(quiet=True)
@@ -96,6 +101,40 @@ def test_the_other_methods(start, method, tmp_path):
     if method == "dpo":
         assert all(row["chosen"] and row["rejected"] for row in rows)
         assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
+
+
+@pytest.mark.parametrize("form", ["pairs", "messages"])
+def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
+    """TRL's tokens are the template's, with markers as whole tokens; without rejected answers, the model's own are."""
+    model = tmp_path / "talker"
+    shutil.copytree(start.model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = MICRO_CHAT
+    tokenizer.save_pretrained(model)
+    asked, said, wrong = ({"role": r, "content": c} for r, c in (("user", "ab"), (ASSISTANT, "cd"), (ASSISTANT, "x")))
+    pair = {"prompt": [asked], "chosen": [said], "rejected": [wrong]}
+    row = pair if form == "pairs" else {"messages": [asked, said]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    made = []
+    monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
+    options = {
+        "method": "dpo",
+        "model": str(model),
+        "data": str(tmp_path / "rows.jsonl"),
+        "output_dir": tmp_path / "run",
+    }
+    run(replace(start, **options), QUIET)
+    rows = read_lines(tmp_path / "run" / "rows.jsonl")
+    assert all(row["rejected"][0]["role"] == ASSISTANT for row in rows)
+    first = made[0].train_dataset[0]
+    marks = [tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>")]
+    assert tokenizer.decode(first["prompt_ids"]) == "<s>user:ab</s><s>assistant:"
+    assert tokenizer.decode(first["chosen_ids"]) == "cd</s>"
+    assert sum(i in marks for i in first["prompt_ids"]) == 3
+    assert first["chosen_ids"][-1] == marks[1]
+    if form == "pairs":
+        assert tokenizer.decode(first["rejected_ids"]) == "x</s>"
+        assert steps(tmp_path / "run")[-1]["rewards/accuracies"] == 1
 
 
 def test_the_exact_kl(start, tmp_path):

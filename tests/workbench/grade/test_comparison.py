@@ -155,7 +155,7 @@ def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     text, page = console.file.getvalue(), (tmp_path / PAGE_FILE).read_text()
     assert "…" not in text
     assert "m&lt;b&gt;" in page
-    for said in ("ste / ste_legacy", "gumbel / gumbel_legacy", "0.167 ×", "120 MiB", "not met"):
+    for said in ("ste / ste_legacy", "gumbel / gumbel_legacy", "0.167 ×", "120.00 MiB", "not met"):
         assert said in text
         assert said in page
     ends = re.findall(r"\([-+.\d]+ to [-+.\d]+\)", text)

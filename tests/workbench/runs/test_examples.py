@@ -66,5 +66,6 @@ def test_a_terminal_sees_them_coloured_and_safe(kept):
     # The key's own codes: rich keeps the first form of a style's, so it depends on what a process has shown before.
     ink = re.search(r"(\x1b\[[0-9;]+m) < 5 % ", text)[1]
     assert f"{ink}rare" in text
+    assert "…" + "x" * 100 in text
     assert "x" * 101 not in text
     examples.show(place / "nothing", console)

@@ -11,11 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3ForSequenceClassification
+from rich.console import Console
+from transformers import Qwen3ForSequenceClassification, TrainerCallback
+from transformers.integrations import integration_utils
 
 from logitless.cli.main import main
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.sft.run import run
 from tests.support.workbench.micro import micro_model
 from tests.support.workbench.processes import finished, flags
 
@@ -104,6 +107,55 @@ def test_the_metrics_arrive(start, micro, tmp_path, read: Callable[..., dict[str
     assert len(records) == 3
     for sent, recorded in SENT[what].items():
         assert found[sent] == pytest.approx([record[recorded] for record in records], rel=1e-6), sent
+    if what == "train":
+        assert read(tmp_path, ["eval/loss"])["eval/loss"] == pytest.approx(held_out_losses(tmp_path / "run"), rel=1e-6)
+
+
+def held_out_losses(place: Path) -> list[float]:
+    """Before the first step and after the last."""
+    found = [x["held_out_loss"] for x in read_lines(place / "metrics.jsonl") if "held_out_loss" in x]
+    assert len(found) == 2
+    return found
+
+
+@pytest.fixture
+def tracker(monkeypatch) -> list[tuple[str, float | None]]:
+    """What a tracker in wandb's place is told, in order."""
+    told = []
+
+    class Told(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            told.append(("begin", None))
+
+        def on_log(self, *_, logs, **__):
+            told.extend((name, logs[name]) for name in ("loss", "eval_loss") if name in logs)
+
+        def on_train_end(self, *_, **__):
+            told.append(("end", None))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Told)
+    monkeypatch.setattr("logitless.workbench.runs.trackers.find_spec", lambda name: name)
+    return told
+
+
+def test_the_held_out_loss_is_sent_while_the_tracker_runs(tracker, micro, tmp_path, unmeasured):
+    run(replace(micro.config, max_steps=2, report_to="wandb", output_dir=tmp_path / "run"), Console(quiet=True))
+    assert [name for name, _ in tracker] == ["begin", "eval_loss", "loss", "loss", "eval_loss", "end"]
+    assert [value for name, value in tracker if name == "eval_loss"] == held_out_losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("command", ["train", "align"])
+def test_a_tracker_that_does_not_start_is_one_line(tracker, micro, start, tmp_path, monkeypatch, capsys, command):
+    def refuse(*_, **__):
+        raise RuntimeError("No API key configured.\nUse `wandb login`.")
+
+    monkeypatch.setattr(integration_utils.INTEGRATION_TO_CALLBACK["wandb"], "on_train_begin", refuse)
+    monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: {})
+    config = replace(micro.config if command == "train" else start, report_to="wandb", output_dir=tmp_path / "run")
+    assert main([command, *flags(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("logitless: --report-to wandb: No API key configured. Use `wandb login`.\n")
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("command", [["train"], ["align"], ["align", "--method", "ste"], ["align", "--method", "all"]])

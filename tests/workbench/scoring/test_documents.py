@@ -46,7 +46,7 @@ BAD_LINES = {
     b'{"text": ""}': "empty",
     b'{"text": null}': "null in the place of text",
     b'{"text": 3}': "int in the place of text",
-    b'{"title": "x"}': "no field named text or content",
+    b'{"title": "x"}': "no field named text, content or messages",
     b"[1]": "list in the place of an object",
     b'{"text": "cut': "not JSON (Invalid control character at)",
     b"\xff\xfe": "not UTF-8 text",

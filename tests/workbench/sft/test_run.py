@@ -244,6 +244,12 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     assert summary["held_out_loss_after"] == pytest.approx(finished[1]["held_out_loss_after"], rel=1e-5)
 
 
+def test_a_single_step_learns(micro, tmp_path, unmeasured):
+    """Its warm-up is no step at a rate of 0."""
+    summary = run(replace(micro.config, max_steps=1, output_dir=tmp_path / "run"), Console(quiet=True))
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+
+
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("options", [{"batch_size": 1000}, {"gradient_accumulation_steps": 500}])
 def test_a_corpus_smaller_than_a_step(micro, tmp_path, options):

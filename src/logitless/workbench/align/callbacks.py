@@ -34,7 +34,7 @@ class MemoryMetrics(TrainerCallback):
 
 
 class HeldOutRows(TrainerCallback):
-    """The trainer's own evaluation of the held-out rows before the first step; `HeldOutAfter`: after the last."""
+    """The trainer's own evaluation of the held-out rows before the first step; `AfterLastStep`: after the last."""
 
     def __init__(self, evaluate: Callable[[], dict[str, float]], path: Any) -> None:
         self.evaluate, self.path = evaluate, path
@@ -44,7 +44,7 @@ class HeldOutRows(TrainerCallback):
         if state.global_step == 0 and not self.measured:
             self._record(args, {"step": 0})
 
-    def conclude(self, args: TrainingArguments, step: int) -> None:
+    def conclude(self, args: TrainingArguments, step: int, model: Any = None) -> None:
         """Measures and records what the trained policy does."""
         self._record(args, {"step": step, "final": True})
 
@@ -68,27 +68,16 @@ def unchanged_random_numbers() -> Iterator[None]:
     numpy.random.set_state(arrays)
 
 
-class HeldOutAfter(TrainerCallback):
-    """The same after the last step; comes before the trackers of --report-to, whose runs end with the training."""
-
-    def __init__(self, held_out: HeldOutRows) -> None:
-        self.held_out = held_out
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self.held_out.conclude(args, state.global_step)
-
-
 class AlignProgress(ProgressBar):
     """Reward (or accuracy), self-certainty, KL and speed of the step."""
 
     def line(self, latest: dict[str, Any]) -> str:
         named = (
-            ("reward", "reward", ".3f"),
-            ("self-certainty", "self_certainty/mean", ".3f"),
-            ("KL", "kl", ".4f"),
-            ("accuracy", "rewards/accuracies", ".2f"),
-            ("margin", "rewards/margins", ".3f"),
+            ("reward", "reward", "z.3f"),
+            ("self-certainty", "self_certainty/mean", "z.3f"),
+            ("KL", "kl", "z.4f"),
+            ("accuracy", "rewards/accuracies", "z.2f"),
+            ("margin", "rewards/margins", "z.3f"),
         )
         shown = [f"{name} {latest[key]:{form}}" for name, key, form in named if latest.get(key) is not None]
         return " · ".join([*shown, f"peak {format_bytes(latest['peak_memory_bytes'])}"])

@@ -42,8 +42,8 @@ class AlignConfig(RunOptions):
     """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs."""
     model: TrainedModel = DEFAULT_MODEL
     data: str | None = None
-    """Prompts (pairs, for dpo) in a jsonl, parquet or `datasets` directory, or text to cut them from. Default: this
-    Python's own library."""
+    """Prompts (pairs, for dpo) of text or of messages, in a jsonl, parquet or `datasets` directory, or text to cut them
+    from. Default: this Python's own library."""
     prompt_length: Count = 64
     """Of prompts that are cut from text, at most."""
     completion_length: Count = 32

@@ -10,10 +10,10 @@ import torch
 
 from ...errors import ConfigError, DataError
 from ..common.files import read_lines, write_lines
-from ..sources.chat import prompt_of
+from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Row, documents, is_said, passages, table
 from ..sources.packing import HELD_OUT_EVERY
-from ..sources.tokenizer import TextTokenizer, as_chat
+from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
 
 ROWS_FILE = "rows.jsonl"
@@ -21,35 +21,40 @@ HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
 MOST_ROWS = 4096  # cut from text; a longer run sees them again
 PER_DOCUMENT = 4  # where there are enough documents, so that rows come from many of them
 MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
+PAIR = ("prompt", "chosen", "rejected")
+ANSWERED = ("prompt", "completion")  # preferred to a sample of the model
 
 
 def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows). Raises DataError when there are none of either."""
-    columns = ("prompt",) if config.kind.rollouts else ("prompt", "chosen", "rejected")
-    given = _table(config.data, columns)
-    train, held = _cut(config, tokenizer, min(wanted, MOST_ROWS)) if given is None else _divide(given)
+    """(training rows, held-out rows). Raises DataError when there are none of either, or for rows of mixed kinds."""
+    wanted = min(wanted, MOST_ROWS)
+    given = _table(config, tokenizer)
+    train, held = _cut(config, tokenizer, wanted) if given is None else _divide(given)
     what = "prompts" if config.kind.rollouts else "pairs"
     if not train or not held:
         raise DataError(
             f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
-            f"{len(held)}; give more text, or documents of more than {config.context_length} tokens"
+            f"{len(held)}; give more text, whose lines are within --prompt-length {config.prompt_length} and "
+            f"--completion-length {config.completion_length} tokens"
         )
-    _check_messages(train + held, tokenizer)
+    if not config.kind.rollouts and "chosen" not in train[0]:  # each costs a sample of the model
+        train = Random(config.seed).sample(train, min(wanted, len(train)))
     return train, held[:HELD_OUT_ROWS]
 
 
-def _check_messages(rows: list[Row], tokenizer: TextTokenizer) -> None:
-    """ConfigError for prompts of messages without a chat template, which says how they become text."""
-    chats = [row["prompt"] for row in rows if isinstance(row["prompt"], list)]
-    if chats:
-        if not getattr(tokenizer.saved, "chat_template", None):
-            raise ConfigError("prompts of messages need a chat template, and the tokenizer has none: give text instead")
-        as_chat(chats[0], tokenizer.saved)
+def prompt_ids(prompts: list[Any], tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of prompts as the trainers have them: messages through the chat template, text behind its opening."""
+    return [
+        chat_ids(prompt, tokenizer.saved)
+        if isinstance(prompt, list)
+        else [*tokenizer.opening, *tokenizer.encode([prompt])[0]]
+        for prompt in prompts
+    ]
 
 
 @torch.no_grad()
 def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[Row]:
-    """Rows with `chosen`, the real continuation, and `rejected`, a sample of the model's own.
+    """Rows with `chosen`, the real continuation or answer, and `rejected`, a sample of the model's own.
 
     Rows that have both already stay as they are. Chen et al., arXiv 2401.01335.
     """
@@ -65,7 +70,9 @@ def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config:
         samples = _samples([row["prompt"] for row in part], model, tokenizer, config)
         for row, sample in zip(part, samples, strict=True):
             if sample.strip():
-                pairs.append({"prompt": row["prompt"], "chosen": row["continuation"], "rejected": sample})
+                chosen = row["completion"] if "completion" in row else row["continuation"]
+                rejected = [{"role": ASSISTANT, "content": sample}] if isinstance(chosen, list) else sample
+                pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected})
     model.train(was_training)
     return pairs
 
@@ -120,32 +127,79 @@ def _divide(given: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[
     return [row for i, row in enumerate(train) if i % every != every // 2], train[every // 2 :: every]
 
 
-def _table(data: str | None, columns: tuple[str, ...]) -> tuple[list[Row], list[Row] | None] | None:
-    """(rows, held-out rows or None) of a file or directory with a prompt column; None for text."""
-    found = table(data)
+def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], list[Row] | None] | None:
+    """(rows, held-out rows or None) of a file or directory of prompts or pairs; None for text."""
+    found = table(config.data)
     if found is None:
         return None
-    rows, held = (None if split is None else [prompt_of(row) for row in split] for split in found)
+    form = prompt_of if config.kind.rollouts else _pair_of
+    rows, held = (None if split is None else [form(row) for row in split] for split in found)
     if not rows or "prompt" not in rows[0]:
         return None
+    columns = ("prompt",) if config.kind.rollouts else PAIR
+    if columns == PAIR and "completion" in rows[0] and "chosen" not in rows[0]:
+        columns = ANSWERED
     every: list[Row] = [*rows, *(held or [])]
     for i, row in enumerate(every):
-        missing = [name for name in columns if not row.get(name)]
-        if missing:
-            raise DataError(f"--data {data}: row {i} has no {', '.join(missing)}; expected {', '.join(columns)}")
-        for name in columns:
-            if not is_said(row[name]):
-                raise DataError(
-                    f"--data {data}: row {i}: {name} must be text or a list of messages with role and content, "
-                    f"got {type(row[name]).__name__}"
-                )
+        _check_row(row, columns, f"--data {config.data}: row {i}")
+        _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
     return rows, held
 
 
-def _samples(prompts: list[str], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
+def _pair_of(row: Row) -> Row:
+    """The row with a `prompt`: what chosen and rejected have in common, or all before the assistant's last answer."""
+    from trl.data_utils import extract_prompt
+
+    both = [row.get(name) for name in ("chosen", "rejected")]
+    if "prompt" not in row and all(x and is_said(x) for x in both) and type(both[0]) is type(both[1]):
+        return extract_prompt(row)
+    found, messages = prompt_of(row), row.get("messages")
+    if "prompt" in row or not isinstance(messages, list) or found.get("prompt", messages) == messages:
+        return found
+    return {**found, "completion": messages[-1:]}
+
+
+def _check_row(row: Row, columns: tuple[str, ...], where: str) -> None:
+    missing = [name for name in columns if not row.get(name)]
+    if missing:
+        raise DataError(f"{where} has no {', '.join(missing)}; expected {', '.join(columns)}")
+    for name in columns:
+        if not is_said(row[name]):
+            raise DataError(
+                f"{where}: {name} must be text or a list of messages with role and content, "
+                f"got {type(row[name]).__name__}"
+            )
+
+
+def _check_kinds(row: Row, first: Row, columns: tuple[str, ...], where: str, tokenizer: TextTokenizer) -> None:
+    """DataError for text among messages; ConfigError for messages that no chat template makes text of."""
+    kinds = {True: "messages", False: "text"}
+    kind = isinstance(first["prompt"], list)
+    other = next((name for name in columns if isinstance(row[name], list) != kind), None)
+    if other:
+        raise DataError(
+            f"{where}: {other} is {kinds[not kind]}, and the first row's prompt is {kinds[kind]}: give all of one kind"
+        )
+    if not kind:
+        return
+    if not getattr(tokenizer.saved, "chat_template", None):
+        raise ConfigError("prompts of messages need a chat template, and the tokenizer has none: give text instead")
+    prompt, *answers = (row[name] for name in columns)
+    for name, answer in zip(columns[1:], answers, strict=True):
+        if answer[0]["role"] != ASSISTANT:
+            raise DataError(f"{where}: {name} must begin with a message of the assistant, got {answer[0]['role']}")
+    try:
+        as_chat(prompt, tokenizer.saved)
+        for answer in answers:
+            as_chat([*prompt, *answer], tokenizer.saved, to_answer=False)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _samples(prompts: list[Any], model: Any, tokenizer: TextTokenizer, config: AlignConfig) -> list[str]:
     """One sampled continuation of each prompt."""
     padding = model.generation_config.pad_token_id
-    ids = [[*tokenizer.opening, *x] for x in tokenizer.encode(prompts)]
+    ids = prompt_ids(prompts, tokenizer)
     longest = max(map(len, ids))
     left = torch.tensor([[padding] * (longest - len(x)) + x for x in ids], device=model.device)
     mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in ids], device=model.device)

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from ...units import format_bytes, plural
+from ...units import one_unit, plural
 from ..common.plots import DENSE, GREY, LOGITLESS, finish
 from ..runs import examples
 from .config import METHODS
@@ -23,20 +23,20 @@ TABLE_ROWS = 8
 SMOOTH = 5
 # (metric, its name for people, format, panel of the plot)
 ROLLOUTS = (
-    ("reward", "reward", "{:.3f}", True),
-    ("self_certainty/mean", "self-certainty", "{:.3f}", True),
-    ("kl", "KL", "{:.4f}", True),
-    ("rewards/repetition_guard/mean", "repetition", "{:.3f}", False),
-    ("rewards/python_lines/mean", "Python lines", "{:.3f}", False),
-    ("entropy", "entropy", "{:.2f}", False),
-    ("completions/mean_length", "tokens", "{:.1f}", False),
+    ("reward", "reward", "{:z.3f}", True),
+    ("self_certainty/mean", "self-certainty", "{:z.3f}", True),
+    ("kl", "KL", "{:z.4f}", True),
+    ("rewards/repetition_guard/mean", "repetition", "{:z.3f}", False),
+    ("rewards/python_lines/mean", "Python lines", "{:z.3f}", False),
+    ("entropy", "entropy", "{:z.2f}", False),
+    ("completions/mean_length", "tokens", "{:z.1f}", False),
 )
 PAIRS = (
-    ("loss", "loss", "{:.4f}", True),
-    ("rewards/accuracies", "accuracy", "{:.2f}", True),
-    ("rewards/margins", "margin", "{:.3f}", True),
-    ("rewards/chosen", "chosen", "{:.3f}", False),
-    ("rewards/rejected", "rejected", "{:.3f}", False),
+    ("loss", "loss", "{:z.4f}", True),
+    ("rewards/accuracies", "accuracy", "{:z.2f}", True),
+    ("rewards/margins", "margin", "{:z.3f}", True),
+    ("rewards/chosen", "chosen", "{:z.3f}", False),
+    ("rewards/rejected", "rejected", "{:z.3f}", False),
 )
 UNITS = {"self_certainty/mean": "nats", "kl": "nats per token", "loss": "nats", "rewards/accuracies": "share of pairs"}
 
@@ -118,9 +118,10 @@ def _lines(summary: dict[str, Any], columns: list[tuple[str, str, str, bool]]) -
     yield f"held-out rows: {', '.join(changes)}"
     if summary["rewards"]:
         yield "rewards: " + ", ".join(f"{name} × {weight:g}" for name, weight in summary["rewards"].items())
+    size = one_unit(memory.values())
     yield (
-        f"memory: {format_bytes(memory['peak_bytes'])} at the peak, the whole process; dense logits of one forward "
-        f"pass with their log-softmax would be {format_bytes(memory['dense_would_need_bytes'])} more"
+        f"memory: {size(memory['peak_bytes'])} at the peak, the whole process; dense logits of one forward "
+        f"pass with their log-softmax would be {size(memory['dense_would_need_bytes'])} more"
     )
     yield f"{summary['training_seconds']:.0f} s of training"
     place = Path(summary["output_dir"])

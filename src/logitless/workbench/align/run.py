@@ -19,18 +19,19 @@ from ..common.device import device_of
 from ..common.files import read_lines, write_json
 from ..common.say import say
 from ..runs import examples
-from ..runs.callbacks import GentleStop, OwnCheckpoints, Records
+from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ranks import first
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.trackers import explain_failures
 from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
-from ..sources.tokenizer import TextTokenizer, as_chat
-from .callbacks import AlignProgress, HeldOutAfter, HeldOutRows, MemoryMetrics
+from ..sources.tokenizer import TextTokenizer
+from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
-from .data import MOST_PAIRS, ROWS_FILE, load, rows_of, save, with_rejected
+from .data import MOST_PAIRS, ROWS_FILE, load, prompt_ids, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
 from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
@@ -106,7 +107,9 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
-    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), HeldOutAfter(held_out)]
+    after = AfterLastStep(held_out.conclude)
+    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), after]
+    explain_failures(trainer, config.report_to)
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
@@ -138,9 +141,8 @@ def _examples(parts: Alignment, trainer: Any, when: str) -> None:
     """Completions of the first held-out prompts, on one device, where the model is whole."""
     config, tokenizer = parts.config, parts.tokenizer
     prompts = [row["prompt"] for row in parts.held_out[: examples.COUNT]]
-    texts = [as_chat(x, tokenizer.saved) if isinstance(x, list) else x for x in prompts]
-    length, model = config.completion_length, trainer.model
-    examples.keep(parts.place, when, model, tokenizer, tokenizer.encode(texts), length, temperature=config.temperature)
+    ids, length = prompt_ids(prompts, tokenizer), config.completion_length
+    examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, temperature=config.temperature)
 
 
 def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:

@@ -80,9 +80,9 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
         reward_weights=list(weights),
         **shared,
     )
-    trainer = trainer_kind(
-        model=model, reward_funcs=list(functions), args=given, processing_class=parts.tokenizer.saved, **data
-    )
+    chats = isinstance(parts.train[0]["prompt"], list)
+    tokenizer = _with_markers(parts.tokenizer) if chats else parts.tokenizer.saved
+    trainer = trainer_kind(model=model, reward_funcs=list(functions), args=given, processing_class=tokenizer, **data)
     functions[0].bind(trainer)
     return trainer
 
@@ -91,10 +91,15 @@ def _of_pairs(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[s
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    tokenizer = copy.deepcopy(parts.tokenizer.saved)
-    tokenizer.split_special_tokens = False  # TRL ends each answer with the end of text, written as text
     given = arguments(parts.config, parts.place, parts.config.rate, DPOConfig, max_length=None, **shared)
-    return DPOTrainer(model=model, args=given, processing_class=tokenizer, **data)
+    return DPOTrainer(model=model, args=given, processing_class=_with_markers(parts.tokenizer), **data)
+
+
+def _with_markers(tokenizer: TextTokenizer) -> Any:
+    """A tokenizer that takes the end of text and a chat template's markers, which TRL writes as text, for tokens."""
+    saved = copy.deepcopy(tokenizer.saved)
+    saved.split_special_tokens = False
+    return saved
 
 
 def after_epochs(trainer: Any, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...pages import document, fill, script_value
 from ...sample import page as samples
-from ...units import format_bytes, plural
+from ...units import one_unit, plural
 
 ASSETS = Path(__file__).with_name("assets")
 WHEN = ("before", "after")
@@ -85,9 +85,10 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if all("peak_bytes" in found for found in memory.values()):
         ours, dense = memory["logitless"]["peak_bytes"], memory["dense"]["peak_bytes"]
-        more = f"{format_bytes(dense)}, {dense / max(1, ours):.1f} × as much"
+        size = one_unit((ours, dense))
+        more = f"{size(dense)}, {dense / max(1, ours):.1f} × as much"
         meaning = f"one step beside the model, its layers' activations included; with dense logits {more}"
-        tiles.insert(1, ("memory, logitless", format_bytes(ours), meaning))
+        tiles.insert(1, ("memory, logitless", size(ours), meaning))
     return tiles
 
 

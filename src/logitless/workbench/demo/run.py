@@ -28,7 +28,7 @@ from ..sft.run import run as train
 from ..sources.chat import example
 from ..sources.corpus import Row
 from ..sources.model import load_model, load_tokenizer, resolve_trained
-from ..sources.tokenizer import TextTokenizer, as_chat
+from ..sources.tokenizer import TextTokenizer, chat_ids
 from .config import DemoConfig
 from .page import page
 
@@ -157,8 +157,7 @@ def _answers(config: DemoConfig, model: Any, tokenizer: TextTokenizer) -> list[d
     """An answer to each of QUESTIONS, with its record."""
     out = []
     for number, question in enumerate(QUESTIONS):
-        text = as_chat([{"role": "user", "content": question}], tokenizer.saved)
-        ids = tokenizer.saved(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        ids = chat_ids([{"role": "user", "content": question}], tokenizer.saved)
         made = generate(
             model,
             {"input_ids": torch.tensor([ids], device=model.device)},

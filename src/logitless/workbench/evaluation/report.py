@@ -87,8 +87,9 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     low, middle, high = (f"{quantiles[share]:,.2f}" for share in ("0.1", "0.5", "0.9"))
     ranks = ", ".join(f"{x:.2%} in the best {k}" for k, x in summary["top_k_accuracy"].items())
     bins, error = summary["options"]["bins"], summary["calibration"]["expected_calibration_error"]
+    by_documents = ("by document", f"perplexity {middle} in the median, {low} to {high} in eight of ten")
     rows += [
-        ("by document", f"perplexity {middle} in the median, {low} to {high} in eight of ten"),
+        *([by_documents] if summary["documents"] - summary["skipped"] > 1 else []),
         ("accuracy", f"{summary['accuracy']:.2%}{f'; {ranks}' if ranks else ''}"),
         ("calibration error", f"{error:.4f}, expected, in {bins} intervals of confidence"),
     ]

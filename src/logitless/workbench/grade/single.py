@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import ConfigError, OptionError
 from ...relax.generate import alive_until
 from ...resident import reset_peak
-from ...units import format_bytes, plural
+from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, write_json, write_lines, write_whole
@@ -195,8 +195,10 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
 
 
 def _memory(summary: dict[str, Any]) -> str:
-    used = summary["memory_bytes"]  # None: of a run that another version began
-    return "" if used is None else f"{format_bytes(used)} for a batch's gradient, beside weights and gradients; "
+    used, peak = summary["memory_bytes"], summary["peak_memory_bytes"]  # used is None where another version began
+    size = one_unit((used or 0, peak))
+    own = "" if used is None else f"{size(used)} for a batch's gradient, beside weights and gradients; "
+    return f"{own}{size(peak)} at the peak, the whole process"
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
@@ -211,7 +213,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{after['test/samples']} samples (in training {summary['train_reward']:.3f}); "
         f"KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",
-        f"memory: {_memory(summary)}{format_bytes(summary['peak_memory_bytes'])} at the peak, the whole process",
+        f"memory: {_memory(summary)}",
         f"in {summary['output_dir']}",
     ):
         say(console, line)

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...units import format_bytes
+from ...units import format_bytes, one_unit
 from .recording import CATEGORIES, LARGEST, Recording
 
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
@@ -55,12 +55,13 @@ def columns(*names: str) -> Table:
 def _stages(recordings: dict[str, Recording], units: str) -> Table:
     table = columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
     names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
+    size = one_unit((s.peak for recording in recordings.values() for s in recording.stages), units)
     for name in names:
         cells = []
         for recording in recordings.values():
             found = [s for s in recording.stages if s.name == name]
             if found:
-                cells += [format_bytes(found[-1].nbytes, units), format_bytes(max(s.peak for s in found), units)]
+                cells += [size(found[-1].nbytes), size(max(s.peak for s in found))]
             else:
                 cells += ["–", "–"]
         table.add_row(name, *cells)
@@ -70,9 +71,10 @@ def _stages(recordings: dict[str, Recording], units: str) -> Table:
 def _categories(recordings: dict[str, Recording], units: str) -> Table:
     table = columns("=at the peak", *(f">{name}" for name in recordings))
     found = [recording.categories(recording.peak.event) for recording in recordings.values()]
+    size = one_unit((nbytes for one in found for nbytes in one.values()), units)
     for category in CATEGORIES:
         if any(category in one for one in found):
-            cells = (format_bytes(one[category], units) if category in one else "–" for one in found)
+            cells = (size(one[category]) if category in one else "–" for one in found)
             table.add_row(category, *cells)
     return table
 
@@ -81,9 +83,11 @@ def _largest(recording: Recording, units: str, width: int) -> Table:
     """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
     wide = width >= WIDE
     table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
-    for a in recording.alive(recording.peak.event)[:LARGEST]:
+    largest = recording.alive(recording.peak.event)[:LARGEST]
+    size = one_unit((a.nbytes for a in largest), units)
+    for a in largest:
         shape = " × ".join(f"{n:,}" for n in a.shape)
-        cells = format_bytes(a.nbytes, units), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
+        cells = size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
         module = a.module.removeprefix("model.") or "the model"
         if wide:
             table.add_row(*cells, a.category, module, a.op)

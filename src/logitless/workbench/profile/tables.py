@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...units import format_bytes
+from ...units import format_bytes, one_unit
 from .measure import Measured
 from .recording import Recording
 from .recording_tables import columns
@@ -41,10 +41,11 @@ def headline(step: Step, parameters: int) -> str:
 def show_savings(found: Sequence[Saving], base: Recording, console: Console, units: str = "GiB") -> None:
     """What each change saves, the most first."""
     table = columns("<saving", ">peak", ">saved", "<peaks in")
-    table.add_row("as given", format_bytes(base.peak.nbytes, units), "–", base.peak.stage)
+    size = one_unit((base.peak.nbytes, *(saving.recording.peak.nbytes for saving in found)), units)
+    table.add_row("as given", size(base.peak.nbytes), "–", base.peak.stage)
     for saving in found:
         peak = saving.recording.peak
-        table.add_row(saving.name, format_bytes(peak.nbytes, units), format_bytes(saving.saved, units), peak.stage)
+        table.add_row(saving.name, size(peak.nbytes), size(saving.saved), peak.stage)
     console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
 
@@ -53,11 +54,11 @@ def show_measured(measured: Measured, console: Console, units: str = "GiB") -> N
     """Predicted against allocated and measured peaks, stage by stage."""
     machine = "resident set" if measured.device == "cpu" else "allocator"
     table = columns("<stage", ">predicted peak", ">allocated", ">error", f">{machine}")
-    rows = zip(measured.predicted.stages, measured.allocated.stages, measured.readings, strict=True)
+    rows = list(zip(measured.predicted.stages, measured.allocated.stages, measured.readings, strict=True))
+    size = one_unit((n for a, b, (_, most) in rows for n in (a.peak, b.peak, most)), units)
     for predicted, allocated, (_, most) in rows:
         error = f"{100 * (predicted.peak / allocated.peak - 1):+.2f} %"
-        cells = (format_bytes(n, units) for n in (predicted.peak, allocated.peak))
-        table.add_row(predicted.name, *cells, error, format_bytes(most, units))
+        table.add_row(predicted.name, size(predicted.peak), size(allocated.peak), error, size(most))
     console.print(f"[bold]predicted against a real run on {measured.device}[/bold]")
     console.print(table, highlight=False)
     if measured.device == "cuda":

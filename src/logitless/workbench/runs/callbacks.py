@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,10 +78,14 @@ class Records(TrainerCallback):
 
 
 class HeldOut(TrainerCallback):
-    """The held-out loss before the first step and after the last, in nats per token."""
+    """The held-out loss before the first step, in nats per token; `AfterLastStep`: after the last.
+
+    Trackers get it as eval_loss, what Trainer calls it, by `send`.
+    """
 
     def __init__(self, rows: PackedRows, batch_size: int, records: Path, together: Collate = collate) -> None:
         self.rows, self.batch_size, self.records, self.together = rows, batch_size, records, together
+        self.send: Callable[[dict[str, float]], None] = lambda logs: None
         earlier = [r["held_out_loss"] for r in read_lines(records) if r["step"] == 0]
         self.before: float | None = earlier[0] if earlier else None
 
@@ -94,9 +99,25 @@ class HeldOut(TrainerCallback):
     ) -> None:
         if self.before is None and state.global_step == 0:
             self.before = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
-            if args.process_index == 0:
-                append_line(self.records, {"step": 0, "held_out_loss": self.before})
-            check_finite("the held-out loss is", self.before, 0)
+            self._record(args, {"step": 0, "held_out_loss": self.before})
+
+    def conclude(self, args: TrainingArguments, step: int, model: Any) -> None:
+        """Measures and records the loss of the trained model."""
+        loss = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
+        self._record(args, {"step": step, "held_out_loss": loss, "final": True})
+
+    def _record(self, args: TrainingArguments, record: dict[str, Any]) -> None:
+        if args.process_index == 0:
+            append_line(self.records, record)
+        self.send({"eval_loss": record["held_out_loss"]})
+        check_finite("the held-out loss is", record["held_out_loss"], record["step"])
+
+
+class AfterLastStep(TrainerCallback):
+    """Concludes a run; comes before the trackers of --report-to, whose runs end with the training."""
+
+    def __init__(self, conclude: Callable[[TrainingArguments, int, Any], None]) -> None:
+        self.conclude = conclude
 
     def on_train_end(
         self,
@@ -108,13 +129,6 @@ class HeldOut(TrainerCallback):
     ) -> None:
         if state.global_step >= state.max_steps:
             self.conclude(args, state.global_step, model)
-
-    def conclude(self, args: TrainingArguments, step: int, model: Any) -> None:
-        """Measures and records the loss of the trained model."""
-        loss = held_out_loss(model, self.rows, self.batch_size, args.device, self.together)
-        if args.process_index == 0:
-            append_line(self.records, {"step": step, "held_out_loss": loss, "final": True})
-        check_finite("the held-out loss is", loss, step)
 
 
 def check_finite(what: str, value: float, step: int) -> None:

@@ -93,7 +93,9 @@ def show(place: Path, console: Console) -> None:
 def _shown(when: str, example: Record) -> Text:
     reward = "" if example["reward"] is None else f", reward {example['reward']:.3f}"
     out, painter = Text().append(f"{when}{reward}: ", "bold"), Painter()
-    out.append(shown(example["prompt"][-MOST_OF_PROMPT:]).replace("\n", "↵ "), FAINT)
+    prompt = example["prompt"]
+    cut = "…" if len(prompt) > MOST_OF_PROMPT else ""
+    out.append(cut + shown(prompt[-MOST_OF_PROMPT:]).replace("\n", "↵ "), FAINT)
     for token in example["tokens"]:
         out.append_text(painter(shown(token["text"]).replace("\n", "↵ "), token["special"], token["logprob"]))
     return out

@@ -64,9 +64,25 @@ def _started(config: RunOptions, report_to: str, place: Path) -> Any:
         tracker = kind(PROJECT, name=place.name, resume="allow")
     else:
         tracker = kind(os.environ.get("WANDB_PROJECT", PROJECT), name=place.name)
-    try:
+    with _explained(report_to):
         tracker.start()
+    return tracker
+
+
+def explain_failures(trainer: Any, report_to: str) -> None:
+    """Has a Trainer raise OptionError where its tracker does not start, such as without a login."""
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    kinds = tuple(get_reporting_integration_callbacks(report_to))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, kinds):
+            callback.on_train_begin = _explained(report_to)(callback.on_train_begin)
+
+
+@contextmanager
+def _explained(report_to: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # each library fails in its own way
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise OptionError(f"--report-to {report_to}: {why}") from error
-    return tracker

@@ -41,7 +41,7 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "learning_rate": rate,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": max(1, round(WARM_UP * config.max_steps)),
+        "warmup_steps": min(max(1, round(WARM_UP * config.max_steps)), config.max_steps - 1),  # one step learns
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,  # a loss that is not a number must show

@@ -26,7 +26,7 @@ from ..common.device import device_of
 from ..common.options import budget_bytes_on
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
-from ..sources.tokenizer import as_chat
+from ..sources.tokenizer import chat_ids
 from .config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -136,10 +136,9 @@ def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
     if not _in_chat(config, tokenizer):
         return tokenizer(prompt)["input_ids"]
     try:
-        text = as_chat([{"role": "user", "content": prompt}], tokenizer)
+        return chat_ids([{"role": "user", "content": prompt}], tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{error}; use --chat no") from None
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
 def _in_chat(config: SampleConfig, tokenizer: Any) -> bool:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import DataError
+from ..sources.chat import example
+from ..sources.corpus import Row
 from ..sources.model import ModelSource
 from ..sources.tokenizer import TextTokenizer
 from .documents import PIECE, Piece
@@ -66,10 +69,21 @@ class Scorer:
         leads = encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
         out = []
         for piece, ids, lead in zip(pieces, found, leads, strict=True):
+            if piece.chat is not None:
+                out.append(self._conversation(piece.chat, piece.name))
+                continue
             start = [] if piece.lead or self.bos is None or not ids else [self.bos]
             before = [*start, *lead[-(self.subject.context + 1 - self.stride) :]]
             out.append(Tokens(np.array([*before, *ids], dtype=np.int64), len(before)))
         return out
+
+    def _conversation(self, row: Row, name: str) -> Tokens:
+        """A whole conversation as the chat template has it. Raises ConfigError where there is no template."""
+        try:
+            found = example(row, self.subject.tokenizer, name)
+        except DataError as error:
+            return Tokens(np.zeros(0, dtype=np.int64), 0, problem=str(error).removeprefix(f"--data {name}: "))
+        return Tokens(found.ids.astype(np.int64), 0, found.said)
 
 
 @dataclass
@@ -87,7 +101,7 @@ def blocks(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in documents:
         block.append(piece)
-        size += len(piece.text) + OF_A_DOCUMENT
+        size += len(piece.text if piece.chat is None else str(piece.chat)) + OF_A_DOCUMENT
         if size >= PIECE:
             yield block
             block, size = [], 0
@@ -112,8 +126,8 @@ def score_block(scorer: Scorer, block: list[Piece], tick: Callable[[int, float],
         fed += sum(w.fed for w in some)
         tick(len(batch.rows), fed / all_fed)
     known = [
-        _known(scorer, piece, columns, scored, slice(begin, end))
-        for piece, (begin, end) in zip(block, pairwise(first_rows), strict=True)
+        _known(scorer, piece, part, columns, scored, slice(begin, end))
+        for piece, part, (begin, end) in zip(block, tokens, pairwise(first_rows), strict=True)
     ]
     return Scored(columns, scored, known)
 
@@ -133,14 +147,16 @@ def _columns(tokens: list[Tokens], pieces: list[Piece], measure: Measure) -> tup
 
 
 def _known(
-    scorer: Scorer, piece: Piece, columns: dict[str, np.ndarray], scored: np.ndarray, rows: slice
+    scorer: Scorer, piece: Piece, tokens: Tokens, columns: dict[str, np.ndarray], scored: np.ndarray, rows: slice
 ) -> dict[str, Any]:
     """A piece's sums; one whose scores are no numbers keeps its rows, without scores."""
-    why = piece.problem or ("" if rows.start < rows.stop else "no token in it")
+    why = piece.problem or tokens.problem or ("" if rows.start < rows.stop else "no token in it")
     if not all(np.isfinite(columns[name][rows]).all() for name in scorer.measure.finite):
         why, scored[rows] = "its scores are not finite", False
-    unscored = columns["token"][rows][~scored[rows]].tolist()
-    size = len(piece.text.encode()) - len(scorer.subject.tokenizer.saved.decode(unscored).encode())
+    whole = tokens.said is None  # of a conversation the bytes are those of the answers alone
+    other = columns["token"][rows][~scored[rows] if whole else scored[rows]].tolist()
+    size = len(scorer.subject.tokenizer.saved.decode(other).encode())
+    size = len(piece.text.encode()) - size if whole else size
     with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
     nats = -float(with_scores["logprob"].sum(dtype=np.float64))
     sums = {"rows": rows.stop - rows.start, "scored": int(scored[rows].sum()), "nats": nats, "bytes": max(0, size)}

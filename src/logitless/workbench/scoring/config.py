@@ -34,7 +34,8 @@ class TextOptions:
 
     model: TrainedModel = DEFAULT_MODEL
     data: Annotated[str | None, Option(required=True)] = None
-    """The text: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
+    """The text: a text file or folder, a jsonl or parquet file with a text column or conversations (messages, or prompt
+    and completion), whose answers are scored, or a `datasets` directory."""
     context_length: int | None = None
     """Tokens that the model sees at most. Default: its own positions, 4096 at most."""
     stride: int | None = None

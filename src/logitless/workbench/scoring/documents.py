@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
-from ..sources.corpus import TEXT_FIELDS, first_line, splits
+from ..sources.chat import is_chat
+from ..sources.corpus import TEXT_FIELDS, Row, first_line, splits
 from ..sources.identity import hash_of, is_arrow, text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
+NAMES = f"{', '.join(TEXT_FIELDS)} or messages"
 LEAD = 16  # characters kept before a piece, for each token of context
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a document, or the `problem` for which it is skipped; `lead` is the text just before."""
+    """Some text of a document, a whole `chat`, or the `problem` for which it is skipped; `lead` is the text before."""
 
     document: int
     name: str  # file, or file:line
     text: str = ""
     lead: str = ""
     problem: str = ""
+    chat: Row | None = None
     done: float = 0.0  # the share of the whole input that has been read
 
 
@@ -79,6 +82,9 @@ class Documents:
 
     def _pieces(self, number: int, name: str, document: Any, size: float) -> Iterator[tuple[Piece, float]]:
         """The pieces of a document of about `size` characters, with the share of it that they reach."""
+        if isinstance(document, Chat):
+            yield Piece(number, name, chat=document.row), 1.0
+            return
         problem = _problem(document)
         if problem:
             yield Piece(number, name, problem=problem), 1.0
@@ -98,6 +104,13 @@ class Documents:
 def _cut(text: str) -> int:
     """Where a piece ends: behind a line's end, or before a space, or where it must."""
     return 1 + text.rfind("\n", 0, PIECE) or max(0, text.rfind(" ", 0, PIECE)) or PIECE
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A document that is a conversation, as a row of a table."""
+
+    row: Row
 
 
 @dataclass(frozen=True)
@@ -162,8 +175,10 @@ def _json_text(line: bytes) -> Any:
         return Problem(f"not JSON ({getattr(error, 'msg', 'nested too deeply')})")
     if not isinstance(record, dict):
         return Problem(f"{type(record).__name__} in the place of an object")
+    if is_chat(record):
+        return Chat(record)
     name = next((name for name in TEXT_FIELDS if name in record), None)
-    return Problem(f"no field named {' or '.join(TEXT_FIELDS)}") if name is None else record[name]
+    return Problem(f"no field named {NAMES}") if name is None else record[name]
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
@@ -173,14 +188,15 @@ def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
-            name = next((n for n in TEXT_FIELDS if n in file.schema_arrow.names), None)
-            if name is None:
-                yield str(path), 1.0, Problem(f"no column named {' or '.join(TEXT_FIELDS)}")
+            names = file.schema_arrow.names
+            name, chats = next((n for n in TEXT_FIELDS if n in names), None), is_chat(names)
+            if name is None and not chats:
+                yield str(path), 1.0, Problem(f"no column named {NAMES}")
                 return
-            for batch in file.iter_batches(batch_size=64, columns=[name]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(batch_size=64, columns=None if chats else [name]):
+                for value in map(Chat, batch.to_pylist()) if chats else map(_scalar, batch.column(0)):
                     row += 1
-                    yield f"{path}:{row}", row / file.metadata.num_rows, _scalar(value)
+                    yield f"{path}:{row}", row / file.metadata.num_rows, value
     except (OSError, pa.ArrowException) as error:
         where = f"{path}:{row + 1}" if row else str(path)
         yield where, 1.0, Problem(f"not readable as parquet from here on ({first_line(error)[:120]})")
@@ -199,9 +215,13 @@ def _datasets(path: Path) -> Any:
 
 def _table_rows(dataset: Any, where: str) -> Iterator[tuple[str, float, Any]]:
     """The rows of a `datasets` table, which stays on the disk."""
+    if is_chat(dataset.column_names):
+        for row, record in enumerate(dataset, 1):
+            yield f"{where}:{row}", row / len(dataset), Chat(record)
+        return
     name = next((n for n in TEXT_FIELDS if n in dataset.column_names), None)
     if name is None:
-        raise DataError(f"--data {where}: expected a column named {' or '.join(TEXT_FIELDS)}")
+        raise DataError(f"--data {where}: expected a column named {NAMES}")
     table, row = dataset.select_columns([name]), 0
     for batch in table.iter(batch_size=64):
         for value in batch[name]:

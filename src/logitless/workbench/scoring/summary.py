@@ -154,7 +154,10 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     bits, unscored = summary["bits_per_byte"], summary["tokens"] - summary["scored_tokens"]
     return [
         ("documents", f"{summary['documents']:,}, {summary['skipped']:,} of them skipped"),
-        ("tokens", f"{summary['scored_tokens']:,} scored; {unscored:,} have nothing before them, and no score"),
+        (
+            "tokens",
+            f"{summary['scored_tokens']:,} scored; {unscored:,} not: the first of a text, or not the assistant's",
+        ),
         ("perplexity", f"{summary['perplexity']:,.2f} ({summary['nats_per_token']:.4f} nats per token)"),
         ("bits per byte", "no byte in the text" if bits is None else f"{bits:.4f}"),
     ]

@@ -12,14 +12,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tokens:
-    """A piece's tokens behind what comes before them, which is context and no row: `before` entries of `ids`."""
+    """A piece's tokens behind what comes before them, which is context and no row: `before` entries of `ids`.
+
+    said: of a conversation which tokens are the assistant's; the others are context with rows, and no score.
+    """
 
     ids: np.ndarray  # (before + n,) int64
     before: int
+    said: np.ndarray | None = None  # (before + n,) bool
+    problem: str = ""
 
     @property
     def rows(self) -> int:
         return len(self.ids) - self.before
+
+    def scored(self, window: Window) -> np.ndarray:
+        """Places of the tokens that a window scores."""
+        places = np.arange(window.new, window.end)
+        return places if self.said is None else places[self.said[places]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,9 @@ def windows(tokens: Tokens, piece: int, context: int, stride: int) -> Iterator[W
     end = min(n, context + 1)
     new = max(1, tokens.before)
     while new < n:
-        yield Window(piece, max(0, end - context - 1), new, end)
+        window = Window(piece, max(0, end - context - 1), new, end)
+        if len(tokens.scored(window)):
+            yield window
         new, end = end, min(n, end + stride)
 
 
@@ -76,7 +88,7 @@ class Batch:
         for b, w in enumerate(found):
             tokens = pieces[w.piece]
             ids[b, : w.fed], mask[b, : w.fed] = tokens.ids[w.start : w.end - 1], 1
-            scored = np.arange(w.new, w.end)
+            scored = tokens.scored(w)
             row = first_rows[w.piece] + scored - tokens.before
             at.append(np.stack([np.full_like(scored, b), scored - 1 - w.start, tokens.ids[scored], row]))
         b, before, labels, rows = np.concatenate(at, 1)

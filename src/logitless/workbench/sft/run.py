@@ -25,12 +25,12 @@ from ..common.device import device_of
 from ..common.files import read_json, read_lines, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
-from ..runs.callbacks import GentleStop, HeldOut, OwnCheckpoints, Records
+from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
-from ..runs.trackers import check_tracker
+from ..runs.trackers import check_tracker, explain_failures
 from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
@@ -174,6 +174,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         callbacks=[records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.callback_handler.callbacks.insert(0, AfterLastStep(held_out.conclude))
+    explain_failures(trainer, config.report_to)
     refuse_incomplete(trainer)
     with bar, stop if alone else nullcontext():
         if found:
@@ -183,6 +185,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
             records.rewrite(given)
             held_out.conclude(given, found[1], model.to(given.device))
         else:
+            held_out.send = trainer.log
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     if stop.asked and trainer.state.global_step < config.max_steps:
         raise KeyboardInterrupt

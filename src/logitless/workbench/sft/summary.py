@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...units import format_bytes, plural
+from ...units import one_unit, plural
 
 SCHEMA = 1
 
@@ -53,6 +54,9 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["held_out_loss_before"], summary["held_out_loss_after"]
     perplexity = f"perplexity {math.exp(min(after, 700)):,.1f}"
     teacher = summary.get("teacher")
+    step_memory = {} if teacher else summary["step_memory"]
+    peaks = (found.get("peak_bytes", 0) for found in step_memory.values())
+    size = one_unit((summary["peak_memory_bytes"], *peaks))
     return [
         *([] if teacher is None else [("teacher", _teacher(teacher))]),
         ("training loss", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats per token"),
@@ -62,8 +66,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['training_seconds']:.0f} s of training",
         ),
         ("loss method", "logitless" if teacher else _loss_method(summary["loss"], summary["tensor_parallel"])),
-        ("peak memory", f"{format_bytes(summary['peak_memory_bytes'])}, the whole process"),
-        *([] if teacher else _step_rows(summary["step_memory"])),
+        ("peak memory", f"{size(summary['peak_memory_bytes'])}, the whole process"),
+        *([] if teacher else _step_rows(step_memory, size)),
     ]
 
 
@@ -81,17 +85,18 @@ def _loss_method(loss: dict[str, Any], ranks: int) -> str:
     if ranks > 1:
         return f"{asked}{loss['method']}: the head is split over {ranks} ranks"
     fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
-    sizes = f"logits of {format_bytes(loss['logits_bytes'])} {fits} the budget of"
-    return f"{asked}{loss['method']}: {sizes} {format_bytes(loss['memory_budget_bytes'])}"
+    needs, budget = loss["logits_bytes"], loss["memory_budget_bytes"]
+    size = one_unit((needs, budget))
+    return f"{asked}{loss['method']}: logits of {size(needs)} {fits} the budget of {size(budget)}"
 
 
-def _step_rows(step_memory: dict[str, Any]) -> list[tuple[str, str]]:
+def _step_rows(step_memory: dict[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:
     """One step's forward and backward, above the model: measured in a process of its own."""
     rows = []
     for method, name in (("logitless", "one step, logitless"), ("dense", "one step, dense")):
         found = step_memory[method]
         if "peak_bytes" in found:
-            text = f"+{format_bytes(found['peak_bytes'])} at the peak, loss {found['loss']:.5f}"
+            text = f"+{size(found['peak_bytes'])} at the peak, loss {found['loss']:.5f}"
         else:
             text = f"not measured: {found['not_measured']}"
         rows.append((name, text))

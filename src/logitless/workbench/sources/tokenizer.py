@@ -97,6 +97,11 @@ def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) 
         raise ConfigError(f"the chat template failed: {why}") from None
 
 
+def chat_ids(messages: list[dict[str, Any]], saved: Any) -> list[int]:
+    """The tokens of messages and of what an answer begins with; the template's own markers are whole tokens."""
+    return saved(as_chat(messages, saved), add_special_tokens=False, split_special_tokens=False)["input_ids"]
+
+
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """TimeoutError in what takes longer; no limit off the main thread, where no signal arrives, and on Windows."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....pages import document
-from ....units import format_bytes, plural
+from ....units import one_unit, plural
 from ...common.files import write_text
 from ...common.say import say
 from .criteria import MET, NOT_MET, beside_legacy, criteria
@@ -88,6 +88,7 @@ def relative(record: Record) -> float:
 
 def _methods(summary: Record) -> Iterator[list[str]]:
     """A row of COLUMNS for each method."""
+    size = one_unit(x["memory_bytes"] or 0 for x in summary["methods"].values())
     for name, x in summary["methods"].items():
         reward = x["test_reward"]
         yield [
@@ -99,7 +100,7 @@ def _methods(summary: Record) -> Iterator[list[str]]:
             f"{x['generalisation_gap']['mean']:+.3f}",
             "" if x["grad_variance"] is None else f"{relative(x):.3g}",
             f"{x['seconds_per_step']:.2f}",
-            "" if x["memory_bytes"] is None else format_bytes(x["memory_bytes"]),
+            "" if x["memory_bytes"] is None else size(x["memory_bytes"]),
         ]
 
 

@@ -1,0 +1,103 @@
+"""Conversations: the assistant's tokens have scores, each behind all that was said before it."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.errors import ConfigError, DataError
+from logitless.workbench.scoring.run import run
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sft.teacher import Teacher
+from logitless.workbench.sources.chat import ASSISTANT, example
+from logitless.workbench.sources.tokenizer import pretrained
+from tests.support.workbench.micro import MICRO_CHAT
+from tests.workbench.scoring.conftest import config
+
+CONTEXT = 24
+
+
+def said(*texts: str) -> list[dict]:
+    """Messages of a user and the assistant in turn."""
+    return [{"role": ("user", ASSISTANT)[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+ROWS = [
+    {"messages": said("ab", "cd", "a longer question", "and an answer that takes two windows or three")},
+    {"messages": said("no answer")},
+    {"messages": said("e", "f")},
+]
+
+
+@pytest.fixture(scope="module")
+def talker(micro, tmp_path_factory):
+    """The micro model with a chat template."""
+    place = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(micro, place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer.chat_template = MICRO_CHAT
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def written(path, kind: str):
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    else:
+        Dataset.from_list(ROWS).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory"])
+def test_answers_are_scored_behind_all_before_them(talker, tmp_path, kind):
+    data, out = written(tmp_path / f"a.{kind}", kind), tmp_path / "out.parquet"
+    summary = run(config(talker, data, out, context_length=CONTEXT, stride=8))
+    assert [(x["document"], x["why"]) for x in summary["skipped_documents"]] == [
+        (1, "no message of the assistant, which the loss would be of")
+    ]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(talker).eval(), pretrained(str(talker))
+    rows, nats, count, size = pq.read_table(out).to_pylist(), 0.0, 0, 0
+    for document in (0, 2):
+        here = [row for row in rows if row["document"] == document]
+        expected = example(ROWS[document], tokenizer, "")
+        assert [row["token"] for row in here] == expected.ids.tolist()
+        assert [row["logprob"] is not None for row in here] == expected.said.tolist()
+        for at in np.flatnonzero(expected.said):
+            seen = here[at]["context"]
+            assert seen == at if at <= CONTEXT else CONTEXT - 8 < seen <= CONTEXT
+            with torch.no_grad():
+                z = model(torch.tensor([expected.ids[at - seen : at].tolist()])).logits[0, -1]
+            logprob = float(z.log_softmax(-1)[here[at]["token"]])
+            assert here[at]["logprob"] == pytest.approx(logprob, abs=2e-5)
+            nats, count = nats - logprob, count + 1
+        size += len(tokenizer.saved.decode(expected.ids[expected.said].tolist()).encode())
+    assert (summary["scored_tokens"], summary["bytes"]) == (count, size)
+    assert summary["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+
+
+def test_a_prompt_and_a_completion(talker, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "ab", "completion": "cde"}) + "\n")
+    assert run(config(talker, tmp_path / "a.jsonl", tmp_path / "out.parquet"))["scored_tokens"] == 4  # and the end
+
+
+def test_a_tokenizer_without_a_template_is_one_line(micro, tmp_path):
+    with pytest.raises(ConfigError, match="conversations need a chat template"):
+        run(config(micro, written(tmp_path / "a.jsonl", "jsonl"), tmp_path / "out.parquet"))
+
+
+def test_a_record_of_answers_teaches_nobody(talker, tmp_path):
+    out = tmp_path / "out.parquet"
+    run(config(talker, written(tmp_path / "a.jsonl", "jsonl"), out))
+    teacher = Teacher.of(TrainConfig(model=str(talker), teacher=str(out)), pretrained(str(talker)), 259)
+    assert teacher is not None
+    with pytest.raises(DataError, match="2 of 2 documents without scores"):
+        teacher.streams(16)
