@@ -30,6 +30,13 @@ TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
 COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one", "ahead", "behind", "excess")
 
 
+@triton.jit
+def add_to_row(out, row: tl.constexpr, n, rows, live, x):
+    """out[row] += x, a number per token."""
+    at = out + row * n + rows
+    tl.store(at, tl.load(at, mask=live, other=0.0) + x, mask=live)
+
+
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
 def look_again(
     raw,
@@ -69,14 +76,14 @@ def look_again(
     """Add a slice's shares of what needs both log-sum-exps first to the rows of `out`, as SECOND_LOOK names them."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < n
-    jsd = load_rows(out, 0, n, rows, live)
-    first = load_rows(out, 1, n, rows, live)
-    second = load_rows(out, 2, n, rows, live)
-    surplus = load_rows(out, 3, n, rows, live)
-    overlap = load_rows(out, 4, n, rows, live)
-    distance = load_rows(out, 5, n, rows, live)
-    above = load_rows(out, 6, n, rows, live)
-    below = load_rows(out, 7, n, rows, live)
+    of_p = tl.zeros((ROWS,), out.dtype.element_ty)
+    of_q = tl.zeros((ROWS,), out.dtype.element_ty)
+    more = tl.zeros((ROWS,), out.dtype.element_ty)
+    surplus = tl.zeros((ROWS,), out.dtype.element_ty)
+    overlap = tl.zeros((ROWS,), out.dtype.element_ty)
+    distance = tl.zeros((ROWS,), out.dtype.element_ty)
+    above = tl.zeros((ROWS,), out.dtype.element_ty)
+    below = tl.zeros((ROWS,), out.dtype.element_ty)
     label = tl.full((ROWS,), -1, tl.int64)
     if LABEL:
         label = tl.load(labels + rows, mask=live, other=-1)
@@ -98,16 +105,12 @@ def look_again(
         q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
         gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
         d = load_rows(totals, 3, n, rows, live)[:, None] - gap
+        if KL_MIXTURE or REVERSE_KL_MIXTURE:
+            more -= tl.sum(signed(d) * tl.maximum(p, q) * expm1(-tl.abs(d)), 1)  # p - q
         if JSD or KL_MIXTURE or REVERSE_KL_MIXTURE:
             log_p, log_q = mixture_logs(d, BETA)
-            of_p, of_q = tl.where(p > 0, p * log_p, 0.0), tl.where(q > 0, q * log_q, 0.0)
-            more = -signed(d) * tl.maximum(p, q) * expm1(-tl.abs(d))  # p - q
-            if JSD:
-                jsd += tl.sum((1.0 - BETA) * of_p + BETA * of_q, 1)
-            if KL_MIXTURE:
-                first += tl.sum(of_p - BETA * more, 1)
-            if REVERSE_KL_MIXTURE:
-                second += tl.sum(of_q + (1.0 - BETA) * more, 1)
+            of_p += tl.sum(tl.where(p > 0, p * log_p, 0.0), 1)
+            of_q += tl.sum(tl.where(q > 0, q * log_q, 0.0), 1)
         if EXCESS:
             surplus += tl.sum(p * excess(d, BETA), 1)
         if ACCEPTANCE:
@@ -118,14 +121,21 @@ def look_again(
             ahead, behind = sides(d)
             above += tl.sum(p * ahead, 1)
             below += tl.sum(p * behind, 1)
-    tl.store(out + rows, jsd, mask=live)
-    tl.store(out + n + rows, first, mask=live)
-    tl.store(out + 2 * n + rows, second, mask=live)
-    tl.store(out + 3 * n + rows, surplus, mask=live)
-    tl.store(out + 4 * n + rows, overlap, mask=live)
-    tl.store(out + 5 * n + rows, distance, mask=live)
-    tl.store(out + 6 * n + rows, above, mask=live)
-    tl.store(out + 7 * n + rows, below, mask=live)
+    if JSD:
+        add_to_row(out, 0, n, rows, live, (1.0 - BETA) * of_p + BETA * of_q)
+    if KL_MIXTURE:
+        add_to_row(out, 1, n, rows, live, of_p - BETA * more)
+    if REVERSE_KL_MIXTURE:
+        add_to_row(out, 2, n, rows, live, of_q + (1.0 - BETA) * more)
+    if EXCESS:
+        add_to_row(out, 3, n, rows, live, surplus)
+    if ACCEPTANCE:
+        add_to_row(out, 4, n, rows, live, overlap)
+    if TOTAL_VARIATION:
+        add_to_row(out, 5, n, rows, live, distance)
+    if AHEAD:
+        add_to_row(out, 6, n, rows, live, above)
+        add_to_row(out, 7, n, rows, live, below)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
