@@ -56,7 +56,7 @@ def _log(size: Any) -> Any:
     return math.log(size) if isinstance(size, int) else size.log()
 
 
-def _over_share(log_inside: Array | None, xp: Any) -> Any:
+def _over_share(log_inside: Array, xp: Any) -> Any:
     """1 over what the reference gives to the policy's entries: a q that underflowed stays 0 times a number."""
     return 1.0 if log_inside is None else xp.exp(xp.clip(-log_inside, None, 80.0))
 
@@ -185,7 +185,7 @@ def coefficients_of(
     return out
 
 
-def mixture_logs(d: Array, beta: float, xp: Any, a: Array | None = None) -> tuple[Array, Array]:
+def mixture_logs(d: Array, beta: float, xp: Any, a: Array = None) -> tuple[Array, Array]:
     """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q, without overflow or cancellation.
 
     a: expm1(-|d|) where that is known.

@@ -262,4 +262,4 @@ def _gradients(
         for x in total[1 : 1 + terms.n]:
             if x is not None:
                 Ranks(call.shard.process_group).add_(x)
-    return [None if x is None else x.to(y.dtype) for x, y in zip(total, (table, *tensors), strict=True)]
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(total, (table, *tensors), strict=True)]
