@@ -37,6 +37,7 @@ def numbers():
     mixture = (1 - BETA) * p + BETA * q
     return {
         "z": z, "labels": labels, "logp": logp, "p": p, "logq": logq, "q": q, "logM": mixture.log(), "b": BETA,
+        "e": (p - q) / mixture,
         "V": 11, "torch": torch, "z_label": z.gather(-1, labels[:, None]),
         "inside": torch.zeros(6, 11, dtype=torch.bool).scatter(1, CANDIDATES, True), "inf": torch.inf,
         "at_label": torch.nn.functional.one_hot(labels, 11), "at_max": torch.nn.functional.one_hot(z.argmax(-1), 11),

@@ -46,6 +46,11 @@ def draw(noise, **options):
             "got a QuantisedWeight; dequantise",
             lambda: token_stats(HIDDEN, LMHead(QuantisedWeight()), LABELS),
         ),
+        (
+            ConfigError,
+            r"expected no token_ids, .* LMHead\(target\.weight\[token_ids\]\)",
+            lambda: LMHead(np.zeros((7, 3), np.float32), token_ids=np.arange(7)),
+        ),
         (OptionError, "labels is None", lambda: token_stats(HIDDEN, HEAD)),
         (OptionError, "0..7", lambda: linear_topk(HIDDEN, HEAD, 8)),
         (OptionError, "k: expected .* 1 or more, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),

@@ -46,6 +46,31 @@ def test_jsd(student_and_teacher, beta):
     assert_same(lambda z, t: losses.jsd(stats_of(z, labels, t, beta).jsd), dense, z, teacher)
 
 
+@pytest.mark.parametrize("skew", [0.1, 0.4])
+def test_skewed_kl_both_ways(skew):
+    """By the pass, whose `jsd_beta` is what each says: KL(t, a·t + (1-a)·s) and KL(s, (1-a)·t + a·s)."""
+    hidden, weight = torch.randn(N, 8).double().requires_grad_(), torch.randn(V, 8).double().requires_grad_()
+    reference = torch.randn(N, 5).double(), LMHead(torch.randn(V, 5).double())
+    s, t = (hidden @ weight.T / 2).softmax(-1), (reference[0] @ reference[1].weight.T / 2).softmax(-1)
+    for ours, statistic, beta, p, m in (
+        (losses.skewed_kl, "reverse_kl_mixture", skew, t, skew * t + (1 - skew) * s),
+        (losses.skewed_reverse_kl, "kl_mixture", 1 - skew, s, (1 - skew) * t + skew * s),
+    ):
+        loss = token_loss(
+            lambda x, ours=ours, statistic=statistic: ours(getattr(x, statistic), 2.0),
+            *(hidden, LMHead(weight)),
+            want=(statistic,),
+            reference=reference,
+            jsd_beta=beta,
+            temperature=2.0,
+        )
+        dense = 4 * kl(p.log(), m.log()).mean()
+        torch.testing.assert_close(loss, dense)
+        found, wanted = (torch.autograd.grad(x, [hidden, weight], retain_graph=True) for x in (loss, dense))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def overlap(s, t):
     return torch.minimum(s.softmax(-1), t.softmax(-1)).sum(-1)
 

@@ -1,13 +1,10 @@
 """The mean embedding against dense float64: values, gradients, the same call's sample, price and memory."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import logitless as ll
-from logitless.errors import ConfigError, OptionError, ShapeError
+from logitless.errors import OptionError, ShapeError
 from logitless.relax import Noise, expected_embedding
 from logitless.vocab.reference import dense_logits
 from tests.support.vocab.comparing import assert_near_in_norm, operands
@@ -115,6 +112,3 @@ def test_refusals():
         expected_embedding(ops.hidden, ops.head, torch.zeros(29, 3))
     with pytest.raises(OptionError, match="temperature: expected a positive number, got 0"):
         expected_embedding(ops.hidden, ops.head, temperature=0)
-    shard = ll.VocabShard(SimpleNamespace(group_name="all"), 0, 60)
-    with pytest.raises(ConfigError, match="sharded over ranks"):
-        expected_embedding(ops.hidden, replace(ops.head, shard=shard))

@@ -1,12 +1,16 @@
 """Tokens of a quantised head: those of its dequantised weight under the same noise, and their record."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import logitless as ll
 from logitless.errors import ConfigError
-from logitless.relax import gumbel_topk
+from logitless.relax import expected_embedding, gumbel_topk
 from logitless.sample import Noise
+from logitless.vocab.reference import dense_logits
+from tests.support.vocab.comparing import assert_near_in_norm
 from tests.support.vocab.quantised import stored_blocks
 from tests.support.vocab.refusing import refused
 
@@ -33,6 +37,23 @@ def test_the_tokens_of_the_dense_head(rules, kind, budget):
     assert torch.equal(got.n_kept, expected.n_kept)
     for name in ("token_logit", "logsumexp", "mean_logit", "entropy", "logsumexp_at_temperature", "log_kept_mass"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_mean_embedding(tied):
+    """Rows are dequantised a slice at a time, once for logits and mean."""
+    ops = stored_blocks("Q8_0", 331, (9,), ranks=(2,), softcap=9.0)
+    table = None if tied else torch.randn(331, 5, requires_grad=True)
+    leaves = list(ops.leaves.values()) + ([] if tied else [table])
+    found = expected_embedding(ops.hidden, ops.head, table, memory_budget=200_000)
+    logp = dense_logits(ops.hidden, replace(ops.head, weight=ops.truth)).log_softmax(-1)
+    mean = logp.exp() @ (ops.truth if tied else table).double()
+    torch.testing.assert_close(found.embedding.double(), mean, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(found.entropy.double(), -(logp.exp() * logp).sum(-1), rtol=2e-5, atol=2e-5)
+    up = torch.randn_like(found.embedding)
+    got = torch.autograd.grad(found.embedding, leaves, up)
+    for one, other in zip(got, torch.autograd.grad(mean, leaves, up.double()), strict=True):
+        assert_near_in_norm(one, other.double(), 4e-5)
 
 
 def test_soft_tokens_are_refused():

@@ -124,7 +124,8 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
     tiles += 2 * ("tail" in sums)
     tiles += 7 * looks_twice(sums)  # probabilities, their ratio, and what shares are made of
-    return tiles + 6 * ("jsd" in sums and "ahead" in sums)  # both kinds of shares live at once
+    kinds = (sums & {"kl_mixture", "reverse_kl_mixture"}, sums & {"excess"}, sums & {"ahead"})
+    return tiles + 6 * max(0, sum(map(bool, kinds)) - 1)  # which all live at once
 
 
 def slices_of(

@@ -15,7 +15,10 @@ Array = Any
 MASK = -1e30  # stands for -inf inside the pass: its weight is 0 and 0·MASK = 0
 FAR = 60.0  # nats: e^60 times a sum of weights is still a number, and e^-60 of it is no digit of another's
 # sums whose terms need both log-sum-exps, so that their statistics look at the logits twice: see `stats.second_look`
-SECOND_LOOK = ("jsd", "kl_mixture", "acceptance", "total_variation", "ahead", "behind")
+SECOND_LOOK = (
+    *("jsd", "kl_mixture", "reverse_kl_mixture", "excess"),
+    *("acceptance", "total_variation", "ahead", "behind"),
+)
 EMPTY = -5e29  # the maximum of no entry: above MASK, so that masked entries weigh 0 even alone
 
 
@@ -153,11 +156,13 @@ class Totals:
     reverse_kl: Array = None
     jsd: Array = None
     kl_mixture: Array = None  # KL(p || M), the mixture of jsd
+    reverse_kl_mixture: Array = None  # KL(q || M)
+    excess: Array = None  # Σ p·(p - q)/M
     acceptance: Array = None  # Σ min(p, q)
     total_variation: Array = None  # Σ |p - q| / 2
     ahead: Array = None  # Σ p where p > q, half of it where p = q
     behind: Array = None  # Σ p where p < q, half of it where p = q
-    outside: Array = None  # Σ q over the reference's entries that the policy lacks
+    log_inside: Array = None  # log Σ q over the policy's entries, where the reference has others
     tail_logprob: Array = None  # log of the mass of everything but the candidates
     tail_label: Array = None  # the label's share of it, 0 where it is a candidate: not part of the accumulation
 
@@ -234,7 +239,7 @@ def widen(totals: Totals, outside: Array, xp: Any) -> Array:
     more = xp.logaddexp(outside - inside, xp.zeros_like(inside))
     totals.log_s_ref, totals.log_ratio = totals.log_s_ref + more, totals.log_ratio + more
     totals.kl = totals.kl + more
-    totals.outside = xp.exp(outside - (inside + more))
+    totals.log_inside = -more
     return more
 
 

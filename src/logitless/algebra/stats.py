@@ -1,12 +1,12 @@
 """The statistics: one row each. A row says which running sums it reads, its value, and its coefficients:
 the statistic's share of the one gradient formula,
 
-    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + σ·[D_v > 0] + ρ·[D_v < 0] + η·p_v)
+    dL/dz_v = p_v·(α + β·log p_v + κ·D_v + ε·log(p_v/M_v) + ν·(p_v - q_v)/M_v + σ·[D_v > 0] + ρ·[D_v < 0] + η·p_v)
               + ζ·q_v + τ·t_v + δ + Σ_k c_k·[v = i_k]
 
-one for each basis: p (α), plogp (β), pD (κ), pM (ε), ahead (σ), behind (ρ; D_v = 0 counts by half in both), p2 (η),
-q (ζ), tail (τ: t is p of everything but the candidates, as shares of what that is in all), one (δ), and the one-hot
-terms
+one for each basis: p (α), plogp (β), pD (κ), pM (ε), excess (ν), ahead (σ), behind (ρ; D_v = 0 counts by half in both),
+p2 (η), q (ζ), tail (τ: t is p of everything but the candidates, as shares of what that is in all), one (δ), and the
+one-hot terms
 `label` (c at the label), `logprob` (the label's one-hot minus p, kept together: it is -expm1(log p) at the label)
 and `argmax`. Each coefficient is one number per token, linear in the upstream gradient `g`.
 """
@@ -22,7 +22,8 @@ from .online_softmax import SECOND_LOOK, Totals, difference, times
 
 Array = Any
 Coefficients = dict[str, Array]
-DENSE = ("p", "plogp", "pD", "pM", "ahead", "behind", "p2", "q", "tail")  # bases with one number per vocabulary entry
+# bases with one number per vocabulary entry
+DENSE = ("p", "plogp", "pD", "pM", "excess", "ahead", "behind", "p2", "q", "tail")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Statistic:
 def _log(size: Any) -> Any:
     """Of the vocabulary's size, or of each token's set."""
     return math.log(size) if isinstance(size, int) else size.log()
+
+
+def _over_share(log_inside: Array, xp: Any) -> Any:
+    """1 over what the reference gives to the policy's entries: a q that underflowed stays 0 times a number."""
+    return 1.0 if log_inside is None else xp.exp(xp.clip(-log_inside, None, 80.0))
 
 
 def _row(
@@ -98,11 +104,33 @@ STATISTICS: dict[str, Statistic] = {
         bases="p pD",
     ),
     "reverse_kl": _row(lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"),
+    "reverse_kl_shared": _row(
+        lambda T, V: T.reverse_kl,
+        lambda T, g, V, b, xp: {"p": g, "q": -g * _over_share(T.log_inside, xp)},
+        sums="ref qe",
+        bases="p q",
+    ),
     "jsd": _row(
         lambda T, V: T.jsd,
         lambda T, g, V, b, xp: {"pM": (1 - b) * g, "p": -(1 - b) * times(g, T.kl_mixture, xp)},
         sums="ref jsd kl_mixture",
         bases="p pM",
+    ),
+    "kl_mixture": _row(
+        lambda T, V: T.kl_mixture,
+        lambda T, g, V, b, xp: {
+            "pM": g,
+            "excess": -b * (1 - b) * g,
+            "p": b * (1 - b) * g * T.excess - times(g, T.kl_mixture, xp),
+        },
+        sums="ref kl_mixture excess",
+        bases="p pM excess",
+    ),
+    "reverse_kl_mixture": _row(
+        lambda T, V: T.reverse_kl_mixture,
+        lambda T, g, V, b, xp: {"excess": (1 - b) ** 2 * g, "p": -((1 - b) ** 2) * g * T.excess},
+        sums="ref reverse_kl_mixture excess",
+        bases="p excess",
     ),
     "acceptance": _row(
         lambda T, V: T.acceptance,
@@ -157,9 +185,12 @@ def coefficients_of(
     return out
 
 
-def mixture_logs(d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
-    """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q, without overflow or cancellation."""
-    a = xp.expm1(-xp.abs(d))
+def mixture_logs(d: Array, beta: float, xp: Any, a: Array = None) -> tuple[Array, Array]:
+    """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q, without overflow or cancellation.
+
+    a: expm1(-|d|) where that is known.
+    """
+    a = xp.expm1(-xp.abs(d)) if a is None else a
     lower = xp.log1p((1 - beta) * a)
     log_p = xp.where(d >= 0, -xp.log1p(beta * a), xp.minimum(d, xp.zeros_like(d)) - lower)
     return log_p, xp.where(d >= 0, log_p - xp.maximum(d, xp.zeros_like(d)), -lower)
@@ -168,14 +199,24 @@ def mixture_logs(d: Array, beta: float, xp: Any) -> tuple[Array, Array]:
 def second_look(sums: frozenset[str], p: Array, q: Array, d: Array, beta: float, xp: Any) -> dict[str, Array]:
     """An entry's shares of those of the sums that SECOND_LOOK has, from its probabilities and d = log p - log q.
 
-    Neither the overlap nor the distance is 1 minus the other, so that each keeps its digits near 0.
+    Neither the overlap nor the distance is 1 minus the other, so that each keeps its digits near 0. To each side of JSD
+    comes Σ (M - p) or Σ (M - q), which is 0: no term is negative then, and what rounding moves d by does not add up.
     """
     out: dict[str, Array] = {}
-    if "jsd" in sums:
-        log_p, log_q = mixture_logs(d, beta, xp)
+    if any(name in sums for name in ("jsd", "kl_mixture", "reverse_kl_mixture")):
+        a = xp.expm1(-xp.abs(d))
+        log_p, log_q = mixture_logs(d, beta, xp, a)
         zero = xp.zeros_like(p)
-        out["kl_mixture"] = xp.where(p > 0, p * log_p, zero)
-        out["jsd"] = (1 - beta) * out["kl_mixture"] + xp.where(q > 0, beta * q * log_q, zero)
+        of_p, of_q = xp.where(p > 0, p * log_p, zero), xp.where(q > 0, q * log_q, zero)
+        if "jsd" in sums:
+            out["jsd"] = (1 - beta) * of_p + beta * of_q
+        more = -xp.sign(d) * xp.maximum(p, q) * a  # p - q
+        if "kl_mixture" in sums:
+            out["kl_mixture"] = of_p - beta * more
+        if "reverse_kl_mixture" in sums:
+            out["reverse_kl_mixture"] = of_q + (1 - beta) * more
+    if "excess" in sums:
+        out["excess"] = p * excess(d, beta, xp)
     if "acceptance" in sums:
         out["acceptance"] = xp.minimum(p, q)
     if "total_variation" in sums:  # |p - q| / 2
@@ -184,6 +225,12 @@ def second_look(sums: frozenset[str], p: Array, q: Array, d: Array, beta: float,
         first, second = sides(d, xp)
         out["ahead"], out["behind"] = p * first, p * second
     return out
+
+
+def excess(d: Array, beta: float, xp: Any) -> Array:
+    """(p - q)/M from d = log p - log q, without overflow or cancellation."""
+    a = -xp.expm1(-xp.abs(d))
+    return xp.sign(d) * a / (1 - xp.where(d >= 0, beta * a, (1 - beta) * a))
 
 
 def sides(d: Array, xp: Any) -> tuple[Array, Array]:
@@ -196,16 +243,23 @@ def put_second_look(
     totals: Totals, sums: dict[str, Array], label: dict[str, Array] | None, beta: float, xp: Any
 ) -> None:
     """The second look's sums over all entries but the label into `totals`, with the label's own shares."""
-    missing = {"jsd": -beta * math.log(beta), "total_variation": 0.5}  # of what the reference has and the policy lacks
+    of_q = -math.log(beta)  # log(q/M) of what the reference has and the policy lacks
+    missing = {
+        "jsd": beta * of_q, "kl_mixture": beta, "reverse_kl_mixture": of_q - (1 - beta), "total_variation": 0.5,
+    }  # fmt: skip
     for name, x in sums.items():
         least, most = BOUNDS.get(name, (None, None))
         total = x if label is None else x + label[name]
-        if totals.outside is not None:
-            total = total + missing.get(name, 0.0) * totals.outside
+        if totals.log_inside is not None:
+            total = total - missing.get(name, 0.0) * xp.expm1(totals.log_inside)
         setattr(totals, name, total if least is None else xp.clip(total, least, most))
 
 
-BOUNDS = {"jsd": (0, None), "acceptance": (0, 1), "total_variation": (0, 1)}  # which rounding may pass
+# which rounding may pass
+BOUNDS: dict[str, tuple[float, float | None]] = {
+    **dict.fromkeys(("jsd", "kl_mixture", "reverse_kl_mixture"), (0, None)),
+    **dict.fromkeys(("acceptance", "total_variation"), (0, 1)),
+}
 
 
 def label_shares(totals: Totals, sums: frozenset[str], beta: float, xp: Any) -> dict[str, Array]:
@@ -233,6 +287,8 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
             total = total + c["pD"] * times(p, d, xp)
         if "pM" in c:
             total = total + c["pM"] * times(p, mixture_logs(d, jsd_beta, xp)[0], xp)
+        if "excess" in c:
+            total = total + c["excess"] * p * excess(d, jsd_beta, xp)
         if "ahead" in c:
             first, second = sides(d, xp)
             total = total + p * (c["ahead"] * first + c["behind"] * second)

@@ -9,7 +9,7 @@ from numbers import Real
 import jax
 from jax import Array
 
-from ..errors import OptionError
+from ..errors import ConfigError, OptionError
 
 
 @jax.tree_util.register_dataclass
@@ -25,8 +25,8 @@ class LMHead:
     weight: (V, H), any floating dtype. bias: (V,) or None. Rows of W past `vocab_size` (padding) do not exist:
     they get no probability and no gradient. A pytree: weight and bias are its leaves, the rest is static, so the
     gradient of a function of a head is a head. In `jax.shard_map` with the vocabulary sharded, weight and bias are
-    this device's rows, and vocab_size counts the rows of all devices.
-    Raises OptionError.
+    this device's rows, and vocab_size counts the rows of all devices. token_ids, torch's draft vocabulary, is refused.
+    Raises OptionError, ConfigError.
     """
 
     weight: Array  # (V, H)
@@ -34,9 +34,15 @@ class LMHead:
     scale: float = field(default=1.0, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
     vocab_size: int | None = field(default=None, metadata={"static": True})
+    token_ids: None = field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         # Only what is static: jax rebuilds a head around placeholders, which have neither shape nor dtype.
+        if self.token_ids is not None:
+            raise ConfigError(
+                "LMHead: expected no token_ids, a draft vocabulary is of torch's LMHead alone; leave it out and give a "
+                "reference over the draft's own rows, LMHead(target.weight[token_ids])"
+            )
         size = self.vocab_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise OptionError(f"LMHead: vocab_size must be a positive whole number or None, got {size!r}")

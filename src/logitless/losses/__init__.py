@@ -10,6 +10,8 @@ from .distill import (
     lk_hybrid,
     negative_log_acceptance,
     reverse_kl,
+    skewed_kl,
+    skewed_reverse_kl,
     soft_targets,
     total_variation,
 )
@@ -99,6 +101,8 @@ __all__ = [
     "sapo",
     "sequence_logprob",
     "simpo",
+    "skewed_kl",
+    "skewed_reverse_kl",
     "soft_targets",
     "sppo_hard",
     "token_weights",

@@ -47,6 +47,30 @@ def jsd(jsd: Tensor, temperature: float = 1.0) -> Tensor:
     return temperature**2 * jsd
 
 
+def skewed_kl(reverse_kl_mixture: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL of the teacher from a mixture of both: forward KL whose gradient stays bounded where the student has little.
+
+        m = (a * t.exp() + (1 - a) * s.exp()).log()
+        loss = temperature**2 * (t.exp() * (t - m)).sum(-1)
+
+    Reads the statistic `reverse_kl_mixture`; the skew a, 0.1 in the paper, is the pass's `jsd_beta`. Ko et al.,
+    "DistiLLM: Towards Streamlined Distillation for Large Language Models", arXiv:2402.03898.
+    """
+    return temperature**2 * reverse_kl_mixture
+
+
+def skewed_reverse_kl(kl_mixture: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL of the student from a mixture of both: reverse KL that is finite where the teacher has nothing.
+
+        m = ((1 - a) * t.exp() + a * s.exp()).log()
+        loss = temperature**2 * (s.exp() * (s - m)).sum(-1)
+
+    Reads the statistic `kl_mixture`; the pass's `jsd_beta`, the teacher's weight, is 1 - a: 0.9 for the paper's 0.1.
+    Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language Models", arXiv:2402.03898.
+    """
+    return temperature**2 * kl_mixture
+
+
 def total_variation(total_variation: Tensor) -> Tensor:
     """The share of a draft's tokens that speculative decoding rejects: 1 minus the acceptance rate.
 
@@ -79,7 +103,8 @@ def lk_hybrid(reverse_kl: Tensor, total_variation: Tensor, eta: float = 3.0) -> 
         loss = weight * (t.exp() * (t - s)).sum(-1) + (1 - weight) * tv
 
     Reads the statistics `reverse_kl`, which is KL(teacher‖student), and `total_variation`. eta: larger turns to total
-    variation sooner. Raises ShapeError. Samarin et al., "LK Losses", arXiv:2602.23881.
+    variation sooner. Of a draft vocabulary `reverse_kl` is infinite, and `reverse_kl_shared` takes its place. Raises
+    ShapeError. Samarin et al., "LK Losses", arXiv:2602.23881.
     """
     same_shape(reverse_kl, total_variation=total_variation)
     weight = torch.exp(-eta * (1 - total_variation.detach()))

@@ -11,9 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
-from ..errors import ConfigError, OptionError
-from ..vocab.face import LMHead, Noise, check_logits, explain, full_precision
+from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
+from ..errors import OptionError
+from ..vocab.face import (
+    LMHead,
+    Noise,
+    Ranks,
+    VocabShard,
+    best_of_all,
+    check_logits,
+    explain,
+    first_on_all,
+    full_precision,
+    on_all,
+)
 from .full import LOWEST, TILES
 from .rows import first_order
 from .terms import Terms
@@ -57,74 +68,87 @@ def expected_embedding(
 
     What block-diffusion models feed back between denoising steps (self-conditioning, Chen et al., arXiv 2208.04202),
     and what training on soft tokens reads. embedding: any table with a row for each entry; None: the head's own weight,
-    to which a tied embedding then has both gradients. noise, generator: as `sample_tokens` takes them; without either
-    nothing is drawn, which saves the noise's time.
-    Differentiable with respect to hidden, weight, bias, adapters and embedding.
+    to which a tied embedding then has both gradients, in one tensor. Of a head that is split over ranks, embedding has
+    this rank's rows, and every rank gets the whole mean. noise, generator: as `sample_tokens` takes them; without
+    either nothing is drawn, which saves the noise's time.
+    Differentiable with respect to hidden, weight, bias, adapters and embedding; a quantised weight is a constant.
     Price: 2·N·(H + D)·V flop; backward that again, and 2·N·H·V for each of dhidden and dweight, 2·N·D·V for dembedding.
-    Raises what `token_stats` raises, ConfigError for a quantised or sharded head, and NotFiniteError.
+    Raises what `token_stats` raises, and NotFiniteError.
     Memory: slices within the budget, two (N, D), and dweight and dembedding as these are; never (N, V).
     """
-    table = _checked(hidden, head, embedding, temperature, memory_budget)
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     draws = noise is not None or generator is not None
-    some = Noise.of(tuple(lead), hidden.device, noise, generator)
-    terms = Terms.of(hidden.reshape(n, head.hidden_size), head)
-    dtype = terms.xs[0].dtype
-    slices = slices_of(
-        n,
-        head.rows,
-        budget=memory_budget or DEFAULT_BUDGET,
-        device=hidden.device.type,
-        itemsize=dtype.itemsize,
-        tiles=TILES,
-        converted=sum(t.shape[1] for t in (*terms.tables, table) if t.dtype != dtype),
-    )
-    call = _Call(terms.holding(()), head.rows, float(temperature), draws, slices)
+
+    def arguments() -> Noise:
+        _check(hidden, head, embedding, temperature, memory_budget)
+        return Noise.of(tuple(lead), hidden.device, noise, generator)
+
+    some = on_all(head, arguments)
+    if noise is None and draws:
+        first_on_all(some.seeds, head.shard)
+    terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)
+    table = None if embedding is head.weight_tensor else embedding
+    mixed = head.weight if table is None else table
+    slices = _slices(n, terms, table, memory_budget)
+    call = _Call(terms.holding(()), float(temperature), draws, mixed.dtype, mixed.shape[1], slices)
     flat = (x.reshape(n) for x in some)
     mean, entropy, argmax, token = _Expected.apply(call, *flat, table, *terms.tensors)  # type: ignore[misc]
     return Expected(
-        mean.view(*lead, table.shape[1]), entropy.view(lead), argmax.view(lead), token.view(lead) if draws else None
+        mean.view(*lead, call.width), entropy.view(lead), argmax.view(lead), token.view(lead) if draws else None
     )
 
 
-def _checked(
+def _check(
     hidden: Tensor, head: LMHead, embedding: Tensor | None, temperature: float, memory_budget: int | None
-) -> Tensor:
-    """The table whose rows are mixed, after every argument was looked at."""
-    if isinstance(head, LMHead) and head.shard is not None:
-        raise ConfigError("expected_embedding: expected a whole head, got one that is sharded over ranks; gather it")
+) -> None:
     explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
     if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
-    table = head.weight_tensor if embedding is None else embedding
-    if table is None:
-        raise ConfigError("expected_embedding: expected a head of plain numbers, got a quantised one; dequantise it")
-    check_table(table, head.rows, head.padded_rows, hidden.device)
-    return table
+    if embedding is not None:
+        check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
+
+
+def _slices(n_tokens: int, terms: Terms, table: Tensor | None, memory_budget: int | None) -> Slices:
+    x = terms.xs[0]
+    converted = sum(t.shape[1] for t in (*terms.tables, *(() if table is None else (table,))) if t.dtype != x.dtype)
+    return slices_of(
+        n_tokens,
+        max(1, terms.local_rows),
+        budget=memory_budget or DEFAULT_BUDGET,
+        device=x.device.type,
+        itemsize=x.dtype.itemsize,
+        tiles=TILES,
+        converted=converted + (0 if terms.packed is None else DEQUANTISED * terms.packed.shape[1]),
+    )
 
 
 @dataclass(frozen=True)
 class _Call:
-    """`form` is the head without its tensors, which autograd saves."""
+    """`form` is the head without its tensors, which autograd saves; dtype, width: of the rows that are mixed."""
 
     form: Terms
-    vocab_size: int
     temperature: float
     draws: bool
+    dtype: torch.dtype
+    width: int
     slices: Slices
+
+    @property
+    def shard(self) -> VocabShard | None:
+        return self.form.shard
 
     def chunks(self, n_tokens: int) -> Iterator[slice]:
         step = self.slices.tokens
         return (slice(n, min(n + step, n_tokens)) for n in range(0, n_tokens, step))
 
     def vocabulary(self) -> Iterator[slice]:
-        size, width = self.vocab_size, self.slices.width
+        size, width = self.form.local_rows, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
 
 class _Expected(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, seeds: Tensor, positions: Tensor, table: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, seeds: Tensor, positions: Tensor, table: Tensor | None, *tensors: Tensor) -> Any:
         terms = call.form.holding(tensors)
         n = terms.xs[0].shape[0]
         with full_precision(seeds.device.type):
@@ -134,12 +158,12 @@ class _Expected(torch.autograd.Function):
             lse, mean, entropy, argmax, token = (torch.cat(each) for each in zip(*parts, strict=True))
         else:
             lse = entropy = terms.xs[0].new_zeros(0)
-            mean, argmax, token = lse.new_zeros(0, table.shape[1]), seeds.clone(), seeds.clone()
+            mean, argmax, token = lse.new_zeros(0, call.width), seeds.clone(), seeds.clone()
         check_logits(lse)
         ctx.call = call
         ctx.save_for_backward(lse, mean, entropy, table, *tensors)
         ctx.mark_non_differentiable(argmax, token)
-        return mean.to(table.dtype), entropy.clone(), argmax, token
+        return mean.to(call.dtype), entropy.clone(), argmax, token
 
     @staticmethod
     def backward(ctx: Any, up: Tensor, up_entropy: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -151,50 +175,74 @@ class _Expected(torch.autograd.Function):
 
 
 def _accumulate(
-    call: _Call, terms: Terms, noise: Noise, table: Tensor, rows: slice
+    call: _Call, terms: Terms, noise: Noise, table: Tensor | None, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of a chunk of tokens: log-sum-exp, Σ p·E, entropy, the best entry and the noisy best."""
     x = terms.xs[0]
     n, frozen = rows.stop - rows.start, [False] * len(terms.tensors)
     m, noisy = x.new_full((n,), LOWEST), x.new_full((n,), -math.inf)
-    s, t, mean = x.new_zeros(n), x.new_zeros(n), x.new_zeros(n, table.shape[1])
+    s, t, mean = x.new_zeros(n), x.new_zeros(n), x.new_zeros(n, call.width)
     noise = Noise(noise.seeds[rows], noise.positions[rows])
     argmax, token = noise.seeds.new_zeros(n), noise.seeds.new_zeros(n)
+    first = 0 if call.shard is None else call.shard.offset
     for v in call.vocabulary():
-        z = terms.holding(terms.leaves(rows, v, frozen)).logits().div_(call.temperature)
+        leaves = terms.leaves(rows, v, frozen)
+        z = terms.holding(leaves).logits().div_(call.temperature)
         peak, at = z.max(1)
-        argmax = torch.where(peak > m, at + v.start, argmax)
+        start = first + v.start
+        argmax = torch.where(peak > m, at + start, argmax)
         if call.draws:
-            best, at = noise.gumbel(v).add_(z).max(1)
-            token, noisy = torch.where(best > noisy, at + v.start, token), torch.maximum(noisy, best)
+            best, at = noise.gumbel(slice(start, first + v.stop)).add_(z).max(1)
+            token, noisy = torch.where(best > noisy, at + start, token), torch.maximum(noisy, best)
         new = torch.maximum(m, peak)
         grow, d = (m - new).exp_(), z.clamp_(min=LOWEST).sub_(new[:, None])
         w = d.exp()
         t = (t + s * (m - new)) * grow + d.mul_(w).sum(1)
         s = s * grow + w.sum(1)
-        mean = torch.addmm(mean.mul_(grow[:, None]), w, table[v].to(w.dtype))
+        mean = torch.addmm(mean.mul_(grow[:, None]), w, _mixed(terms, leaves, table, v))
         m = new
+    if call.shard is not None:
+        argmax = best_of_all(argmax, m, call.shard)
+        token = best_of_all(token, noisy, call.shard) if call.draws else token
+        m, s, t = _of_all_ranks(call.shard, m, s, t, mean)
     lse = torch.where(m <= LOWEST, math.nan, m + s.log())
     return lse, mean / s[:, None], (s.log() - t / s).clamp_(min=0), argmax, token
+
+
+def _mixed(terms: Terms, leaves: Sequence[Tensor], table: Tensor | None, v: slice) -> Tensor:
+    """A slice of the rows that are mixed: of the table, or of the weight, which the logits have read."""
+    weight = leaves[terms.n].detach()
+    return weight if table is None else table[v].to(weight.dtype)
+
+
+def _of_all_ranks(shard: VocabShard, m: Tensor, s: Tensor, t: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's sums relative to its own maximum as those over all ranks, `mean` in place."""
+    ranks = Ranks(shard.process_group)
+    top = ranks.gather(m).amax(0)
+    grow = (m - top).exp()
+    s, t = ranks.total([s * grow, (t + s * (m - top)) * grow])
+    ranks.add_(mean.mul_(grow[:, None]))
+    return top, s, t
 
 
 def _gradients(
     call: _Call,
     found: tuple[Tensor, Tensor, Tensor],
-    table: Tensor,
+    table: Tensor | None,
     tensors: list[Tensor],
     up: Tensor,
     up_entropy: Tensor,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """dL/dz = (p·(g·E - Σ p·(g·E)) - h·p·(log p + entropy)) / temperature slice by slice, of g and h, the gradients of
-    mean and entropy; and from there those of the table and the head's tensors."""
+    mean and entropy; and from there those of the table and the head's tensors. A tied weight has both in one."""
     lse, mean, entropy = found
     terms, g = call.form.holding(tensors), up.to(lse.dtype)
     total = [
-        torch.zeros(x.shape, dtype=lse.dtype, device=x.device) if need else None
+        torch.zeros(x.shape, dtype=lse.dtype, device=x.device) if need and x is not None else None
         for x, need in zip((table, *tensors), needed, strict=True)
     ]
+    rows_grad = total[1 + terms.n] if table is None else total[0]
     center = (g * mean).sum(1)
     for rows in call.chunks(lse.shape[0]):
         for v in call.vocabulary():
@@ -203,11 +251,15 @@ def _gradients(
                 z = terms.holding(leaves).logits()
             log_p = (z.detach() / call.temperature).clamp_(min=LOWEST).sub_(lse[rows, None])
             p = log_p.exp()
-            if total[0] is not None:
-                total[0][v].addmm_(p.T, g[rows])
+            if rows_grad is not None:
+                rows_grad[v].addmm_(p.T, g[rows])
             if not z.requires_grad:
                 continue
-            dz = torch.addmm(center[rows, None], g[rows], table[v].to(g.dtype).T, beta=-1)
+            dz = torch.addmm(center[rows, None], g[rows], _mixed(terms, leaves, table, v).T, beta=-1)
             dz.sub_(log_p.add_(entropy[rows, None]).mul_(up_entropy[rows, None])).mul_(p).div_(call.temperature)
             terms.add_gradients(z, dz, leaves, total[1:], rows, v)
-    return [None if x is None else x.to(y.dtype) for x, y in zip(total, (table, *tensors), strict=True)]
+    if call.shard is not None:  # of what all ranks hold alike
+        for x in total[1 : 1 + terms.n]:
+            if x is not None:
+                Ranks(call.shard.process_group).add_(x)
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(total, (table, *tensors), strict=True)]

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..vocab.face import LMHead, VocabShard, compute_dtype, lora_b_of, lora_hidden_of, place, spread, summed
+from ..vocab.face import (
+    LMHead,
+    QuantisedWeight,
+    VocabShard,
+    compute_dtype,
+    lora_b_of,
+    lora_hidden_of,
+    place,
+    spread,
+    summed,
+)
 from .rows import rows_dot
 
 
@@ -27,11 +37,14 @@ class Terms:
     softcap: float | None
     shard: VocabShard | None = None  # whose rows the tables are
     local_rows: int = 0  # how many of these exist
+    packed: QuantisedWeight | None = None  # the weight where it is stored in few bits; its table then has no row
 
     @classmethod
-    def of(cls, hidden: Tensor, head: LMHead) -> Terms:
-        """The head on hidden (N, H)."""
-        weight = head.weight_tensor
+    def of(cls, hidden: Tensor, head: LMHead, packed: bool = False) -> Terms:
+        """The head on hidden (N, H); packed: of a quantised one too, of which `leaves` alone sees rows."""
+        weight, quantised = head.weight_tensor, None
+        if packed and isinstance(head.weight, QuantisedWeight):
+            weight, quantised = hidden.new_empty(0, head.hidden_size), head.weight
         if weight is None:
             raise ConfigError(
                 "relax: expected a head of plain numbers, got a quantised one; dequantise its weight first"
@@ -39,7 +52,7 @@ class Terms:
         lora_hidden, lora_b = lora_hidden_of(hidden, head), lora_b_of(head)
         bias = [] if head.bias is None else [head.bias]
         x = hidden.to(compute_dtype(hidden))
-        rest = head.scale, head.softcap, head.shard, head.local_rows
+        rest = head.scale, head.softcap, head.shard, head.local_rows, quantised
         if lora_hidden is None or lora_b is None:
             return cls((x, weight, *bias), 1, *rest)
         return cls((x, lora_hidden, weight, lora_b, *bias), 2, *rest)
@@ -104,4 +117,6 @@ class Terms:
     def leaves(self, rows: slice, v: slice, needed: Sequence[bool]) -> list[Tensor]:
         """The tensors of some tokens and entries, as leaves in the tokens' dtype."""
         parts = [x[rows if i < self.n else v] for i, x in enumerate(self.tensors)]
+        if self.packed is not None:
+            parts[self.n] = self.packed[v].dequantised()
         return [x.detach().to(self.xs[0].dtype).requires_grad_(need) for x, need in zip(parts, needed, strict=True)]

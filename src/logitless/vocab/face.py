@@ -20,13 +20,14 @@ from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
 from .head.peft import unwrapped
+from .head.quantised import QuantisedWeight
 from .head.shard import VocabShard, group_named, localised
 from .head.sparse import SparseBackward
 from .noise import Noise, at_a_time, gumbel
 from .passes.engine import Pass
 from .passes.max_pool import Documents, max_pool, max_pool_kept
 from .ranks.agreement import gather_rows, on_all
-from .ranks.collectives import best_of_all, count_tokens, first_on_all, reason_of, spread, summed
+from .ranks.collectives import Ranks, best_of_all, count_tokens, first_on_all, reason_of, spread, summed
 from .reference import dense_cross_entropy
 from .sizing import Sizing, current_sizing, sizing
 
@@ -41,6 +42,8 @@ __all__ = [
     "Noise",
     "Options",
     "Pass",
+    "QuantisedWeight",
+    "Ranks",
     "SamplingMask",
     "Sizing",
     "SparseBackward",

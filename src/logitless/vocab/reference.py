@@ -96,11 +96,23 @@ def _divergence(log_from: Tensor, log_to: Tensor) -> Tensor:
     return _mean_under(log_from.exp(), log_from - log_to)
 
 
-def _jsd(rows: _Rows) -> Tensor:
+def _of_shared(rows: _Rows) -> Tensor:
+    """KL(reference || policy) over the entries that the policy has, the reference as shares of these."""
+    logq = rows.log_reference.masked_fill(rows.logp.detach().isneginf(), -math.inf)
+    return _divergence(logq.log_softmax(-1), rows.logp)
+
+
+def _of_mixture(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """KL(policy || M) and KL(reference || M)."""
     logp, logq, b = rows.logp, rows.log_reference, rows.beta
     mixture = (1 - b) * logp.exp() + b * logq.exp()
     log_m = mixture.masked_fill(mixture == 0, 1.0).log()
-    return (1 - b) * _divergence(logp, log_m) + b * _divergence(logq, log_m)
+    return _divergence(logp, log_m), _divergence(logq, log_m)
+
+
+def _jsd(rows: _Rows) -> Tensor:
+    of_policy, of_reference = _of_mixture(rows)
+    return (1 - rows.beta) * of_policy + rows.beta * of_reference
 
 
 _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
@@ -116,7 +128,10 @@ _FORMULAS: dict[str, Callable[[_Rows], Tensor]] = {
     "el2n": _el2n,
     "kl": lambda r: _divergence(r.logp, r.log_reference),
     "reverse_kl": lambda r: _divergence(r.log_reference, r.logp),
+    "reverse_kl_shared": _of_shared,
     "jsd": _jsd,
+    "kl_mixture": lambda r: _of_mixture(r)[0],
+    "reverse_kl_mixture": lambda r: _of_mixture(r)[1],
     "acceptance": lambda r: torch.minimum(r.logp.exp(), r.log_reference.exp()).sum(-1),
     "total_variation": lambda r: (r.logp.exp() - r.log_reference.exp()).abs().sum(-1) / 2,
     "tail_logprob": _tail,

@@ -27,7 +27,10 @@ class TokenStats:
     el2n: Tensor
     kl: Tensor
     reverse_kl: Tensor
+    reverse_kl_shared: Tensor
     jsd: Tensor
+    kl_mixture: Tensor
+    reverse_kl_mixture: Tensor
     acceptance: Tensor
     total_variation: Tensor
     tail_logprob: Tensor

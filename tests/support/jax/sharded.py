@@ -22,6 +22,7 @@ EVERYTHING = (
     "kl",
     "reverse_kl",
     "jsd",
+    "reverse_kl_mixture",
     "acceptance",
 )
 OPTIONS = {"want": EVERYTHING, "top_k": 3, "memory_budget": 6000}

@@ -30,10 +30,11 @@ def stats_of(z, labels, z_ref=None, beta=0.5) -> SimpleNamespace:
         mixture = ((1 - beta) * logp.exp() + beta * logq.exp()).log()
         stats.kl = (logp.exp() * (logp - logq)).sum(-1)
         stats.reverse_kl = (logq.exp() * (logq - logp)).sum(-1)
-        stats.jsd = (1 - beta) * (logp.exp() * (logp - mixture)).sum(-1)
+        stats.kl_mixture = (logp.exp() * (logp - mixture)).sum(-1)
+        stats.reverse_kl_mixture = (logq.exp() * (logq - mixture)).sum(-1)
+        stats.jsd = (1 - beta) * stats.kl_mixture + beta * stats.reverse_kl_mixture
         stats.acceptance = torch.minimum(logp.exp(), logq.exp()).sum(-1)
         stats.total_variation = 1 - stats.acceptance
-        stats.jsd = stats.jsd + beta * (logq.exp() * (logq - mixture)).sum(-1)
     return stats
 
 

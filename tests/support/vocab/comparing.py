@@ -22,7 +22,16 @@ ALONE = (
     "rank",
     "sum_sq_prob",
 )
-PAIRED = ("kl", "reverse_kl", "jsd", "acceptance", "total_variation")
+PAIRED = (
+    "kl",
+    "reverse_kl",
+    "reverse_kl_shared",
+    "jsd",
+    "kl_mixture",
+    "reverse_kl_mixture",
+    "acceptance",
+    "total_variation",
+)
 TAIL = ("tail_logprob",)  # with candidates, and on some backends
 EVERYTHING = ALONE + PAIRED
 INTEGERS = ("rank", "top_k_ids")

@@ -51,6 +51,7 @@ def every_statistic(group: Any) -> None:
 def each_price(group: Any) -> None:
     """A frozen head, products of the fold; one-hots alone; bias or adapters alone; small slices of several chunks."""
     names = ("logprob", "entropy", "kl", "reverse_kl", "sum_sq_prob", "self_certainty", "jsd", "acceptance")
+    names += ("kl_mixture", "reverse_kl_mixture")
     for want in ((name,) for name in names):
         one = split(group, UNEVEN, reference=True, bias=False, ranks=(2,))
         one.ops = one.ops.training("hidden", "a")
@@ -67,7 +68,8 @@ def draft_vocabulary(group: Any) -> None:
     """A draft's head split over ranks beside its whole target: as whole on every rank."""
     ids, temperature = torch.randperm(3 * V)[:V], torch.rand(7) + 0.5
     target = ll.LMHead(torch.randn(3 * V, 5, dtype=torch.float64), torch.randn(3 * V, dtype=torch.float64))
-    reference, want = (torch.randn(7, 5, dtype=torch.float64), target), ("kl", "jsd", "acceptance", "total_variation")
+    want = ("kl", "reverse_kl_shared", "jsd", "kl_mixture", "reverse_kl_mixture", "acceptance", "total_variation")
+    reference = torch.randn(7, 5, dtype=torch.float64), target
     for sizes, budget in ((EVEN, None), (UNEVEN, 1)):
         one = split(group, sizes, ranks=(2,))
         found = []

@@ -47,6 +47,32 @@ def soft_tokens(group: Any) -> None:
     )  # fmt: skip
 
 
+def mean_embedding(group: Any) -> None:
+    """Σ p·E, entropy, argmax and draw of one process, with the gradients of what is whole and of each rank's rows."""
+    for sizes, transform, tied in ((UNEVEN, {"softcap": 4.0, "vocab_size": V - 2}, False), (EVEN, {}, True)):
+        one = split(group, sizes, ranks=(2,), scale=0.8, **transform)
+        noise = relax.Noise(torch.arange(7), torch.arange(7) * 5)
+        table = torch.randn(V, 6, dtype=torch.float64).requires_grad_()
+        shard = one.shard
+        rows = table[shard.offset : shard.offset + one.head.weight.shape[0]]
+        pairs = ((one.head, None if tied else rows), (one.ops.head, None if tied else table))
+        for budget in (None, 3_000):
+            options = {"temperature": 0.7, "noise": noise, "memory_budget": budget}
+            ours, alone = (relax.expected_embedding(one.ops.hidden, head, own, **options) for head, own in pairs)
+            same_on_all(ours.embedding, group)
+            assert torch.equal(ours.argmax, alone.argmax)
+            assert torch.equal(ours.token, alone.token)
+            leaves = one.ops.leaves | ({} if tied else {"table": table})
+            up = {"embedding": torch.randn_like(alone.embedding), "entropy": torch.randn_like(alone.entropy)}
+            for name in up:
+                assert_near(getattr(ours, name).detach(), getattr(alone, name).detach(), 1e-10, name)
+            found, wanted = (gradients({name: getattr(x, name) for name in up}, leaves, up) for x in (ours, alone))
+            for name, grad in one.whole(found).items():
+                assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
+    drawn = relax.expected_embedding(one.ops.hidden, one.head, generator=torch.Generator().manual_seed(dist.get_rank()))
+    same_on_all(drawn.token, group)
+
+
 def documents(group: Any) -> None:
     """Maxima over documents' tokens: values, places and gradients of one process, whole or what is kept of them."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]])
@@ -243,6 +269,7 @@ CASES = {
     "two dimensions": two_dimensions,
     "compiled": compiled,
     "soft tokens": soft_tokens,
+    "mean embedding": mean_embedding,
     "sampled tokens": sampled_tokens,
     "documents": documents,
     "dropout": dropout,

@@ -8,7 +8,7 @@ import torch
 import logitless as ll
 from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.vocab.head.low_rank import LowRank
-from logitless.vocab.reference import dense_token_stats
+from logitless.vocab.reference import dense_logits, dense_token_stats
 from tests.support.vocab.comparing import (
     Operands,
     assert_near,
@@ -19,7 +19,10 @@ from tests.support.vocab.comparing import (
 )
 from tests.support.vocab.measuring import measure, not_interpreted
 
-WANT = ("logprob", "entropy", "kl", "jsd", "acceptance", "total_variation")
+WANT = (
+    *("logprob", "entropy", "kl", "reverse_kl_shared", "jsd", "kl_mixture", "reverse_kl_mixture"),
+    *("acceptance", "total_variation"),
+)
 V, DRAFT = 403, 61
 
 
@@ -70,7 +73,7 @@ def test_equals_a_head_whose_other_rows_are_impossible(transform, labels, budget
     check(ops, ids, options, WANT if labels else WANT[1:], memory_budget=budget, backend=backend)
 
 
-@pytest.mark.parametrize("want", [("kl",), ("acceptance",)], ids=str)
+@pytest.mark.parametrize("want", [("kl",), ("reverse_kl_shared",), ("acceptance",)], ids=str)
 def test_frozen_head_and_single_precision(want, backend):
     ops, ids, options = drafted(torch.float32)
     check(ops.training("hidden"), ids, options, want, tolerance=3e-5, backend=backend)
@@ -101,12 +104,54 @@ def test_token_loss_gives_the_same_gradient(backend):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_lk_hybrid_of_a_draft_vocabulary(reduction, backend):
+    """Forward KL to the target over the draft's entries, the distance from the target over all of its own."""
+    ops, ids, options = drafted()
+    ops.labels = None
+    loss = ll.token_loss(
+        lambda s: ll.losses.lk_hybrid(s.reverse_kl_shared, s.total_variation),
+        *(ops.hidden, replace(ops.head, token_ids=ids)),
+        want=("reverse_kl_shared", "total_variation"),
+        reduction=reduction,
+        backend=backend,
+        **options,
+    )
+    target_hidden, target = options["reference"]
+    s, t = dense_logits(ops.hidden, ops.head).log_softmax(-1), dense_logits(target_hidden, target)
+    q, shared = t.softmax(-1)[..., ids], t[..., ids].log_softmax(-1)
+    distance = 1 - torch.minimum(s.exp(), q).sum(-1)
+    weight = torch.exp(-3 * (1 - distance.detach()))
+    expected = weight * (shared.exp() * (shared - s)).sum(-1) + (1 - weight) * distance
+    torch.testing.assert_close(loss.sum(), expected.sum())
+    up = torch.autograd.grad(loss.sum(), list(ops.leaves.values()))
+    for one, other in zip(up, torch.autograd.grad(expected.sum(), list(ops.leaves.values())), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_target_that_gives_a_draft_next_to_nothing():
+    """Of 1e-26 in fp32, what it gives to the draft's entries is divided as exactly as anything."""
+    ops, ids, options = drafted(torch.float32, bias=False)
+    target_hidden, target = options["reference"]
+    bias = torch.zeros(V).index_fill(0, ids, -60.0)
+    options["reference"] = target_hidden, ll.LMHead(target.weight, bias)
+    want = ("reverse_kl_shared",)
+    stats = ll.token_stats(ops.hidden, replace(ops.head, token_ids=ids), want=want, **options)
+    alone = ll.token_stats(ops.hidden, ops.head, want=want, reference=(target_hidden, ll.LMHead(target.weight[ids])))
+    torch.testing.assert_close(stats.reverse_kl_shared, alone.reverse_kl_shared, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(x.reverse_kl_shared.sum(), ops.hidden)[0] for x in (stats, alone)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
 def test_all_entries_in_another_order_are_the_whole_vocabulary():
     _, _, options = drafted()
     target_hidden, target = options["reference"]
     ids = torch.randperm(V)
     shuffled = ll.LMHead(target.weight[ids], target.bias[ids], token_ids=ids)
-    stats = ll.token_stats(target_hidden, shuffled, want=("kl", "reverse_kl", "acceptance"), **options)
+    stats = ll.token_stats(
+        target_hidden, shuffled, want=("kl", "reverse_kl", "reverse_kl_shared", "acceptance"), **options
+    )
+    assert (stats.reverse_kl_shared == stats.reverse_kl).all()
     assert stats.kl.abs().max() < 1e-12
     torch.testing.assert_close(stats.acceptance, torch.ones(2, 5, dtype=torch.float64))
 
@@ -147,7 +192,9 @@ def test_memory_keeps_to_slices(backend):
 def test_refusals():
     ops, ids, options = drafted()
     head = replace(ops.head, token_ids=ids)
-    with pytest.raises(OptionError, match="reverse_kl is infinite"):
+    with pytest.raises(
+        OptionError, match=r"reverse_kl is infinite .* want reverse_kl_shared, over the entries that both"
+    ):
         ll.token_stats(ops.hidden, head, want=("reverse_kl",), **options)
     with pytest.raises(OptionError, match=r"token_ids must be in 0\.\.402, the reference's vocabulary, got 403"):
         ll.token_stats(ops.hidden, replace(head, token_ids=torch.arange(V - DRAFT + 1, V + 1)), want=("kl",), **options)

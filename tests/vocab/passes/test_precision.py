@@ -180,8 +180,9 @@ def test_kl_of_heads_far_apart_in_many_slices(seed, backend):
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
     ops = near_policy(0.0)
-    got = stats_of(ops, ("kl", "reverse_kl", "jsd"), backend, budget)
-    for name in ("kl", "reverse_kl", "jsd"):
+    want = ("kl", "reverse_kl", "jsd", "kl_mixture", "reverse_kl_mixture")
+    got = stats_of(ops, want, backend, budget)
+    for name in want:
         value = getattr(got, name)
         assert (value >= 0).all(), name
         assert (value <= 1e-9).all(), name
@@ -193,8 +194,9 @@ def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
 @pytest.mark.parametrize("distance", [3e-3, 0.03, 0.3, 3.0])
 def test_other_divergences_are_never_negative(distance, backend):
     ops = near_policy(distance)
-    got = stats_of(ops, ("reverse_kl", "jsd"), backend, 20_000)
-    _, expected = exactly(ops, ("reverse_kl", "jsd"))
+    want = ("reverse_kl", "jsd", "kl_mixture", "reverse_kl_mixture")
+    got = stats_of(ops, want, backend, 20_000)
+    _, expected = exactly(ops, want)
     for name, value in expected.items():
         assert (getattr(got, name) >= 0).all(), name
         torch.testing.assert_close(getattr(got, name).double(), value, rtol=1e-3, atol=0)

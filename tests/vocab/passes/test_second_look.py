@@ -1,22 +1,25 @@
 """Statistics that look twice: at slices that stayed or at products made again, and how exact they are at the ends."""
 
+import math
+
 import pytest
 import torch
 
 import logitless as ll
 from logitless.algebra.costs import looking_again_is_cheaper
 from logitless.algebra.stats import STATISTICS
-from logitless.vocab.reference import dense_logits
+from logitless.vocab.reference import dense_logits, dense_token_stats
 from tests.support.vocab.comparing import Operands, assert_near_in_norm, compare, operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
 TWICE = tuple(name for name, row in STATISTICS.items() if row.looks == 2)
 PAIR = ("acceptance", "total_variation")
+SIDES = ("kl_mixture", "reverse_kl_mixture")
 MIB = 1 << 20
 
 
 def test_the_table_says_which_look_twice():
-    assert TWICE == ("jsd", "acceptance", "total_variation")
+    assert ("jsd", *SIDES, *PAIR) == TWICE
 
 
 @pytest.mark.parametrize("labels", [True, False])
@@ -76,6 +79,36 @@ def test_total_variation_keeps_its_digits_near_zero(step, backend):
     error = (stats.total_variation - truth).abs() / truth
     assert error.max() < 2e-6 / step + 2e-6  # the logits' own rounding
     torch.testing.assert_close(stats.acceptance.double(), 1 - truth, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("step", [1e-3, 3e-2, 1.0])
+def test_each_side_of_a_mixture_keeps_its_digits_near_zero(step, beta, backend):
+    """Of terms of first order in log p - log q, whose sum is of second, rounding would leave 1e-7."""
+    ops = near(step)
+    exact = ops.to(torch.float64)
+    expected = dense_token_stats(exact.hidden, exact.head, want=SIDES, reference=exact.reference, jsd_beta=beta)
+    stats = ll.token_stats(ops.hidden, ops.head, want=SIDES, reference=ops.reference, jsd_beta=beta, backend=backend)
+    for name in SIDES:
+        value = getattr(stats, name)
+        torch.testing.assert_close(value.double(), expected[name], rtol=4e-6 / step + 2e-5, atol=0)
+        (grad,) = torch.autograd.grad(value.sum(), ops.hidden, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected[name].sum(), exact.hidden, retain_graph=True)
+        assert_near_in_norm(grad, wanted, 4e-6 / step + 2e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.9])
+def test_sides_of_a_mixture_of_far_policies(beta, backend):
+    """Each sure of an entry that the other finds impossible: what a mixture bounds, and no gradient to speak of."""
+    eye = torch.eye(4) * 120
+    hidden, other = torch.eye(4)[[0]].requires_grad_(), torch.eye(4)[[1]]
+    stats = ll.token_stats(
+        hidden, ll.LMHead(eye), want=SIDES, reference=(other, ll.LMHead(eye)), jsd_beta=beta, backend=backend
+    )
+    assert stats.kl_mixture.item() == pytest.approx(-math.log(1 - beta), rel=1e-6)
+    assert stats.reverse_kl_mixture.item() == pytest.approx(-math.log(beta), rel=1e-6)
+    (grad,) = torch.autograd.grad(stats.kl_mixture.sum() + stats.reverse_kl_mixture.sum(), hidden)
+    assert grad.abs().max() < 1e-3
 
 
 def test_total_variation_of_sure_policies(backend):

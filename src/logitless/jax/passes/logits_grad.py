@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...algebra.online_softmax import Totals, share_of_tail, times
-from ...algebra.stats import Coefficients, coefficients_of, label_coefficient, mixture_logs, sides
+from ...algebra.stats import Coefficients, coefficients_of, excess, label_coefficient, mixture_logs, sides
 from .chunk import Chunk, Materialised, Slice
 from .projection import column, product
 from .windows import put
@@ -92,12 +92,14 @@ def _dense_logits_grad(chunk: Chunk, part: Slice, totals: Totals, coefficients: 
         inner = inner + c["plogp"] * log_p
     if "p2" in c:
         inner = inner + c["p2"] * p
-    if {"pD", "pM", "ahead"} & c.keys():
+    if {"pD", "pM", "excess", "ahead"} & c.keys():
         d = part.log_ratio(totals)
         if "pD" in c:
             inner = inner + times(c["pD"], d, jnp)
         if "pM" in c:
             inner = inner + c["pM"] * mixture_logs(d, chunk.options.jsd_beta, jnp)[0]
+        if "excess" in c:
+            inner = inner + c["excess"] * excess(d, chunk.options.jsd_beta, jnp)
         if "ahead" in c:
             first, second = sides(d, jnp)
             inner = inner + c["ahead"] * first + c["behind"] * second

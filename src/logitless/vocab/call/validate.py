@@ -315,8 +315,8 @@ def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[L
     inside, outside = split(reference, head.token_ids)
     if outside is not None and "reverse_kl" in want:
         raise OptionError(
-            "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want kl, "
-            "acceptance or total_variation, or give a reference over the draft's own rows"
+            "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want "
+            "reverse_kl_shared, over the entries that both have, or kl, acceptance or total_variation"
         )
     return inside, outside
 

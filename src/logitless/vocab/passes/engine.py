@@ -105,6 +105,8 @@ class Pass:
             more = widen(found.totals, chunk.inputs.ref_outside, torch)
             if "pD" in found.products:
                 found.products["pD"].addcmul_(found.products["p"], more[:, None])
+            if "q" in found.products:
+                found.products["q"].mul_(torch.exp(-more)[:, None])
         if twice:
             self.backend.look_again(chunk, found.totals)
         labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals

@@ -91,14 +91,16 @@ print(json.dumps({
         "FIRST": True, "GROUP": 64, "WITH_SUM": True}),
     "logits_grad": compiled("logits_grad_slice", logits_grad, back),
     "logits_grad, everything": compiled("logits_grad_slice", logits_grad, back | every | {
-        "PLOGP": True, "PD": True, "PM": True, "AHEAD": True, "BEHIND": True, "P2": True, "Q": True, "ONE": True}),
+        "PLOGP": True, "PD": True, "PM": True, "EXCESS": True,
+        "AHEAD": True, "BEHIND": True, "P2": True, "Q": True, "ONE": True}),
     "products and accumulate": compiled("accumulate_products", gemm, {
         "ROWS": gemm["rows"], "BLOCK": gemm["entries"], "INNER": gemm["inner"], "GROUP": gemm["group"],
         "LABEL": True, "WITH_T": True}),
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
-    "second look": compiled("look_again", look, twice | {"JSD": True}),
+    "second look": compiled("look_again", look, twice | {"JSD": True, "KL_MIXTURE": True}),
     "second look, everything": compiled("look_again", look, twice | every | {
-        "RAW": True, "JSD": True, "ACCEPTANCE": True, "TOTAL_VARIATION": True, "AHEAD": True}),
+        "RAW": True, "JSD": True, "KL_MIXTURE": True, "REVERSE_KL_MIXTURE": True, "EXCESS": True,
+        "ACCEPTANCE": True, "TOTAL_VARIATION": True, "AHEAD": True}),
     "scaled": compiled("scaled", look, {"CONVERTS": True, "BLOCK": 4096}),
     "rescale": compiled("rescale", look, {"GAINS": True, "BLOCK": 1024}),
     "best of groups": compiled("best_of_groups", look, {"GROUPS": 4096, "GROUP": 64, "LANES": 64}),

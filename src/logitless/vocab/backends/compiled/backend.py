@@ -135,6 +135,6 @@ class CompiledBackend(EagerBackend):
             tensors["z_ref"] = tile.z_ref
         if chunk.policy.outer is not None:
             tensors["flat"] = chunk.policy.flatness(tile.z)
-        bases, beta = tuple(sorted(c)), chunk.jsd_beta if "pM" in c else 0.0
+        bases, beta = tuple(sorted(c)), chunk.jsd_beta if {"pM", "excess"} & c.keys() else 0.0
         kernels.run(("logits_grad", bases, beta), partial(_logits_grad, bases=bases, beta=beta), tensors)
         return tile.z

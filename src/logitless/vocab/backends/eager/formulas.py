@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, step_to, times
-from ....algebra.stats import Coefficients, mixture_logs, sides
+from ....algebra.stats import Coefficients, excess, mixture_logs, sides
 from ..base import SliceMass
 from ..logits import LOG2E, exp_
 
-RATIO = frozenset({"pD", "pM", "ahead", "behind"})  # bases that are made from log p - log q
+RATIO = frozenset({"pD", "pM", "excess", "ahead", "behind"})  # bases that are made from log p - log q
 SURE = 1 / 64  # of the maximum's weight: below it, what the other weights add up to is summed without it
 
 
@@ -198,6 +198,8 @@ def logits_grad(
         gap.add_(totals.shift[:, None])  # D = log_ratio - gap
         if "pM" in c:
             terms.append((mixture_logs(totals.log_ratio[:, None] - gap, beta, torch)[0], c["pM"]))
+        if "excess" in c:
+            terms.append((excess(totals.log_ratio[:, None] - gap, beta, torch), c["excess"]))
         if "ahead" in c:
             first, second = sides(totals.log_ratio[:, None] - gap, torch)
             terms += [(first, c["ahead"]), (second, c["behind"])]

@@ -299,7 +299,7 @@ class TritonBackend(Backend):
             heads, sizes = Heads(chunk), table_for(device)["look"]
             numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
             out = torch.zeros(len(SECOND_LOOK), chunk.n_tokens, dtype=totals.m.dtype, device=device)
-            flags = {name.upper(): name in chunk.sums for name in SECOND_LOOK if name not in ("kl_mixture", "behind")}
+            flags = {name.upper(): name in chunk.sums for name in SECOND_LOOK if name != "behind"}
             stays = iter(chunk.materialised)
             for v in chunk.vocabulary():
                 tile = next(stays) if chunk.materialised else slice_of(chunk, v, chunk.policy.operand(v), "")

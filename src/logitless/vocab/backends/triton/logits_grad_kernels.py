@@ -10,11 +10,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maths import MASK, expm1, finite, load_rows, logits, minus_e, mixture_logs, sides, times, without_label
+from .maths import (
+    MASK,
+    excess,
+    expm1,
+    finite,
+    load_rows,
+    logits,
+    minus_e,
+    mixture_logs,
+    sides,
+    signed,
+    times,
+    without_label,
+)
 
 # The rows of a kernel's totals and of its coefficients.
 TOTALS = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")
-COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one", "ahead", "behind")
+COEFFICIENTS = ("p", "plogp", "pD", "pM", "p2", "q", "one", "ahead", "behind", "excess")
+
+
+@triton.jit
+def add_to_row(out, row: tl.constexpr, n, rows, live, x):
+    """out[row] += x, a number per token."""
+    at = out + row * n + rows
+    tl.store(at, tl.load(at, mask=live, other=0.0) + x, mask=live)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
@@ -44,6 +64,9 @@ def look_again(
     REF_BIAS: tl.constexpr,
     REF_CAP: tl.constexpr,
     JSD: tl.constexpr,
+    KL_MIXTURE: tl.constexpr,
+    REVERSE_KL_MIXTURE: tl.constexpr,
+    EXCESS: tl.constexpr,
     ACCEPTANCE: tl.constexpr,
     TOTAL_VARIATION: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -53,12 +76,14 @@ def look_again(
     """Add a slice's shares of what needs both log-sum-exps first to the rows of `out`, as SECOND_LOOK names them."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < n
-    jsd = load_rows(out, 0, n, rows, live)
-    first = load_rows(out, 1, n, rows, live)
-    overlap = load_rows(out, 2, n, rows, live)
-    distance = load_rows(out, 3, n, rows, live)
-    above = load_rows(out, 4, n, rows, live)
-    below = load_rows(out, 5, n, rows, live)
+    of_p = tl.zeros((ROWS,), out.dtype.element_ty)
+    of_q = tl.zeros((ROWS,), out.dtype.element_ty)
+    more = tl.zeros((ROWS,), out.dtype.element_ty)
+    surplus = tl.zeros((ROWS,), out.dtype.element_ty)
+    overlap = tl.zeros((ROWS,), out.dtype.element_ty)
+    distance = tl.zeros((ROWS,), out.dtype.element_ty)
+    above = tl.zeros((ROWS,), out.dtype.element_ty)
+    below = tl.zeros((ROWS,), out.dtype.element_ty)
     label = tl.full((ROWS,), -1, tl.int64)
     if LABEL:
         label = tl.load(labels + rows, mask=live, other=-1)
@@ -80,11 +105,14 @@ def look_again(
         q = tl.exp((y - load_rows(totals, 4, n, rows, live)[:, None]) - load_rows(totals, 5, n, rows, live)[:, None])
         gap = minus_e(x, y, load_rows(totals, 2, n, rows, live), seen)
         d = load_rows(totals, 3, n, rows, live)[:, None] - gap
-        if JSD:
+        if KL_MIXTURE or REVERSE_KL_MIXTURE:
+            more -= tl.sum(signed(d) * tl.maximum(p, q) * expm1(-tl.abs(d)), 1)  # p - q
+        if JSD or KL_MIXTURE or REVERSE_KL_MIXTURE:
             log_p, log_q = mixture_logs(d, BETA)
-            share = tl.where(p > 0, p * log_p, 0.0)
-            first += tl.sum(share, 1)
-            jsd += tl.sum((1.0 - BETA) * share + tl.where(q > 0, BETA * q * log_q, 0.0), 1)
+            of_p += tl.sum(tl.where(p > 0, p * log_p, 0.0), 1)
+            of_q += tl.sum(tl.where(q > 0, q * log_q, 0.0), 1)
+        if EXCESS:
+            surplus += tl.sum(p * excess(d, BETA), 1)
         if ACCEPTANCE:
             overlap += tl.sum(tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL), 1)
         if TOTAL_VARIATION:
@@ -93,12 +121,21 @@ def look_again(
             ahead, behind = sides(d)
             above += tl.sum(p * ahead, 1)
             below += tl.sum(p * behind, 1)
-    tl.store(out + rows, jsd, mask=live)
-    tl.store(out + n + rows, first, mask=live)
-    tl.store(out + 2 * n + rows, overlap, mask=live)
-    tl.store(out + 3 * n + rows, distance, mask=live)
-    tl.store(out + 4 * n + rows, above, mask=live)
-    tl.store(out + 5 * n + rows, below, mask=live)
+    if JSD:
+        add_to_row(out, 0, n, rows, live, (1.0 - BETA) * of_p + BETA * of_q)
+    if KL_MIXTURE:
+        add_to_row(out, 1, n, rows, live, of_p - BETA * more)
+    if REVERSE_KL_MIXTURE:
+        add_to_row(out, 2, n, rows, live, of_q + (1.0 - BETA) * more)
+    if EXCESS:
+        add_to_row(out, 3, n, rows, live, surplus)
+    if ACCEPTANCE:
+        add_to_row(out, 4, n, rows, live, overlap)
+    if TOTAL_VARIATION:
+        add_to_row(out, 5, n, rows, live, distance)
+    if AHEAD:
+        add_to_row(out, 6, n, rows, live, above)
+        add_to_row(out, 7, n, rows, live, below)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
@@ -137,6 +174,7 @@ def logits_grad_slice(
     P2: tl.constexpr,
     Q: tl.constexpr,
     ONE: tl.constexpr,
+    EXCESS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -175,7 +213,7 @@ def logits_grad_slice(
             z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
-        if PD or PM or AHEAD:
+        if PD or PM or AHEAD or EXCESS:
             gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), valid)
             d = load_rows(totals, 3, n, rows, live)[:, None] - gap
             if PD:
@@ -183,6 +221,8 @@ def logits_grad_slice(
             if PM:
                 log_share, _ = mixture_logs(d, BETA)
                 total += load_rows(coefficients, 3, n, rows, live)[:, None] * log_share
+            if EXCESS:
+                total += load_rows(coefficients, 9, n, rows, live)[:, None] * excess(d, BETA)
             if AHEAD:
                 ahead, behind = sides(d)
                 total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead

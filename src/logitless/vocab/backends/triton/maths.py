@@ -133,6 +133,13 @@ def sides(d):
 
 
 @triton.jit
+def excess(d, beta):
+    """(p - q)/M of M = (1-β)p + βq from d = log p - log q."""
+    a = -expm1(-tl.abs(d))
+    return signed(d) * a / (1.0 - tl.where(d >= 0, beta * a, (1.0 - beta) * a))
+
+
+@triton.jit
 def mixture_logs(d, beta):
     """log(p/M) and log(q/M) of M = (1-β)p + βq from d = log p - log q."""
     a = expm1(-tl.abs(d))
