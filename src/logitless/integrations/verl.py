@@ -208,10 +208,8 @@ class StreamedEngine(HiddenEngine):
     def initialize(self) -> None:
         options = self.model_config.fused_kernel_options or {}
         self.memory_budget = options.get("memory_budget")
-        self.distill_loss, self.distill_weight = (
-            options.get("distill_loss", "forward"),
-            options.get("distill_weight", 1),
-        )
+        self.distill_loss = options.get("distill_loss", "forward")
+        self.distill_weight = options.get("distill_weight", 1)
         if self.distill_loss not in DIVERGENCES:
             known = ", ".join(DIVERGENCES)
             raise ConfigError(f"fused_kernel_options.distill_loss: expected one of {known}, got {self.distill_loss}")

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import logitless as ll
 from logitless.vocab.head.quantised import QuantisedWeight
-from tests.support.vocab.comparing import Operands, operands
+from tests.support.vocab.comparing import ALONE, Operands, assert_near, assert_near_in_norm, compare, operands
 
 np = pytest.importorskip("numpy")
 gguf = pytest.importorskip("gguf")
@@ -75,3 +77,27 @@ def stored_blocks(kind: str, v: int, *args, h: int = 0, reference: bool = False,
         return QuantisedWeight.gguf(blocks, kind), truth
 
     return stored(*one(), *args, reference=one() if reference else None, **options)
+
+
+def read_q8_head(path: str | Path, shape: tuple[int, int]) -> tuple[QuantisedWeight, Tensor]:
+    """(the head of a published file, the numbers that `gguf` reads from it); it holds the file's own bytes."""
+    weight = QuantisedWeight.from_gguf(path)
+    assert (tuple(weight.shape), weight.format.name) == (shape, "Q8_0")
+    assert weight.nbytes == shape[0] * shape[1] * 34 // 32
+    truth = torch.from_numpy(gguf.quants.dequantize(weight.parts[0].numpy(), gguf.GGMLQuantizationType.Q8_0))
+    return weight, truth
+
+
+def compare_real_head(weight: QuantisedWeight, truth: Tensor, labels: Tensor, hidden: Tensor | None = None) -> None:
+    """Statistics, loss and gradients against the dequantised head in float64; hidden states are random unless given."""
+    ops = stored(weight, truth, labels.shape, bias=False, ranks=(4,))
+    ops.labels.copy_(labels)
+    if hidden is not None:
+        ops.hidden.data.copy_(hidden)
+    compare(ops, ALONE, top_k=5)
+    exact = ops.to(torch.float64)
+    loss, expected = (ll.linear_cross_entropy(x.hidden, x.head, x.labels) for x in (ops, exact))
+    assert_near(loss.detach(), expected.detach(), 2e-5)
+    found, wanted = (torch.autograd.grad(x, list(y.leaves.values())) for x, y in ((loss, ops), (expected, exact)))
+    for got, want in zip(found, wanted, strict=True):
+        assert_near_in_norm(got, want, 5e-5)

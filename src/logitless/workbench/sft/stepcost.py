@@ -51,7 +51,6 @@ def main() -> None:
 
 def measure_here(config: TrainConfig, tokens: Path) -> Any:
     """Yields (method, result) in turn, in this process."""
-
     from ...integrations.transformers.install import install
     from ...resident import free_bytes
     from ..common.device import device_of
