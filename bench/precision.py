@@ -24,7 +24,9 @@ Record = dict[str, Any]
 TOKENS, HIDDEN, VOCAB = 64, 256, 131_072
 LOGIT_STD = 3.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WANTED = tuple(name for name in STATISTICS if name != "rank")
+# rank is a count, and reverse_kl_shared is reverse_kl of heads that have the same entries
+WANTED = tuple(name for name in STATISTICS if name not in ("rank", "reverse_kl_shared"))
+CANDIDATES = 20  # the best entries, which tail_logprob leaves out
 MARGINS = (5.0, 10.0, 15.0, 17.0, 20.0, 60.0)
 DISTANCES = (1.0, 1e-1, 1e-2, 1e-3, 3e-4)  # of the reference's hidden states, relative
 
@@ -39,7 +41,7 @@ def operands(dtype: torch.dtype, distance: float = 0.3) -> tuple[Tensor, Tensor,
     return hidden.to(dtype), weight.to(dtype), labels, reference.to(dtype)
 
 
-def plain(z: Tensor, labels: Tensor, z_ref: Tensor) -> dict[str, Tensor]:
+def plain(z: Tensor, labels: Tensor, z_ref: Tensor, candidates: Tensor) -> dict[str, Tensor]:
     """The statistics as usually written, from logits that exist."""
     logp, logq = z.log_softmax(-1, dtype=torch.float32), z_ref.log_softmax(-1, dtype=torch.float32)
     z = z.float()
@@ -59,6 +61,11 @@ def plain(z: Tensor, labels: Tensor, z_ref: Tensor) -> dict[str, Tensor]:
         "kl": (p * (logp - logq)).sum(-1),
         "reverse_kl": (q * (logq - logp)).sum(-1),
         "jsd": 0.5 * (p * (logp - log_m)).sum(-1) + 0.5 * (q * (logq - log_m)).sum(-1),
+        "kl_mixture": (p * (logp - log_m)).sum(-1),
+        "reverse_kl_mixture": (q * (logq - log_m)).sum(-1),
+        "acceptance": torch.minimum(p, q).sum(-1),
+        "total_variation": (p - q).abs().sum(-1) / 2,
+        "tail_logprob": torch.log(1 - p.gather(-1, candidates).sum(-1)),
     }
 
 
@@ -72,9 +79,12 @@ def statistics_of(dtype: str) -> Iterator[Record]:
     """Every statistic, float32 or bfloat16 operands."""
     hidden, weight, labels, reference = operands(DTYPES[dtype])
     head = LMHead(weight)
-    exact = dense_token_stats(hidden, head, labels, want=WANTED, reference=(reference, head))
-    ours = token_stats(hidden, head, labels, want=WANTED, reference=(reference, head))
-    theirs = plain(F.linear(hidden, weight), labels, F.linear(reference, weight))
+    z, z_ref = F.linear(hidden, weight), F.linear(reference, weight)
+    candidates = z.topk(CANDIDATES).indices
+    asked: Any = {"want": WANTED, "reference": (reference, head), "candidates": candidates}
+    exact = dense_token_stats(hidden, head, labels, **asked)
+    ours = token_stats(hidden, head, labels, **asked)
+    theirs = plain(z, labels, z_ref, candidates)
     for name in WANTED:
         record: Record = {"kind": "statistic", "name": name, "dtype": dtype}
         record["error"], record["relative"] = largest(getattr(ours, name), exact[name])

@@ -129,7 +129,8 @@ def precision(records: list[Record]) -> str:
     ]
     return "\n\n".join(
         [
-            f"Largest error of a token in nats (`sum_sq_prob`: in probability), N={tokens}, H={hidden}, V={vocab:,}:",
+            "Largest error of a token in nats (of `sum_sq_prob`, `el2n`, `acceptance` and `total_variation` in "
+            f"probability), N={tokens}, H={hidden}, V={vocab:,}:",
             grid(["statistic", *both], values),
             "Gradients of log-prob and entropy under a random cotangent, norm of the error over norm of the gradient:",
             grid(["", *both], grads),
