@@ -111,6 +111,40 @@ def test_the_parts_of_the_divergence(student_and_teacher, head_weight, tail_weig
     assert_same(lambda z, logt: full(z, logt, whole=False), without, z, logt)
 
 
+@pytest.mark.parametrize("weight", [2.0, 0.7])
+def test_the_tail_of_a_sequence_counts_by_its_mean(student_and_teacher, weight):
+    """Against the renormalised tails; the weight is divided by what the teacher gives to them in all tokens."""
+    z, teacher = student_and_teacher
+    logt = teacher.log_softmax(-1)
+    ids = logt.topk(K).indices
+    among = inside(ids)
+
+    def dense(z, logt):
+        s = z.log_softmax(-1)
+        sides = [x.masked_fill(among, -torch.inf) for x in (logt, s)]
+        (t_tail, s_tail), (t_mass, s_mass) = ([*x] for x in zip(*((x, x.logsumexp(-1)) for x in sides), strict=True))
+        head = torch.where(among, logt.exp() * (logt - s), 0.0).sum(-1)
+        t_tail, s_tail = t_tail - t_mass[:, None], s_tail - s_mass[:, None]
+        tail = torch.where(among, 0.0, t_tail.exp() * (t_tail - s_tail)).sum(-1)
+        factor = weight / t_mass.exp().mean()
+        return head + t_mass.exp() * (t_mass - s_mass) + factor * t_mass.exp() * tail
+
+    def mine(z, logt):
+        t = logt.gather(-1, ids)
+        mean_tail = (1 - t.exp().sum(-1)).mean().expand(len(z))
+        return ours(losses.tail_aware_kl, z, ids, t, kl(logt, z.log_softmax(-1)), mean_tail, weight)
+
+    assert_same(mine, dense, z, logt)
+
+
+def test_a_tail_that_counts_by_its_own_mass_is_the_plain_divergence(student_and_teacher):
+    z, teacher = student_and_teacher
+    logt = teacher.log_softmax(-1)
+    t, ids = logt.topk(K)
+    full, ones = kl(logt, z.log_softmax(-1)), torch.ones(len(z))
+    torch.testing.assert_close(ours(losses.tail_aware_kl, z, ids, t, full, ones, 1.0), full)
+
+
 def test_padding_is_no_outcome(student_and_teacher):
     z, teacher = student_and_teacher
     t, ids = teacher.log_softmax(-1).topk(K)

@@ -53,7 +53,7 @@ from .preference import (
     simpo,
     sppo_hard,
 )
-from .records import decoupled_kl, record_kl
+from .records import decoupled_kl, record_kl, tail_aware_kl
 from .supervised import dft, focal, label_smoothing, nll, z_loss
 
 __all__ = [
@@ -105,6 +105,7 @@ __all__ = [
     "skewed_reverse_kl",
     "soft_targets",
     "sppo_hard",
+    "tail_aware_kl",
     "token_weights",
     "total_variation",
     "z_loss",

@@ -80,8 +80,7 @@ def decoupled_kl(
     of a record alone the inside of the tail is not known, and that term is left out. Reads `candidate_logits`,
     `logsumexp`, `tail_logprob` and, where given, `reverse_kl`. Raises ShapeError.
     Decoupling as Zhao et al., "Decoupled Knowledge Distillation", arXiv:2203.08679, do it at the label; at the top K
-    entries, so that the tail counts: Dasgupta et al., "Don't Ignore the Tail", arXiv:2602.20816, whose weights may
-    differ.
+    entries, so that the tail counts: Dasgupta et al., arXiv:2602.20816, whose own weights are `tail_aware_kl`'s.
     """
     x = _parts(candidate_logits, logsumexp, log_weights, tail_logprob)
     same_shape(logsumexp, reverse_kl=reverse_kl)
@@ -94,6 +93,30 @@ def decoupled_kl(
     if reverse_kl is None:
         return loss
     return loss + tail_weight * (reverse_kl - mass - m * head) / x.tail.clamp_min(LEAST_SHARE)
+
+
+def tail_aware_kl(
+    candidate_logits: Tensor,  # (..., K), of the student at the record's ids
+    logsumexp: Tensor,  # (...)
+    log_weights: Tensor,  # (..., K), the teacher's log-probabilities at those ids
+    tail_logprob: Tensor,  # (...), of everything but those ids
+    reverse_kl: Tensor,  # (...), KL(teacher‖student) over the whole vocabulary
+    mean_tail: Tensor,  # (...), what the teacher gives to all others, its mean over the token's sequence
+    weight: float = 2.0,
+) -> Tensor:
+    """KL(teacher‖student) in which all entries but the teacher's K best count `weight / mean_tail` times as much.
+
+        tail = 1 - log_weights.exp().sum(-1)  # (B, T); mean_tail = tail.mean(-1, keepdim=True).expand_as(tail)
+        among = KL(teacher among all others ‖ student among all others)
+        loss = record_kl + weight / mean_tail * tail * among
+
+    `record_kl`, over the K entries and one bucket of all others, and `tail * among` add up to `reverse_kl`. mean_tail
+    counts as at least 1e-3. Reads `candidate_logits`, `logsumexp`, `tail_logprob` and `reverse_kl`. Raises ShapeError.
+    Dasgupta et al., "Don't Ignore the Tail", arXiv:2602.20816, where K = 10 and a weight of 2 did best.
+    """
+    same_shape(logsumexp, reverse_kl=reverse_kl, mean_tail=mean_tail)
+    bucket = record_kl(candidate_logits, logsumexp, log_weights, tail_logprob)
+    return bucket + weight / mean_tail.clamp_min(LEAST_SHARE) * (reverse_kl - bucket)
 
 
 def _parts(candidate_logits: Tensor, logsumexp: Tensor, log_weights: Tensor, tail_logprob: Tensor) -> _Parts:

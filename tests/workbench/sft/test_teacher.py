@@ -98,6 +98,14 @@ def dense(teacher: Teacher, batch: dict[str, torch.Tensor], student) -> torch.Te
             inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, t.topk(config.distill_top_k).indices, True)
             parts = [kl(a, b) for a, b in zip(split(t, inside), split(s, inside), strict=True)]
             each = sum(parts)
+        elif config.distill_tail == "tail-aware":
+            inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, t.topk(config.distill_top_k).indices, True)
+            mass, head, tail = (kl(a, b) for a, b in zip(split(t, inside), split(s, inside), strict=True))
+            in_tail = torch.zeros_like(labels, dtype=t.dtype).masked_scatter(
+                at, t.masked_fill(inside, -torch.inf).exp().sum(-1)
+            )
+            factor = config.distill_tail_weight / (in_tail.sum(-1, keepdim=True) / at.sum(-1, keepdim=True))
+            each = mass + (1 - in_tail[at]) * head + factor.expand_as(in_tail)[at] * in_tail[at] * tail
         else:
             each = kl(t, s) if config.distill_loss == "forward" else kl(s, t)
     else:
@@ -125,6 +133,7 @@ SETTINGS = {
     "with the label": ("hidden", {"distill_weight": 0.3}),
     "both": ("hidden", {"distill_weight": 0.3, "distill_temperature": 0.5, "distill_loss": "reverse"}),
     "decoupled": ("hidden", {"distill_tail": "decoupled", "distill_top_k": 4, "distill_temperature": 2.0}),
+    "tail-aware": ("hidden", {"distill_tail": "tail-aware", "distill_top_k": 4, "distill_tail_weight": 1.5}),
     "best entries": ("topk", {}),
     "best entries, reverse": ("topk", {"distill_loss": "reverse", "distill_weight": 0.5}),
     "best entries, decoupled": ("topk", {"distill_tail": "decoupled"}),
@@ -212,7 +221,7 @@ def test_every_token_meets_its_own_distribution(scored):
     assert (row["teacher_hidden"][0, end - 1] == 0).all()
 
 
-@pytest.mark.parametrize("tail", ["bucket", "decoupled"])
+@pytest.mark.parametrize("tail", ["bucket", "decoupled", "tail-aware"])
 def test_nothing_of_the_size_of_the_logits_is_made(tail):
     n, v, h = 256, 8_000, 16
     config = TrainConfig(teacher="t", distill_tail=tail, distill_weight=0.5, memory_budget="1MiB")
@@ -315,6 +324,11 @@ def test_ids_that_are_none(scored, tmp_path, ids, message):
         teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.json"))
 
 
+def test_best_entries_do_not_say_what_is_in_the_tail(scored):
+    with pytest.raises(OptionError, match="tail-aware: expected a record of hidden states, got one of best entries"):
+        teacher_of(scored, "topk", distill_tail="tail-aware")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -327,6 +341,14 @@ def test_ids_that_are_none(scored, tmp_path, ids, message):
         (
             {"teacher": "t", "distill_tail": "decoupled", "distill_loss": "reverse"},
             "--distill-tail decoupled is of --distill-loss forward: give one of the two",
+        ),
+        (
+            {"teacher": "t", "distill_tail_weight": 3.0},
+            "--distill-tail-weight 3 is of --distill-tail tail-aware: give both",
+        ),
+        (
+            {"teacher": "t", "distill_tail": "tail-aware", "distill_tail_weight": -1.0},
+            "--distill-tail-weight must be positive, got -1.0",
         ),
     ],
 )

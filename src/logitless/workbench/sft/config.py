@@ -30,11 +30,14 @@ class TrainConfig(RunOptions):
     vocabulary, else its best entries. --data is then not needed, and compared where given."""
     distill_loss: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher‖student), which covers all that the teacher does. reverse: KL(student‖teacher)."""
-    distill_tail: Literal["bucket", "decoupled"] = "bucket"
+    distill_tail: Literal["bucket", "decoupled", "tail-aware"] = "bucket"
     """What the teacher gives to all but its best entries. bucket: one more outcome of a record of best entries; of
-    hidden states, exact, entry by entry. decoupled: apart from the best entries, with a weight of its own."""
+    hidden states, exact, entry by entry. decoupled: apart from the best entries, each part once. tail-aware: of hidden
+    states, --distill-tail-weight times as much, over the tail's mean of the row."""
+    distill_tail_weight: float = 2.0
+    """How much --distill-tail tail-aware makes of all but the best entries."""
     distill_top_k: Count = 20
-    """How many best entries --distill-tail decoupled sets apart where the record holds hidden states."""
+    """How many best entries --distill-tail decoupled and tail-aware set apart where the record holds hidden states."""
     distill_weight: float = 1.0
     """The teacher's share of the loss, in 0..1; the rest is the cross-entropy of the text."""
     distill_temperature: float = 1.0
@@ -105,6 +108,7 @@ class TrainConfig(RunOptions):
             for name in (
                 "distill_loss",
                 "distill_tail",
+                "distill_tail_weight",
                 "distill_top_k",
                 "distill_weight",
                 "distill_temperature",
@@ -117,8 +121,12 @@ class TrainConfig(RunOptions):
         require(0 < self.distill_weight <= 1, "distill_weight", "above 0, at most 1", self.distill_weight)
         temperature = self.distill_temperature
         require(math.isfinite(temperature) and temperature > 0, "distill_temperature", "positive", temperature)
-        if self.distill_tail == "decoupled" and self.distill_loss == "reverse":
-            raise OptionError("--distill-tail decoupled is of --distill-loss forward: give one of the two")
+        tail, tail_weight = self.distill_tail, self.distill_tail_weight
+        require(math.isfinite(tail_weight) and tail_weight > 0, "distill_tail_weight", "positive", tail_weight)
+        if tail != "bucket" and self.distill_loss == "reverse":
+            raise OptionError(f"--distill-tail {tail} is of --distill-loss forward: give one of the two")
+        if tail != "tail-aware" and tail_weight != TrainConfig.distill_tail_weight:
+            raise OptionError(f"--distill-tail-weight {tail_weight:g} is of --distill-tail tail-aware: give both")
         if self.loss == "dense":
             raise OptionError("--loss dense: with --teacher no logits are made; leave it out")
         for name in ("tensor_parallel", "context_parallel"):

@@ -74,7 +74,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _teacher(of: dict[str, Any]) -> str:
     """What was learned of it."""
     exact = of["stored"] == "hidden" and of["tail"] == "bucket"
-    what = "the whole vocabulary" if exact else f"its best entries, the others {of['tail']}"
+    others = {"bucket": "as one", "decoupled": "decoupled", "tail-aware": "weighted by their mean"}[of["tail"]]
+    what = "the whole vocabulary" if exact else f"its best entries, the others {others}"
     at = "" if of["temperature"] == 1 else f" at temperature {of['temperature']:g}"
     share = "" if of["weight"] == 1 else f", {of['weight']:g} of the loss beside the text's own"
     return f"{of['record']}: {of['loss']} KL over {what}{at}{share}"

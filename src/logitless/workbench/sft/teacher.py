@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from ...errors import DataError, OptionError
 from ...integrations.transformers.lm_head import forward_with, through_head
-from ...losses import decoupled_kl, forward_kl, record_kl, reverse_kl
+from ...losses import decoupled_kl, forward_kl, record_kl, reverse_kl, tail_aware_kl
 from ...sample import TeacherRecord
 from ...units import plural
 from ...vocab.face import LMHead, TokenStats, linear_cross_entropy, token_loss, token_stats
@@ -56,6 +56,11 @@ class Teacher:
                 f"--distill-temperature {config.distill_temperature:g}: expected 1 for a record of best entries, whose "
                 "tail is known at no other: score with --store hidden"
             )
+        if record.kind == "topk" and config.distill_tail == "tail-aware":
+            raise OptionError(
+                "--distill-tail tail-aware: expected a record of hidden states, got one of best entries, which does "
+                "not say what is in the tail: score with --store hidden"
+            )
         entries = None
         if config.teacher_ids is None:
             _check_vocabulary(config, record, tokenizer, vocab_size)
@@ -87,7 +92,8 @@ class Teacher:
 
     def summary(self) -> dict[str, Any]:
         """What a run's summary says of it."""
-        options = ("loss", "tail", "weight", "temperature")
+        options = ["loss", "tail", "weight", "temperature"]
+        options += ["tail_weight"] if self.config.distill_tail == "tail-aware" else []
         asked = {name: getattr(self.config, f"distill_{name}") for name in options}
         return {"record": str(self.record.path), "stored": self.record.kind, **asked}
 
@@ -193,7 +199,7 @@ class Teacher:
     @property
     def _taken_apart(self) -> bool:
         """Whether the best entries stand apart from all others."""
-        return self.record.kind == "topk" or self.config.distill_tail == "decoupled"
+        return self.record.kind == "topk" or self.config.distill_tail != "bucket"
 
     def _whole(self, hidden: Tensor) -> Asked:
         """What is asked of the pass for the divergence over the whole vocabulary, and how it is read."""
@@ -213,14 +219,18 @@ class Teacher:
             want, more = (*want, "reverse_kl"), {"reference": reference}
         ids, log_weights = learned
 
-        def divergence(stats: TokenStats, t: Tensor) -> Tensor:
+        def divergence(stats: TokenStats, t: Tensor, mean_tail: Tensor) -> Tensor:
             known = (stats.candidate_logits, stats.logsumexp, t, stats.tail_logprob)
             if config.distill_tail == "bucket":
                 return record_kl(*known, config.distill_loss)
-            full = stats.reverse_kl if "reverse_kl" in want else None
-            return config.distill_temperature**2 * decoupled_kl(*known, full)
+            if config.distill_tail == "tail-aware":
+                found = tail_aware_kl(*known, stats.reverse_kl, mean_tail, config.distill_tail_weight)
+            else:
+                found = decoupled_kl(*known, stats.reverse_kl if "reverse_kl" in want else None)
+            return config.distill_temperature**2 * found
 
-        return {"want": want, "candidates": ids, "inputs": (log_weights,), **more}, divergence
+        given = log_weights, _mean_tail(log_weights, targets)
+        return {"want": want, "candidates": ids, "inputs": given, **more}, divergence
 
     def _best(self, reference: tuple[Tensor, LMHead], targets: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's best entries and their log-probabilities, of stored hidden states: one product more."""
@@ -295,6 +305,13 @@ def _packed(documents: list[Example], length: int, every: np.ndarray) -> Stream:
     stream, _ = chat.packed([part for part in parts if len(part.ids) > 1], length, 0)
     rows = stream.ids.astype(np.int64) - 1
     return Stream(every[rows].astype(np.uint32), stream.starts, stream.said, rows)
+
+
+def _mean_tail(log_weights: Tensor, targets: Tensor) -> Tensor:
+    """What a record's entries (B, T, K) leave of 1, its mean over the tokens of each row that count, (B, T)."""
+    counts = targets != IGNORED
+    tail = (1 - log_weights.exp().sum(-1)).masked_fill(~counts, 0)
+    return (tail.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp_min(1)).expand_as(tail)
 
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
