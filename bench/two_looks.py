@@ -6,8 +6,8 @@ A draft's step: a loss against a target's hidden states, with gradients of the d
 is token_loss; `dense` the same formula on whole logits, as speculators' eager losses are (these exist as kernels from
 whole logits too, which keep the logits; for CUDA alone, so not here). Each result is held against dense first. Methods
 in turn, CPU seconds, minima of rounds; the peak counts what a step allocates beside its inputs. The mean embedding of
-the draft's tied weight, skewed KL, the gradient share (values alone), ArcFace over normalised rows, and three depths of
-multi-token prediction that share the head, of a third of the tokens each.
+the draft's tied weight, skewed KL, the gradient share (values alone), ArcFace and CosFace over normalised rows, and
+three depths of multi-token prediction that share the head, of a third of the tokens each.
 """
 
 import argparse
@@ -64,21 +64,15 @@ class Draft:
             g[torch.arange(len(g)), self.labels] -= 1
             return ((g @ self.weight).norm(dim=-1) / g.norm(dim=-1),)
 
-    def arcface_stream(self):
+    def margin_stream(self, want, loss_fn):
         head = ll.LMHead(F.normalize(self.weight, dim=-1), scale=SCALE)
-        return self.backward(
-            ll.token_loss(
-                lambda s: ll.losses.arcface(s.logprob, s.label_logit, SCALE),
-                *(F.normalize(self.hidden, dim=-1), head, self.labels),
-                want=("logprob", "label_logit"),
-            )
-        )
+        return self.backward(ll.token_loss(loss_fn, F.normalize(self.hidden, dim=-1), head, self.labels, want=want))
 
-    def arcface_dense(self):
+    def margin_dense(self, moved):
+        """moved: the label's cosine with its margin."""
         cosine = F.normalize(self.hidden, dim=-1) @ F.normalize(self.weight, dim=-1).T
         at = torch.arange(len(cosine)), self.labels
-        moved = cosine.index_put(at, (cosine[at].acos() + 0.5).cos())
-        return self.backward(F.cross_entropy(SCALE * moved, self.labels))
+        return self.backward(F.cross_entropy(SCALE * cosine.index_put(at, moved(cosine[at])), self.labels))
 
     def depths(self):
         each = len(self.hidden) // DEPTHS
@@ -114,6 +108,13 @@ def hybrid(s, t):
     return weight * F.kl_div(s, t, reduction="none", log_target=True).sum(-1) + (1 - weight) * (1 - accepted)
 
 
+MARGINS = {
+    "ArcFace": (
+        ("logprob", "label_logit"), lambda s: ll.losses.arcface(s.logprob, s.label_logit, SCALE),
+        lambda cosine: (cosine.acos() + 0.5).cos(),
+    ),
+    "CosFace": (("logprob",), lambda s: ll.losses.cosface(s.logprob, SCALE), lambda cosine: cosine - 0.35),
+}  # fmt: skip
 LOSSES = {
     "negative log-acceptance": (
         ("acceptance",), lambda s: ll.losses.negative_log_acceptance(s.acceptance), lambda s, t: -overlap(s, t).log(),
@@ -145,9 +146,13 @@ def main(arguments=None):
     methods = {
         "mean embedding": (step.mean_stream, step.mean_dense),
         "gradient share": (step.share_stream, step.share_dense),
-        "ArcFace": (step.arcface_stream, step.arcface_dense),
         f"{DEPTHS} depths": (step.multi_token_stream, step.multi_token_dense),
     }
+    for name, (want, loss_fn, moved) in MARGINS.items():
+        methods[name] = (
+            lambda want=want, loss_fn=loss_fn: step.margin_stream(want, loss_fn),
+            lambda moved=moved: step.margin_dense(moved),
+        )
     for name, (want, loss_fn, dense) in LOSSES.items():
         methods[name] = (
             lambda want=want, loss_fn=loss_fn: step.stream(want, loss_fn, jsd_beta=0.1),
