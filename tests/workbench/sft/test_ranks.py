@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,6 +49,11 @@ def launch(ranks: int, *arguments: object, timeout: int = 240, by: Sequence[obje
     return process.returncode, written
 
 
+def assert_lost(written: str) -> None:
+    """Rank 0 says that it lost another, by its own or by the launcher's finding, whichever was first."""
+    assert re.search("logitless: rank 0 (lost another rank|was ended by its launcher)", written), written[-4000:]
+
+
 def options(micro, place: Path, *more: object) -> list[object]:
     fixed = ["train", "--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--device", "cpu"]
     fixed += ["--learning-rate", 1e-2, "--loss", "logitless", "--max-steps", STEPS, "--batch-size", 1]
@@ -77,7 +83,7 @@ def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, shardi
     status, written = launch(2, "KILL", 7, *given, "--rank-timeout", 60)
     assert status != 0
     assert time.monotonic() - start < 150
-    assert "logitless: rank 0 lost another rank" in written
+    assert_lost(written)
     assert f"--resume {place} goes on from step 6" in " ".join(written.split())
     found = last_checkpoint(place)
     assert found is not None

@@ -6,6 +6,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -81,16 +82,29 @@ def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
 
 @contextmanager
 def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Turns the failure of a collective, when another rank died or does not answer, into one line."""
+    """Turns the loss of another rank into one line, by whatever comes first: the failure of a collective with it, or
+    the SIGTERM with which the launcher ends all ranks as soon as it misses one."""
+    if not dist.is_initialized():
+        yield
+        return
+
+    def told(what: str) -> RankError:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this is said
+        why = "the first error among the ranks' logs says why"
+        return RankError(f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}")
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise told("was ended by its launcher (SIGTERM), as every rank is when one is lost")
+
+    previous = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     except LogitlessError:
         raise
     except RuntimeError as error:
-        if not (dist.is_initialized() and any(sign in str(error).lower() for sign in LOST)):
+        if not any(sign in str(error).lower() for sign in LOST):
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends all ranks as soon as it misses one
-        raise RankError(
-            f"rank {dist.get_rank()} lost another rank ({reason_of(error)}); the first error among the ranks' logs "
-            f"says why; {how_to_go_on()}"
-        ) from error
+        raise told(f"lost another rank ({reason_of(error)})") from error
+    finally:
+        if signal.getsignal(signal.SIGTERM) is ended:
+            signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,49 @@
+"""A rank that loses another says so, however it learns of it."""
+
+import signal
+
+import pytest
+
+from logitless.errors import RankError
+from logitless.workbench.runs import ranks
+
+
+@pytest.fixture(autouse=True)
+def one_of_two(monkeypatch):
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def losing():
+    return ranks.lost(lambda: "--resume run goes on from step 6")
+
+
+def test_a_collective_fails():
+    with (
+        pytest.raises(RankError, match=r"rank 0 lost another rank \(Connection closed by peer\); .*from step 6"),
+        losing(),
+    ):
+        raise RuntimeError("[file.cc:12] Connection closed by peer")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # while this is said
+
+
+def test_the_launcher_is_first():
+    with (
+        pytest.raises(RankError, match=r"rank 0 was ended by its launcher \(SIGTERM\), .*; --resume run goes on"),
+        losing(),
+    ):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_nothing_is_lost():
+    before = signal.getsignal(signal.SIGTERM)
+    with losing():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(RuntimeError, match="a shape"), losing():
+        raise RuntimeError("a shape")
+    assert signal.getsignal(signal.SIGTERM) is before
