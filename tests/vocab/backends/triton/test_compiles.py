@@ -98,7 +98,8 @@ print(json.dumps({
         "LABEL": True, "WITH_T": True}),
     "merge": compiled("merge_parts", look, {"WITH_T": True, "REF": True, "PARTS": 64, "ROWS": 16}),
     "second look": compiled("look_again", look, twice | {"JSD": True, "KL_MIXTURE": True}),
-    "second look, everything": compiled("look_again", look, twice | every | {
+    "second look, everything": compiled("look_again", look, twice | {
+        "BIAS": True, "CAP": True, "REF_BIAS": True, "REF_CAP": True,
         "RAW": True, "JSD": True, "KL_MIXTURE": True, "REVERSE_KL_MIXTURE": True, "EXCESS": True,
         "ACCEPTANCE": True, "TOTAL_VARIATION": True, "AHEAD": True}),
     "scaled": compiled("scaled", look, {"CONVERTS": True, "BLOCK": 4096}),

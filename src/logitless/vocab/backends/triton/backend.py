@@ -299,14 +299,14 @@ class TritonBackend(Backend):
             heads, sizes = Heads(chunk), table_for(device)["look"]
             numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
             out = torch.zeros(len(SECOND_LOOK), chunk.n_tokens, dtype=totals.m.dtype, device=device)
-            flags = {name.upper(): name in chunk.sums for name in SECOND_LOOK if name != "behind"}
+            flags = heads.flags | {name.upper(): name in chunk.sums for name in SECOND_LOOK if name != "behind"}
+            del flags["REF"]  # without which there is no second look
             stays = iter(chunk.materialised)
             for v in chunk.vocabulary():
                 tile = next(stays) if chunk.materialised else slice_of(chunk, v, chunk.policy.operand(v), "")
                 differentiating.look_again[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
                     **of_slice(tile),
                     **heads.tensors,
-                    **heads.flags,
                     **flags,
                     totals=numbers,
                     out=out,

@@ -60,7 +60,6 @@ def look_again(
     LABEL: tl.constexpr,
     BIAS: tl.constexpr,
     CAP: tl.constexpr,
-    REF: tl.constexpr,
     REF_BIAS: tl.constexpr,
     REF_CAP: tl.constexpr,
     JSD: tl.constexpr,
