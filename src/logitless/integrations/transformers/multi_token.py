@@ -93,13 +93,14 @@ class MedusaHeads(MultiToken):
             raise OptionError(f"weights: expected {count}, one for each head, got {len(self.weights)}")
         weight: Any = output_head(model).weight
         like = {"dtype": weight.dtype, "device": weight.device}
-        self.blocks = nn.ModuleList(nn.Linear(weight.shape[1], weight.shape[1], **like) for _ in range(count))
-        self.vocabularies = nn.ModuleList(nn.Linear(*weight.T.shape, bias=False, **like) for _ in range(count))
+        blocks = [nn.Linear(weight.shape[1], weight.shape[1], **like) for _ in range(count)]
+        vocabularies = [nn.Linear(*weight.T.shape, bias=False, **like) for _ in range(count)]
         with torch.no_grad():
-            for block, vocabulary in zip(self.blocks, self.vocabularies, strict=True):
+            for block, vocabulary in zip(blocks, vocabularies, strict=True):
                 block.weight.zero_()
                 block.bias.zero_()
                 vocabulary.weight.copy_(weight)
+        self.blocks, self.vocabularies = nn.ModuleList(blocks), nn.ModuleList(vocabularies)
 
     def depths(self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> list[Tensor]:
         return [hidden + F.silu(block(hidden)) for block in self.blocks]
