@@ -1,18 +1,29 @@
 """transformers' multi-token prediction modules: its own drafts with them, and their loss from whole logits."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.modeling_layers import MtpModel
 
 import logitless as ll
-from logitless.errors import ConfigError, ShapeError
+from logitless.errors import ConfigError, OptionError, ShapeError
 from logitless.integrations.transformers.lm_head import forward_with, through_head
-from logitless.integrations.transformers.multi_token import mtp_hidden_states
+from logitless.integrations.transformers.multi_token import MedusaHeads, MtpModules, mtp_hidden_states
 from logitless.multi_token import multi_token_cross_entropy
+from tests.support.allocations import trace_allocations
 
 V, DEPTHS = 97, 2
 SIZES: dict[str, Any] = {
@@ -39,6 +50,14 @@ RANKS: dict[str, Any] = {
     "v_head_dim": 8,
 }
 WIDTH: dict[str, Any] = {"head_dim": 16}
+TINY: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 CONFIGS = {"deepseek-v3": DeepseekV3Config(**SIZES, **RANKS), "glm4-moe": Glm4MoeConfig(**SIZES, **WIDTH)}
 
 
@@ -124,3 +143,175 @@ def test_other_tokens_and_a_head_that_divides_are_refused():
     mtp.config.logits_mup_width_multiplier = 4.0
     with pytest.raises(ConfigError, match="one that divides them"):
         mtp_hidden_states(mtp, hidden, ids)
+
+
+def installed(name: str, **options: Any):
+    model, mtp, ids = make(name)
+    ll.install(model, multi_token=MtpModules(mtp, (0.3, 0.2)), **options)
+    return model, mtp, ids
+
+
+def dense(model, hiddens, heads, labels, weights, items=None):
+    total = torch.zeros(()).double()
+    for k, (weight, hidden, head) in enumerate(zip(weights, hiddens, heads, strict=True)):
+        z, target = head(hidden)[:, : -1 - k].flatten(0, 1), labels[:, 1 + k :].flatten()
+        total = total + weight * F.cross_entropy(z, target, reduction="sum") / (items or (target != -100).sum())
+    return total
+
+
+def assert_gradients(loss, expected, parameters) -> None:
+    torch.testing.assert_close(loss, expected)
+    own, right = (
+        torch.autograd.grad(x, parameters, allow_unused=True, materialize_grads=True) for x in (loss, expected)
+    )
+    for got, want in zip(own, right, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("items", [None, 40])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_installed_model_has_the_loss_of_all_depths(name, items):
+    model, mtp, ids = installed(name)
+    labels = ids.clone()
+    labels[0, :4] = labels[1, -2:] = -100
+    more = {} if items is None else {"num_items_in_batch": items}
+    loss = model(ids, labels=labels, **more).loss
+    hidden = ll.hidden_states(model, {"input_ids": ids})
+    hiddens = [hidden, *mtp_hidden_states(mtp, hidden, ids)]
+    expected = dense(model, hiddens, [model.lm_head] * 3, labels, (1.0, 0.3, 0.2), items)
+    assert_gradients(loss, expected, [x for x in model.parameters() if x.requires_grad])
+    assert model.multi_token.each.shape == (3,)
+    torch.testing.assert_close(loss.detach(), (torch.tensor([1.0, 0.3, 0.2]) * model.multi_token.each).sum().double())
+
+
+def test_a_models_parameters_are_the_modules_too_until_it_is_uninstalled():
+    model, mtp, ids = make("deepseek-v3")
+    before, logits = set(model.state_dict()), model(ids).logits
+    ll.install(model, multi_token=MtpModules(mtp))
+    assert model.multi_token.weights == (0.15, 0.15)
+    names = set(model.state_dict()) - before
+    assert names == {f"multi_token.layers.{name}" for name in mtp.layers.state_dict()}
+    assert {id(x) for x in mtp.layers.parameters()} <= {id(x) for x in model.parameters()}
+    torch.testing.assert_close(model(ids).logits, logits)
+    copied = copy.deepcopy(model)
+    assert copied.multi_token.mtp.embed_tokens is copied.get_input_embeddings()
+    torch.testing.assert_close(copied(ids, labels=ids).loss, model(ids, labels=ids).loss)
+    ll.install(model)
+    assert set(model.state_dict()) == before
+    ll.install(model, multi_token=MtpModules(mtp))
+    ll.uninstall(model)
+    assert set(model.state_dict()) == before
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected.float())
+
+
+def test_an_installed_model_is_saved_with_its_modules(tmp_path):
+    model, heads, ids = medusa(1.0)
+    greedy = {"max_new_tokens": 3, "do_sample": False}
+    before = model.generate(ids, **greedy)
+    ll.install(model, multi_token=heads)
+    assert torch.equal(model.generate(ids, **greedy), before)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    again = MedusaHeads(model, 3)
+    again.load_state_dict({name[12:]: x for name, x in saved.items() if name.startswith("multi_token.")})
+    for name, x in heads.state_dict().items():
+        assert torch.equal(again.state_dict()[name], x)
+
+
+def test_packed_documents_of_an_installed_model():
+    model, _, ids = installed("deepseek-v3")
+    ids, cut = ids[:1], 5
+    places = torch.cat([torch.arange(cut), torch.arange(ids.shape[1] - cut)])[None]
+    labels = ids.clone()
+    labels[0, cut] = -100
+    whole = model(ids, labels=labels, position_ids=places, num_items_in_batch=1).loss
+    parts = [
+        model(ids[:, part], labels=ids[:, part], num_items_in_batch=1).loss for part in (slice(cut), slice(cut, None))
+    ]
+    torch.testing.assert_close(whole, sum(parts))
+
+
+def test_labels_that_are_shifted_already():
+    model, _, ids = installed("deepseek-v3")
+    shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, model(ids, labels=ids).loss)
+
+
+def medusa(main_weight: float):
+    torch.manual_seed(0)
+    config = LlamaConfig(**TINY, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config).double()
+    heads = MedusaHeads(model, 3, main_weight=main_weight)
+    for block in heads.blocks:
+        torch.nn.init.normal_(block.weight, std=0.2)
+    return model, heads, torch.randint(V, (2, 12))
+
+
+@pytest.mark.parametrize("main_weight", [1.0, 0.0])
+def test_medusa_heads_with_vocabularies_of_their_own(main_weight):
+    model, heads, ids = medusa(main_weight)
+    model.requires_grad_(main_weight > 0)
+    ll.install(model, multi_token=heads)
+    loss = model(ids, labels=ids).loss
+    hidden = ll.hidden_states(model, {"input_ids": ids})
+    hiddens = [hidden, *(hidden + F.silu(block(hidden)) for block in heads.blocks)]
+    expected = dense(model, hiddens, [model.lm_head, *heads.vocabularies], ids, (main_weight, 0.8, 0.64, 0.512))
+    assert_gradients(loss, expected, [x for x in model.parameters() if x.requires_grad])
+    assert heads.each.shape == (3 + (main_weight > 0),)
+
+
+def test_medusa_heads_begin_as_the_models_own():
+    model, _, ids = medusa(1.0)
+    heads = MedusaHeads(model, 2)
+    hidden = ll.hidden_states(model, {"input_ids": ids})
+    for x, vocabulary in zip(heads.depths(hidden, ids, None), heads.vocabularies, strict=True):
+        torch.testing.assert_close(vocabulary(x), model.lm_head(hidden))
+
+
+def test_a_trainer_learns_every_depth(tmp_path):
+    model, _, ids = medusa(1.0)
+    model, heads = model.float(), MedusaHeads(model.float(), 2)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
+    given = TrainingArguments(
+        tmp_path, max_steps=12, learning_rate=2e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=given, train_dataset=rows, data_collator=default_data_collator)
+    ll.install(trainer, multi_token=heads)
+    model(ids, labels=ids)
+    before = heads.each
+    trainer.train()
+    model(ids, labels=ids)
+    assert (heads.each < 0.7 * before).all()
+
+
+def test_no_logits_of_any_depth():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY | {"vocab_size": 4096}))
+    ll.install(model, multi_token=MedusaHeads(model, 2), memory_budget=64_000)
+    ids = torch.randint(4096, (2, 256))
+    found = trace_allocations(lambda: model(ids, labels=ids).loss.backward())
+    assert found.largest < ids.numel() * 4096 * 4 / 4
+
+
+def test_what_modules_cannot_be_beside():
+    model, mtp, ids = installed("deepseek-v3")
+    with pytest.raises(ConfigError, match="expected input_ids, which its modules read too"):
+        model(inputs_embeds=model.get_input_embeddings()(ids), labels=ids)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    with pytest.raises(ConfigError, match="expected sequences padded on the right, got some padded on the left"):
+        model(ids, labels=ids, attention_mask=mask)
+    for more in ({"loss": "auto"}, {"label_smoothing": 0.1}):
+        with pytest.raises(
+            OptionError, match="multi_token: expected a causal model, loss='logitless' and no label_smooth"
+        ):
+            ll.install(model, multi_token=MtpModules(mtp), **more)
+    ll.install(model, label_smoothing=0.1)
+    with pytest.raises(OptionError, match="no label_smoothing beside it"):
+        ll.install(model, multi_token=MtpModules(mtp))
+    with pytest.raises(OptionError, match="expected MtpModules, MedusaHeads or a MultiToken, got MtpModel"):
+        ll.install(model, multi_token=mtp, label_smoothing=0.0)
+    with pytest.raises(OptionError, match="weights: expected 2, one for each module, got 1"):
+        MtpModules(mtp, (0.3,))
+    with pytest.raises(OptionError, match="expected finite numbers, one for each depth, got"):
+        MtpModules(mtp, (0.3, float("nan")))

@@ -17,11 +17,13 @@ from torch.nn import functional as F
 
 from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
 from ...errors import ConfigError, DtypeError, OptionError
+from ...multi_token import multi_token_cross_entropy
 from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .evaluation import Evaluation
 from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
 from .masked import IGNORED, check_masked, is_masked, takes_the_mean, targets_of
+from .multi_token import MultiToken, attach, attached, detach, text_of
 
 Method = Literal["dense", "logitless"]
 STATE = "_logitless"
@@ -76,6 +78,7 @@ def install(
     label_smoothing: float | None = None,
     threshold: int | None = None,
     metrics: bool | None = None,
+    multi_token: MultiToken | None = None,
 ) -> None:
     """Makes `model(..., labels=labels)` return its loss without logits, in place; `uninstall` takes it back.
 
@@ -97,8 +100,10 @@ def install(
     and entropy, and `compute_metrics` gets statistics of each token, never logits; False: both gather logits as the
     Trainer does. It is so by default but where logits or texts are meant to be read: with loss="dense",
     compute_loss_func and predict_with_generate; rows without labels, or whose labels a compute_loss of one's own keeps
-    from the model, are evaluated as before. Installing again changes all this. Raises OptionError and ConfigError (no
-    head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked mean), the model then as it was.
+    from the model, are evaluated as before. multi_token: heads that predict the tokens further on; their losses are
+    added, and their parameters become the model's, as `model.multi_token`. Installing again changes all this.
+    Raises OptionError and ConfigError (no head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked
+    mean), the model then as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
@@ -109,15 +114,30 @@ def install(
     state: Installed | None = inner.__dict__.get(STATE)
     if label_smoothing is None:  # what it was
         label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
+    _attach(inner, multi_token, loss, label_smoothing or _smoother(trainer))
     if trainer is not None:
         evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None
         label_smoothing = _take_over(trainer, loss, label_smoothing, evaluation)
-    if state is not None and _is_installed(inner):
-        state.method, state.budget, state.smoothing, state.on = loss, memory_budget, float(label_smoothing), True
+    _put(inner, state, loss, memory_budget, float(label_smoothing), threshold)
+
+
+def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: Any) -> None:
+    """Gives the model what predicts the tokens further on, or takes it off."""
+    if multi_token is not None and (loss != "logitless" or smoothing or is_masked(model)):
+        raise OptionError("multi_token: expected a causal model, loss='logitless' and no label_smoothing beside it")
+    attach(model, multi_token)
+
+
+def _put(
+    model: Any, state: Installed | None, loss: Any, budget: int | None, smoothing: float, threshold: int | None
+) -> None:
+    """Puts our forward into the model, or changes what the one that is there does."""
+    if state is not None and _is_installed(model):
+        state.method, state.budget, state.smoothing, state.on = loss, budget, smoothing, True
         state.threshold = threshold
         return
-    setattr(inner, STATE, Installed.of(inner, loss, memory_budget, float(label_smoothing), threshold))
-    inner.forward = MethodType(_forward_like(type(inner)), inner)
+    setattr(model, STATE, Installed.of(model, loss, budget, smoothing, threshold))
+    model.forward = MethodType(_forward_like(type(model)), model)
 
 
 def uninstall(model: Any) -> None:
@@ -129,6 +149,7 @@ def uninstall(model: Any) -> None:
     state: Installed | None = inner.__dict__.get(STATE)
     if state is None:
         return
+    detach(inner)
     # enough where somebody wrapped the installed forward, as accelerate's autocast does
     state.on, state.smoothing = False, 0.0
     if getattr(inner.__dict__.get("forward"), STATE, False):
@@ -187,6 +208,12 @@ class Kept:
     smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
     evaluation: Evaluation | None = None  # where its metrics come from statistics
     loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
+
+
+def _smoother(trainer: Any) -> Any:
+    """The label smoother of a Trainer, also where it is in our hands."""
+    kept: Kept | None = None if trainer is None else trainer.__dict__.get(STATE)
+    return getattr(trainer, "label_smoother", None) or (kept and kept.smoother)
 
 
 def _take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation | None) -> float:
@@ -347,7 +374,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
 
 def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
     """The output of a model that calls its loss function."""
-    with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen)):
+    with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
         return dense(**given, return_dict=True)
 
 
@@ -364,6 +391,7 @@ def _causal_loss(
     model: Any,
     state: Installed,
     seen: HiddenCapture,
+    given: Mapping[str, Any],
     logits: Tensor,
     labels: Tensor,
     vocab_size: int | None = None,
@@ -374,7 +402,44 @@ def _causal_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-    return _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+    further = attached(model)
+    if further is None:
+        return _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+    check_counts(targets, ignore_index, num_items_in_batch)
+    first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
+    options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
+    return _with_further(model, state, seen, logits, further, text_of(given), labels, first, options)
+
+
+def _with_further(
+    model: Any,
+    state: Installed,
+    seen: HiddenCapture,
+    logits: Tensor,
+    further: MultiToken,
+    text: tuple[Tensor, Tensor | None],
+    labels: Tensor,
+    first: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """The model's own cross-entropy and those of the depths beyond; first: how far labels lie from what it predicts."""
+    own = [seen.hidden()] if further.main_weight else []
+    weights = (further.main_weight,) * len(own) + further.weights
+
+    def compute(head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None) -> Tensor:
+        _verify(model, state, seen, head, logits)
+        heads = [head] * len(own) + further.heads(head)
+        at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": state.budget}
+        found = multi_token_cross_entropy(hiddens, heads, labels, weights=weights, **at, **options)
+        further.each = found.each
+        return found.loss
+
+    state.watch.before()
+    ids, places = text
+    hiddens = torch.stack([*own, *further.depths(seen.hidden(), ids, places)])
+    loss = through_head(model, compute, hiddens, labels, places)
+    state.watch.after(loss)
+    return loss
 
 
 def _loss(
@@ -390,12 +455,10 @@ def _loss(
     """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
     check_counts(targets, ignore_index, items)
     state.watch.before()
-    denominator = None if mean or (isinstance(items, int) and items == 0) else items
+    denominator = None if mean else _denominator(items)
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
-        if seen.probe is not None:
-            check_transforms(model, head, seen.probe, logits)
-            state.verified = True
+        _verify(model, state, seen, head, logits)
         return linear_cross_entropy(
             hidden,
             head,
@@ -409,6 +472,17 @@ def _loss(
     loss = through_head(model, compute, seen.hidden(), targets)
     state.watch.after(loss)
     return loss
+
+
+def _denominator(items: Tensor | int | None) -> Tensor | int | None:
+    return None if isinstance(items, int) and items == 0 else items
+
+
+def _verify(model: Any, state: Installed, seen: HiddenCapture, head: LMHead, logits: Tensor) -> None:
+    """Once for a model, that it changes its logits as its LMHead says."""
+    if seen.probe is not None:
+        check_transforms(model, head, seen.probe, logits)
+        state.verified = True
 
 
 def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
