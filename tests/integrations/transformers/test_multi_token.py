@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
     DeepseekV3Config,
+    Gemma2Config,
     Glm4MoeConfig,
     LlamaConfig,
     Trainer,
@@ -196,9 +201,8 @@ def test_a_models_parameters_are_the_modules_too_until_it_is_uninstalled():
     copied = copy.deepcopy(model)
     assert copied.multi_token.mtp.embed_tokens is copied.get_input_embeddings()
     torch.testing.assert_close(copied(ids, labels=ids).loss, model(ids, labels=ids).loss)
-    ll.install(model)
-    assert set(model.state_dict()) == before
-    ll.install(model, multi_token=MtpModules(mtp))
+    ll.install(model)  # as a Trainer's install after the model's own does
+    assert set(model.state_dict()) == before | names
     ll.uninstall(model)
     assert set(model.state_dict()) == before
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -269,6 +273,47 @@ def test_medusa_heads_begin_as_the_models_own():
         torch.testing.assert_close(vocabulary(x), model.lm_head(hidden))
 
 
+def test_medusa_heads_of_a_head_with_softcap_and_bias():
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**TINY, head_dim=16, final_logit_softcapping=5.0))
+    model.lm_head = torch.nn.Linear(32, V)
+    ids = torch.randint(V, (2, 12))
+    ll.install(model, multi_token=MedusaHeads(model, 2, weights=(0.5, 0.25)))
+    loss, z = model(ids, labels=ids).loss, model(ids).logits
+    each = [F.cross_entropy(z[:, : -1 - k].flatten(0, 1), ids[:, 1 + k :].flatten()) for k in range(3)]
+    torch.testing.assert_close(loss, each[0] + 0.5 * each[1] + 0.25 * each[2])
+
+
+def test_under_adapters_and_padding_on_the_right():
+    model, heads, ids = medusa(1.0)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    ll.install(wrapped, multi_token=heads)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[1, 8:], labels[1, 8:] = 0, -100
+    loss = wrapped(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss
+    parts = [wrapped(input_ids=x, labels=x, num_items_in_batch=1).loss for x in (ids[:1], ids[1:, :8])]
+    torch.testing.assert_close(loss, sum(parts))
+    loss.backward()
+    assert all(x.grad is not None for x in heads.parameters())
+    assert any("lora" in name and x.grad is not None for name, x in wrapped.named_parameters())
+
+
+def test_the_models_own_product_is_left_out():
+    model, heads, ids = medusa(0.0)
+    model.requires_grad_(False)
+    ll.install(model, multi_token=heads)
+    shapes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            shapes.extend(x.data_ptr() for x in args if isinstance(x, torch.Tensor) and x.shape[:1] == (V,))
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        model(ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.data_ptr() not in shapes
+    assert heads.vocabularies[0].weight.data_ptr() in shapes
+
+
 def test_a_trainer_learns_every_depth(tmp_path):
     model, _, ids = medusa(1.0)
     model, heads = model.float(), MedusaHeads(model.float(), 2)
@@ -301,16 +346,15 @@ def test_what_modules_cannot_be_beside():
     mask[0, 0] = 0
     with pytest.raises(ConfigError, match="expected sequences padded on the right, got some padded on the left"):
         model(ids, labels=ids, attention_mask=mask)
-    for more in ({"loss": "auto"}, {"label_smoothing": 0.1}):
-        with pytest.raises(
-            OptionError, match="multi_token: expected a causal model, loss='logitless' and no label_smooth"
-        ):
-            ll.install(model, multi_token=MtpModules(mtp), **more)
-    ll.install(model, label_smoothing=0.1)
-    with pytest.raises(OptionError, match="no label_smoothing beside it"):
-        ll.install(model, multi_token=MtpModules(mtp))
+    others = {"loss='auto'": {"loss": "auto"}, "label smoothing": {"label_smoothing": 0.1}}
+    for got, more in others.items():
+        with pytest.raises(OptionError, match=f"expected a causal model's own streamed loss, got {got}; leave out"):
+            ll.install(model, **more)
+    masked = AutoModelForMaskedLM.from_config(BertConfig(**TINY))
+    with pytest.raises(OptionError, match="got a masked language model; leave out"):
+        ll.install(masked, multi_token=MtpModules(mtp))
     with pytest.raises(OptionError, match="expected MtpModules, MedusaHeads or a MultiToken, got MtpModel"):
-        ll.install(model, multi_token=mtp, label_smoothing=0.0)
+        ll.install(model, multi_token=mtp)
     with pytest.raises(OptionError, match="weights: expected 2, one for each module, got 1"):
         MtpModules(mtp, (0.3,))
     with pytest.raises(OptionError, match="expected finite numbers, one for each depth, got"):

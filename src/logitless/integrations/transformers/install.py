@@ -21,14 +21,22 @@ from ...multi_token import multi_token_cross_entropy
 from ...vocab.face import LMHead, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .evaluation import Evaluation
-from .lm_head import HiddenCapture, capturing_hidden, causal_lm, forward_with, output_head, replaced, through_head
+from .lm_head import (
+    SHARDED,
+    HiddenCapture,
+    capturing_hidden,
+    causal_lm,
+    forward_with,
+    output_head,
+    replaced,
+    through_head,
+)
 from .masked import IGNORED, check_masked, is_masked, takes_the_mean, targets_of
-from .multi_token import MultiToken, attach, attached, detach, text_of
+from .multi_token import NAME, MultiToken, attach, attached, text_of
 
 Method = Literal["dense", "logitless"]
 STATE = "_logitless"
 OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
-SHARDED = ("full_tensor", "ds_id")  # FSDP2 and ZeRO-3: whole only while the model runs
 
 
 @dataclass
@@ -101,7 +109,8 @@ def install(
     Trainer does. It is so by default but where logits or texts are meant to be read: with loss="dense",
     compute_loss_func and predict_with_generate; rows without labels, or whose labels a compute_loss of one's own keeps
     from the model, are evaluated as before. multi_token: heads that predict the tokens further on; their losses are
-    added, and their parameters become the model's, as `model.multi_token`. Installing again changes all this.
+    added, and their parameters are the model's, as `model.multi_token`, until `uninstall`. Installing again changes all
+    this, and keeps them where none are given.
     Raises OptionError and ConfigError (no head, an unknown one, encoder-decoder, a loss not ForCausalLMLoss or a masked
     mean), the model then as it was.
     Memory: slices within the budget and the gradients of hidden states and head; never (N, V).
@@ -122,10 +131,17 @@ def install(
 
 
 def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: Any) -> None:
-    """Gives the model what predicts the tokens further on, or takes it off."""
-    if multi_token is not None and (loss != "logitless" or smoothing or is_masked(model)):
-        raise OptionError("multi_token: expected a causal model, loss='logitless' and no label_smoothing beside it")
-    attach(model, multi_token)
+    """Gives the model what predicts the tokens further on; what it has already stays."""
+    if multi_token is None and attached(model) is None:
+        return
+    wrong = {"a masked language model": is_masked(model), f"loss={loss!r}": loss != "logitless"}
+    got = next((name for name, is_so in (wrong | {"label smoothing": smoothing}).items() if is_so), None)
+    if got:
+        raise OptionError(
+            f"multi_token: expected a causal model's own streamed loss, got {got}; leave out one of the two"
+        )
+    if multi_token is not None:
+        attach(model, multi_token)
 
 
 def _put(
@@ -149,7 +165,8 @@ def uninstall(model: Any) -> None:
     state: Installed | None = inner.__dict__.get(STATE)
     if state is None:
         return
-    detach(inner)
+    if attached(inner) is not None:
+        delattr(inner, NAME)
     # enough where somebody wrapped the installed forward, as accelerate's autocast does
     state.on, state.smoothing = False, 0.0
     if getattr(inner.__dict__.get("forward"), STATE, False):

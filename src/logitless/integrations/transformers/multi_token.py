@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import ConfigError, OptionError, ShapeError
-from ...vocab.face import LMHead
-from .lm_head import output_head
+from ...vocab.face import LMHead, unwrapped
+from .lm_head import SHARDED, output_head
 
 NAME = "multi_token"  # of the attribute in which an installed model has its modules
 
@@ -80,9 +81,10 @@ class MtpModules(MultiToken):
 class MedusaHeads(MultiToken):
     """Medusa's heads (arXiv 2401.10774): a residual block and a vocabulary for each of `count` depths.
 
-    They begin as the model's own head: blocks of zeros, and copies of its weight. weights: 0.8^k for the head of the
-    token 1 + k further on unless given. main_weight: 0 beside a frozen model (Medusa-1). Raises what `MultiToken`
-    raises. Memory: count · (H·H + V·H) parameters.
+    They begin as the model's own head: blocks of zeros, and copies of its weight and bias; its scale and softcap are
+    theirs. weights: 0.8^k for the head of the token 1 + k further on unless given. main_weight: 0 beside a frozen model
+    (Medusa-1). Raises what `MultiToken` raises, and ConfigError for a head that is sharded or quantised.
+    Memory: count · (H·H + V·H) parameters.
     """
 
     def __init__(
@@ -91,42 +93,40 @@ class MedusaHeads(MultiToken):
         super().__init__([0.8 ** (1 + k) for k in range(count)] if weights is None else weights, main_weight)
         if len(self.weights) != count:
             raise OptionError(f"weights: expected {count}, one for each head, got {len(self.weights)}")
-        weight: Any = output_head(model).weight
-        like = {"dtype": weight.dtype, "device": weight.device}
-        blocks = [nn.Linear(weight.shape[1], weight.shape[1], **like) for _ in range(count)]
-        vocabularies = [nn.Linear(*weight.T.shape, bias=False, **like) for _ in range(count)]
+        head: Any = unwrapped(output_head(model))
+        if any(hasattr(head.weight, mark) for mark in SHARDED) or not head.weight.is_floating_point():
+            raise ConfigError(
+                "model: expected a head that is whole and of plain numbers; make these before it is sharded"
+            )
+        like = {"dtype": head.weight.dtype, "device": head.weight.device}
+        width, bias = head.weight.shape[1], getattr(head, "bias", None)
+        blocks = [nn.Linear(width, width, **like) for _ in range(count)]
+        vocabularies = [nn.Linear(*head.weight.T.shape, bias=bias is not None, **like) for _ in range(count)]
         with torch.no_grad():
             for block, vocabulary in zip(blocks, vocabularies, strict=True):
                 block.weight.zero_()
                 block.bias.zero_()
-                vocabulary.weight.copy_(weight)
+                vocabulary.weight.copy_(head.weight)
+                if bias is not None:
+                    vocabulary.bias.copy_(bias)
         self.blocks, self.vocabularies = nn.ModuleList(blocks), nn.ModuleList(vocabularies)
 
     def depths(self, hidden: Tensor, input_ids: Tensor, position_ids: Tensor | None) -> list[Tensor]:
         return [hidden + F.silu(block(hidden)) for block in self.blocks]
 
     def heads(self, head: LMHead) -> list[LMHead]:
-        return [LMHead.of(vocabulary) for vocabulary in self.vocabularies]
+        own = [(x.weight, x.bias) for x in self.vocabularies]
+        return [replace(head, weight=weight, bias=bias, adapters=()) for weight, bias in own]
 
 
-def attach(model: Any, modules: MultiToken | None) -> None:
-    """Makes them the model's own, in the place of those that it had. Raises OptionError."""
-    if modules is not None and not isinstance(modules, MultiToken):
-        raise OptionError(
-            f"multi_token: expected MtpModules, MedusaHeads or a MultiToken, got {type(modules).__name__}"
-        )
-    if hasattr(model, NAME) and not isinstance(getattr(model, NAME), MultiToken):
-        raise ConfigError(
-            f"multi_token: expected a model without an attribute of that name, {type(model).__name__} has one"
-        )
-    detach(model)
-    if modules is not None:
-        setattr(model, NAME, modules)
-
-
-def detach(model: Any) -> None:
-    if attached(model) is not None:
-        delattr(model, NAME)
+def attach(model: Any, modules: MultiToken) -> None:
+    """Makes them the model's own, in the place of those that it had. Raises OptionError, ConfigError."""
+    if not isinstance(modules, MultiToken):
+        got = type(modules).__name__
+        raise OptionError(f"multi_token: expected MtpModules, MedusaHeads or a MultiToken, got {got}")
+    if hasattr(model, NAME) and attached(model) is None:
+        raise ConfigError(f"multi_token: {type(model).__name__} has an attribute of that name: expected none")
+    setattr(model, NAME, modules)
 
 
 def attached(model: Any) -> MultiToken | None:
