@@ -106,7 +106,8 @@ def tail_aware_kl(
 ) -> Tensor:
     """KL(teacher‖student) in which all entries but the teacher's K best count `weight / mean_tail` times as much.
 
-        tail = 1 - log_weights.exp().sum(-1)  # (B, T); mean_tail = tail.mean(-1, keepdim=True).expand_as(tail)
+        tail = 1 - log_weights.exp().sum(-1)  # (B, T)
+        mean_tail = tail.mean(-1, keepdim=True).expand_as(tail)
         among = KL(teacher among all others ‖ student among all others)
         loss = record_kl + weight / mean_tail * tail * among
 
