@@ -29,6 +29,7 @@ from logitless.integrations.transformers.lm_head import forward_with, through_he
 from logitless.integrations.transformers.multi_token import MedusaHeads, MtpModules, mtp_hidden_states
 from logitless.multi_token import multi_token_cross_entropy
 from tests.support.allocations import trace_allocations
+from tests.support.integrations.launching import torchrun
 
 V, DEPTHS = 97, 2
 SIZES: dict[str, Any] = {
@@ -359,3 +360,8 @@ def test_what_modules_cannot_be_beside():
         MtpModules(mtp, (0.3,))
     with pytest.raises(OptionError, match="expected finite numbers, one for each depth, got"):
         MtpModules(mtp, (0.3, float("nan")))
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_the_weights():
+    torchrun("tests.support.integrations.multi_token_ranks")
