@@ -41,6 +41,18 @@ def ours(loss, z, ids, log_weights, *more):
     return loss(logits, logsumexp, log_weights, left, *more)
 
 
+def parts(z, logt, ids):
+    """Of the divergence mass, head and tail, from renormalised distributions, and what the teacher gives to the two."""
+    among, both = inside(ids), []
+    for logp in (logt, z.log_softmax(-1)):
+        mass = torch.stack([logp.masked_fill(~x, -torch.inf).logsumexp(-1) for x in (among, ~among)], -1)
+        both.append((mass, logp - mass[:, :1], logp - mass[:, 1:]))
+    (t_mass, t_head, t_tail), (s_mass, s_head, s_tail) = both
+    head = torch.where(among, t_head.exp() * (t_head - s_head), 0.0).sum(-1)
+    tail = torch.where(among, 0.0, t_tail.exp() * (t_tail - s_tail)).sum(-1)
+    return kl(t_mass, s_mass), head, tail, t_mass.exp()
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_k_entries_and_a_bucket(student_and_teacher, direction):
     z, teacher = student_and_teacher
@@ -76,26 +88,12 @@ def test_the_parts_of_the_divergence(student_and_teacher, head_weight, tail_weig
     z, teacher = student_and_teacher
     logt = teacher.log_softmax(-1)
     ids = logt.topk(K).indices
-    among = inside(ids)
-
-    def parts(z, logt):
-        """Of mass, head and tail, from renormalised distributions."""
-        s = z.log_softmax(-1)
-        both = []
-        for logp in (logt, s):
-            mass = torch.stack([logp.masked_fill(~x, -torch.inf).logsumexp(-1) for x in (among, ~among)], -1)
-            both.append((mass, logp - mass[:, :1], logp - mass[:, 1:]))
-        (t_mass, t_head, t_tail), (s_mass, s_head, s_tail) = both
-        head = torch.where(among, t_head.exp() * (t_head - s_head), 0.0).sum(-1)
-        tail = torch.where(among, 0.0, t_tail.exp() * (t_tail - s_tail)).sum(-1)
-        return kl(t_mass, s_mass), head, tail, t_mass.exp()
-
-    mass, head, tail, shares = parts(z, logt)
+    mass, head, tail, shares = parts(z, logt, ids)
     torch.testing.assert_close(mass + shares[:, 0] * head + shares[:, 1] * tail, kl(logt, z.log_softmax(-1)))
     assert shares[:, 1].min() > 1e-3
 
     def dense(z, logt):
-        mass, head, tail, _ = parts(z, logt)
+        mass, head, tail, _ = parts(z, logt, ids)
         return mass + head_weight * head + tail_weight * tail
 
     def full(z, logt, whole=True):
@@ -105,7 +103,7 @@ def test_the_parts_of_the_divergence(student_and_teacher, head_weight, tail_weig
     assert_same(full, dense, z, logt)
 
     def without(z, logt):
-        mass, head, _, _ = parts(z, logt)
+        mass, head, _, _ = parts(z, logt, ids)
         return mass + head_weight * head
 
     assert_same(lambda z, logt: full(z, logt, whole=False), without, z, logt)
@@ -117,17 +115,11 @@ def test_the_tail_of_a_sequence_counts_by_its_mean(student_and_teacher, weight):
     z, teacher = student_and_teacher
     logt = teacher.log_softmax(-1)
     ids = logt.topk(K).indices
-    among = inside(ids)
 
     def dense(z, logt):
-        s = z.log_softmax(-1)
-        sides = [x.masked_fill(among, -torch.inf) for x in (logt, s)]
-        (t_tail, s_tail), (t_mass, s_mass) = ([*x] for x in zip(*((x, x.logsumexp(-1)) for x in sides), strict=True))
-        head = torch.where(among, logt.exp() * (logt - s), 0.0).sum(-1)
-        t_tail, s_tail = t_tail - t_mass[:, None], s_tail - s_mass[:, None]
-        tail = torch.where(among, 0.0, t_tail.exp() * (t_tail - s_tail)).sum(-1)
-        factor = weight / t_mass.exp().mean()
-        return head + t_mass.exp() * (t_mass - s_mass) + factor * t_mass.exp() * tail
+        mass, head, tail, shares = parts(z, logt, ids)
+        in_head, in_tail = shares.unbind(-1)
+        return mass + in_head * head + weight / in_tail.mean() * in_tail * tail
 
     def mine(z, logt):
         t = logt.gather(-1, ids)

@@ -151,13 +151,13 @@ def test_other_tokens_and_a_head_that_divides_are_refused():
         mtp_hidden_states(mtp, hidden, ids)
 
 
-def installed(name: str, **options: Any):
+def installed(name: str):
     model, mtp, ids = make(name)
-    ll.install(model, multi_token=MtpModules(mtp, (0.3, 0.2)), **options)
+    ll.install(model, multi_token=MtpModules(mtp, (0.3, 0.2)))
     return model, mtp, ids
 
 
-def dense(model, hiddens, heads, labels, weights, items=None):
+def dense(hiddens, heads, labels, weights, items=None):
     total = torch.zeros(()).double()
     for k, (weight, hidden, head) in enumerate(zip(weights, hiddens, heads, strict=True)):
         z, target = head(hidden)[:, : -1 - k].flatten(0, 1), labels[:, 1 + k :].flatten()
@@ -184,7 +184,7 @@ def test_an_installed_model_has_the_loss_of_all_depths(name, items):
     loss = model(ids, labels=labels, **more).loss
     hidden = ll.hidden_states(model, {"input_ids": ids})
     hiddens = [hidden, *mtp_hidden_states(mtp, hidden, ids)]
-    expected = dense(model, hiddens, [model.lm_head] * 3, labels, (1.0, 0.3, 0.2), items)
+    expected = dense(hiddens, [model.lm_head] * 3, labels, (1.0, 0.3, 0.2), items)
     assert_gradients(loss, expected, [x for x in model.parameters() if x.requires_grad])
     assert model.multi_token.each.shape == (3,)
     torch.testing.assert_close(loss.detach(), (torch.tensor([1.0, 0.3, 0.2]) * model.multi_token.each).sum().double())
@@ -261,7 +261,7 @@ def test_medusa_heads_with_vocabularies_of_their_own(main_weight):
     loss = model(ids, labels=ids).loss
     hidden = ll.hidden_states(model, {"input_ids": ids})
     hiddens = [hidden, *(hidden + F.silu(block(hidden)) for block in heads.blocks)]
-    expected = dense(model, hiddens, [model.lm_head, *heads.vocabularies], ids, (main_weight, 0.8, 0.64, 0.512))
+    expected = dense(hiddens, [model.lm_head, *heads.vocabularies], ids, (main_weight, 0.8, 0.64, 0.512))
     assert_gradients(loss, expected, [x for x in model.parameters() if x.requires_grad])
     assert heads.each.shape == (3 + (main_weight > 0),)
 
@@ -317,7 +317,7 @@ def test_the_models_own_product_is_left_out():
 
 def test_a_trainer_learns_every_depth(tmp_path):
     model, _, ids = medusa(1.0)
-    model, heads = model.float(), MedusaHeads(model.float(), 2)
+    heads = MedusaHeads(model.float(), 2)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
     given = TrainingArguments(
         tmp_path, max_steps=12, learning_rate=2e-2, report_to="none", use_cpu=True, disable_tqdm=True

@@ -94,19 +94,16 @@ def dense(teacher: Teacher, batch: dict[str, torch.Tensor], student) -> torch.Te
     if teacher.record.kind == "hidden":
         head = teacher.head.weight.double()
         t = ((batch[HIDDEN[0]][:, :-1][at].double() @ head.t()) / temperature).log_softmax(-1)
-        if config.distill_tail == "decoupled":
-            inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, t.topk(config.distill_top_k).indices, True)
-            parts = [kl(a, b) for a, b in zip(split(t, inside), split(s, inside), strict=True)]
-            each = sum(parts)
-        elif config.distill_tail == "tail-aware":
+        if config.distill_tail != "bucket":
             inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, t.topk(config.distill_top_k).indices, True)
             mass, head, tail = (kl(a, b) for a, b in zip(split(t, inside), split(s, inside), strict=True))
-            in_tail = torch.zeros_like(labels, dtype=t.dtype).masked_scatter(
-                at, t.masked_fill(inside, -torch.inf).exp().sum(-1)
-            )
-            factor = config.distill_tail_weight / (in_tail.sum(-1, keepdim=True) / at.sum(-1, keepdim=True))
-            each = mass + (1 - in_tail[at]) * head + factor.expand_as(in_tail)[at] * in_tail[at] * tail
-        else:
+            each = mass + head + tail
+        if config.distill_tail == "tail-aware":
+            in_tail = t.masked_fill(inside, -torch.inf).exp().sum(-1)
+            of_rows = torch.zeros_like(labels, dtype=t.dtype).masked_scatter(at, in_tail)
+            mean = (of_rows.sum(-1, keepdim=True) / at.sum(-1, keepdim=True)).expand_as(of_rows)[at]
+            each = mass + (1 - in_tail) * head + config.distill_tail_weight / mean * in_tail * tail
+        if config.distill_tail == "bucket":
             each = kl(t, s) if config.distill_loss == "forward" else kl(s, t)
     else:
         ids, t = batch["teacher_ids"][:, :-1][at], batch["teacher_log_weights"][:, :-1][at].double()

@@ -219,18 +219,18 @@ class Teacher:
             want, more = (*want, "reverse_kl"), {"reference": reference}
         ids, log_weights = learned
 
-        def divergence(stats: TokenStats, t: Tensor, mean_tail: Tensor) -> Tensor:
+        def divergence(stats: TokenStats, t: Tensor, *mean_tail: Tensor) -> Tensor:
             known = (stats.candidate_logits, stats.logsumexp, t, stats.tail_logprob)
             if config.distill_tail == "bucket":
                 return record_kl(*known, config.distill_loss)
             if config.distill_tail == "tail-aware":
-                found = tail_aware_kl(*known, stats.reverse_kl, mean_tail, config.distill_tail_weight)
+                found = tail_aware_kl(*known, stats.reverse_kl, *mean_tail, weight=config.distill_tail_weight)
             else:
                 found = decoupled_kl(*known, stats.reverse_kl if "reverse_kl" in want else None)
             return config.distill_temperature**2 * found
 
-        given = log_weights, _mean_tail(log_weights, targets)
-        return {"want": want, "candidates": ids, "inputs": given, **more}, divergence
+        mean_tail = [_mean_tail(log_weights, targets)] if config.distill_tail == "tail-aware" else []
+        return {"want": want, "candidates": ids, "inputs": (log_weights, *mean_tail), **more}, divergence
 
     def _best(self, reference: tuple[Tensor, LMHead], targets: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's best entries and their log-probabilities, of stored hidden states: one product more."""
