@@ -12,7 +12,7 @@ from logitless.errors import BackendError
 from logitless.vocab.backends.compiled import kernels
 from logitless.vocab.backends.eager.formulas import without_maximum
 from logitless.vocab.call import choice, compiled_support, validate
-from tests.support.vocab.comparing import EVERYTHING, compare, operands
+from tests.support.vocab.comparing import EVERYTHING, assert_near_in_norm, compare, operands
 
 pytestmark = pytest.mark.compiled
 REASON = compiled_support.why_not("cpu")
@@ -64,6 +64,30 @@ def test_gradients_and_a_reference(fresh):
     assert kernels.count() == 2
 
 
+@needs_a_compiler
+def test_a_loss_keeps_weights_and_reads_them_by_products_alone(fresh):
+    ops = problem(40, 1031).training("hidden", "weight", "bias")
+    exact = ops.to(torch.float64)
+    for x, backend in ((ops, "compiled"), (exact, "eager")):
+        loss = ll.linear_cross_entropy(x.hidden, x.head, x.labels, memory_budget=90_000, backend=backend)
+        loss.backward()
+    for name, leaf in ops.leaves.items():
+        assert_near_in_norm(leaf.grad, exact.leaves[name].grad, 4e-6, name)
+    assert kernels.count() == len(fresh) == 1  # nothing is compiled for backward
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_second_look_is_compiled(fresh, masked):
+    ops = operands((13,), 7, 1031, dtype=torch.float32, reference=True).training()
+    if masked:  # entries that one head has, or neither
+        ops.bias[5:9] = ops.ref.bias[8:12] = -torch.inf
+        ops.labels.clamp_(min=20)
+    compare(ops, ("logprob", "jsd", "acceptance", "reverse_kl"), backend="compiled", memory_budget=60_000)
+    assert any("second look" in str(key) for key in fresh)
+    assert kernels.count() == len(fresh) == 2
+
+
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize("trainable", [(), ("hidden",), ("hidden", "weight", "bias")], ids=str)
@@ -113,6 +137,7 @@ def test_several_threads_compile_once(fresh):
 
 
 def _in_child(queue, ops):
+    torch.set_num_threads(1)  # as each worker of a DataLoader does: OpenMP's threads do not survive a fork
     queue.put([x.tolist() for x in stats_of(ops, backend="compiled")])
 
 

@@ -8,15 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import Accumulation, Totals
+from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
-from ..base import Chunk, Partial, SliceMass, Tile
+from ..base import Chunk, SliceMass, Tile
 from ..eager.backend import EagerBackend, Running, peaks
-from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, without_maximum
+from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from . import kernels
 from .kernels import Tensors
 
-READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the totals, by the logits' gradient
+MIXED = {"jsd", "kl_mixture", "reverse_kl_mixture", "excess"}  # sums that β is part of
+READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the totals, after the accumulation
 
 
 class Traced(Form):
@@ -81,6 +82,14 @@ def _logits_grad(tensors: Tensors, bases: tuple[str, ...], beta: float) -> Tenso
     return {}
 
 
+def _second_shares(tensors: Tensors, sums: frozenset[str], beta: float) -> Tensors:
+    """`formulas.second_shares` of named tensors."""
+    z, z_ref = tensors["z"], tensors["z_ref"]
+    gap = tensors["gap"].clone() if "gap" in tensors else z_ref - z
+    totals = Totals(**{name: tensors[name] for name in READ if name in tensors})
+    return second_shares(z, z_ref, gap, totals, sums, beta)
+
+
 class CompiledRunning(Running):
     """The accumulation of a chunk by one compiled function a slice."""
 
@@ -100,14 +109,17 @@ class CompiledRunning(Running):
                 tensors["gap"] = self.known_gap
         if self.label is not None:
             tensors["label"] = self.label
-        buffered = self.bases if self.keep else self.bases - {"p"}
+        given = self.bases | ({"p"} if self.keep == "weights" else set())  # which stay in the slice, over its logits
+        buffered = self.bases if self.keep == "logits" else self.bases - {"p"}
         tensors |= {basis: self.chunk.scratch.take(f"weights {basis}", tile.z) for basis in sorted(buffered)}
-        found = kernels.run(("accumulate", self.bases), partial(_accumulate, bases=self.bases), tensors)
+        found = kernels.run(("accumulate", given), partial(_accumulate, bases=given), tensors)
         if self.bases:
             Moves(**_named(found, "moves.")).apply(self.products, self.infinite)
             for basis in self.bases:
                 self.give(basis, tensors.get(basis, tile.z))
         state = Accumulation(**_named(found, "state."))
+        if self.keep == "weights":
+            tile.m = state.m
         return state, SliceMass(state.m, found["mass"], found.get("mass.t"))
 
 
@@ -116,18 +128,23 @@ def _named(tensors: Tensors, kind: str) -> Tensors:
 
 
 class CompiledBackend(EagerBackend):
-    """The eager backend, a slice of which is read by compiled loops instead of one operation after the other.
-
-    A chunk's slices stay as logits where eager keeps weights: exponentials are computed twice, and written once.
-    """
+    """The eager backend, a slice of which is read by compiled loops instead of one operation after the other."""
 
     running = CompiledRunning
 
-    def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
-        return super().accumulate_local(chunk, bases, "logits" if keep else None)
+    def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:
+        if tile.z_ref is None or not kernels.fits(tile.z):
+            return super().second_shares(chunk, tile, totals)
+        tensors = {name: x for name, x in totals.items() if name in READ} | {"z": tile.z, "z_ref": tile.z_ref}
+        if chunk.may_be_infinite:
+            tensors["gap"] = chunk.gap(tile)
+        sums = chunk.sums.intersection(SECOND_LOOK)
+        beta = chunk.jsd_beta if sums & MIXED else 0.0
+        key = ("second look", sums, beta)
+        return kernels.run(key, partial(_second_shares, sums=sums, beta=beta), tensors)
 
     def dz(self, chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
-        if not kernels.fits(tile.z):
+        if tile.m is not None or not kernels.fits(tile.z):  # weights are scaled by one plain operation
             return super().dz(chunk, tile, totals, c)
         tensors = {name: x for name, x in totals.items() if name in READ} | {"z": tile.z}
         tensors |= {f"c.{basis}": c[basis] for basis in c}

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
-from ....algebra.stats import Coefficients, second_look
+from ....algebra.stats import Coefficients
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
-from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, without_maximum
+from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
 from .topk import TopK
 
@@ -176,13 +176,14 @@ class EagerBackend(Backend):
         sums = {name: torch.zeros_like(totals.m) for name in SECOND_LOOK if name in chunk.sums}
         for i, v in enumerate(chunk.vocabulary()):
             tile = chunk.materialised[i] if chunk.materialised else again(chunk, v, chunk.policy.operand(v))
-            assert tile.z_ref is not None
-            d = totals.log_ratio[:, None] - chunk.gap(tile).add_(totals.shift[:, None])
-            p = exp_((tile.z - totals.m[:, None]).sub_(totals.log_s[:, None]))
-            q = exp_((tile.z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
-            for name, share in second_look(chunk.sums, p, q, d, chunk.jsd_beta, torch).items():
-                sums[name] += share.sum(1)
+            for name, part in self.second_shares(chunk, tile, totals).items():
+                sums[name] += part
         return sums
+
+    def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:
+        """A slice's part of `second_sums`."""
+        assert tile.z_ref is not None
+        return second_shares(tile.z, tile.z_ref, chunk.gap(tile), totals, chunk.sums, chunk.jsd_beta)
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         if not is_dense(chunk, coefficients):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, step_to, times
-from ....algebra.stats import Coefficients, excess, mixture_logs, sides
+from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
 from ..base import SliceMass
 from ..logits import LOG2E, exp_
 
@@ -224,6 +224,16 @@ def logits_grad(
     if flat is not None:
         dz.add_(c.get("one", zero)[:, None]).mul_(flat)
     return dz
+
+
+def second_shares(
+    z: Tensor, z_ref: Tensor, gap: Tensor, totals: Totals, sums: frozenset[str], beta: float
+) -> dict[str, Tensor]:
+    """A slice's part of the sums of a second look, (C,) each; gap: z_ref - z, used up."""
+    d = totals.log_ratio[:, None] - gap.add_(totals.shift[:, None])
+    p = exp_((z - totals.m[:, None]).sub_(totals.log_s[:, None]))
+    q = exp_((z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
+    return {name: share.sum(1) for name, share in second_look(sums, p, q, d, beta, torch).items()}
 
 
 def _weighted(terms: list[tuple[Tensor, Tensor]], base: Tensor) -> Tensor:
