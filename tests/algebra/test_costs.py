@@ -80,6 +80,22 @@ def test_the_figures_that_the_project_starts_from():
     assert slices_of(tokens, vocab, budget=256 * MIB, device="cpu").nbytes <= 256 * MIB
 
 
+@pytest.mark.parametrize(
+    ("vocab", "budget", "heads", "tokens"),
+    [
+        (32_768, 256 * MIB, 1, 1024),  # as many as are any faster
+        (65_536, 256 * MIB, 1, 512),  # half of the budget
+        (32_768, 256 * MIB, 2, 512),  # of both heads
+        (131_072, 256 * MIB, 1, 256),
+        (200_000, 256 * MIB, 1, 256),  # more than half: as few are slower
+        (131_072, GIB, 1, 1024),
+        (262_144, 256 * MIB, 1, 228),  # all of it: 9 chunks
+    ],
+)
+def test_a_cpu_keeps_whole_rows_in_half_of_the_budget(vocab, budget, heads, tokens):
+    assert slices_of(2048, vocab, budget=budget, heads=heads, device="cpu", whole=True).tokens == tokens
+
+
 @pytest.mark.parametrize("n", [1, 8, 300])
 @pytest.mark.parametrize("budget", [1 << 16, 1 << 22, 1 << 28])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -13,7 +13,7 @@ GPU_BUDGET = 1024 * MIB  # the default where it is at most GPU_SHARE of a device
 GPU_SHARE = 1 / 64
 COPIED = 2 / 3  # of a budget, that a head's copy in the dtype that it multiplies in may take
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
-CPU_WHOLE_ROWS = 256  # tokens whose whole rows are kept at a time on a CPU: more are no faster
+CPU_WHOLE_ROWS = 256, 1024  # tokens whose whole rows are kept at a time on a CPU, at least and at most
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
@@ -153,7 +153,7 @@ def slices_of(
         width = min(vocab_size, WHOLE_WIDTH, max(1, room // (4 * (tiles + converted))))
         row = heads * vocab_size + tiles * width
         most = max(1, (room - converted * width) // row)
-        tokens = _even(n_tokens, most if gpu else min(most, CPU_WHOLE_ROWS))
+        tokens = _even(n_tokens, most if gpu else min(most, cpu_rows(heads * vocab_size, room)))
         if wide:
             spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
             most = vocab_size if gpu else min(vocab_size, max(width, CPU_TILE // tokens))
@@ -164,6 +164,12 @@ def slices_of(
     tokens = _even(n_tokens, min(STREAM_TOKENS["gpu" if gpu else "cpu"], max(1, tile // 64)))
     width = max(1, min(vocab_size, tile // tokens, room // (tiles * tokens + converted)))
     return Slices(tokens, width, itemsize * width * (tiles * tokens + converted))
+
+
+def cpu_rows(row: int, room: int) -> int:
+    """How many tokens' whole rows a CPU keeps at a time: in half of the room. More rewrite the head's gradient less."""
+    least, most = CPU_WHOLE_ROWS
+    return max(least, min(most, room // (2 * row)))
 
 
 def fused_slices_of(
