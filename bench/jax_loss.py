@@ -1,6 +1,7 @@
 """JAX against jit-compiled dense: times within one run, and XLA's own account of memory.
 
-Loss and gradients; a decoding step that keeps the best entries; a step that draws from a nucleus and keeps its record,
+Loss and gradients, and log-prob with entropy, each beside its matrix products alone, a slice of the vocabulary at a
+time; a decoding step that keeps the best entries; a step that draws from a nucleus and keeps its record,
 for rows whose nucleus ends early and for flat ones, whose end is looked for in whole rows.
 
 python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5] [--out bench/results/jax.jsonl]
@@ -8,6 +9,7 @@ python -m bench.jax_loss [--tokens 2048 --hidden 512 --vocab 131072 --repeats 5]
 
 import argparse
 import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -19,11 +21,40 @@ from bench.harness import environment
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
 STEP = 8  # sequences in a decoding step
+SLICE = 2048  # entries at a time in the bare products
 
 
 def dense_loss(hidden, head, labels):
     logp = jax.nn.log_softmax(hidden @ head.weight.T)
     return -jnp.take_along_axis(logp, labels[:, None], 1).mean()
+
+
+def dense_entropy(hidden, head, labels):
+    logp = jax.nn.log_softmax(hidden @ head.weight.T)
+    return jnp.take_along_axis(logp, labels[:, None], 1), -(jnp.exp(logp) * logp).sum(-1)
+
+
+def slices_of(head):
+    """The head's rows, a slice at a time."""
+    vocab, width = head.weight.shape
+    return head.weight.reshape(-1, math.gcd(vocab, SLICE), width)
+
+
+def bare_gradients(hidden, head, labels):
+    """The three products of a loss with its gradients."""
+
+    def add(total, rows):
+        z = hidden @ rows.T
+        return total + z @ rows, z.T @ hidden
+
+    return jax.lax.scan(add, jnp.zeros_like(hidden), slices_of(head))
+
+
+def bare_values(hidden, head, labels):
+    """The one product, each slice of which is read once, so that XLA makes it."""
+    return jax.lax.scan(
+        lambda most, rows: (jnp.maximum(most, (hidden @ rows.T).max(1)), None), hidden[:, 0], slices_of(head)
+    )
 
 
 def dense_step(hidden, head, k):
@@ -80,8 +111,10 @@ def works(o):
     if not jnp.allclose(loss, dense, rtol=2e-6):
         raise SystemExit(f"the losses differ: {loss} against {dense}")
     both = partial(jax.value_and_grad, argnums=(0, 1))
-    training = {"ours": both(linear_cross_entropy), "dense": both(dense_loss)}
+    training = {"ours": both(linear_cross_entropy), "dense": both(dense_loss), "bare products": bare_gradients}
     yield "loss and gradients", training, (hidden, head, labels)
+    values = {"ours": partial(token_stats, want=("logprob", "entropy")), "dense": dense_entropy}
+    yield "log-prob and entropy", values | {"bare products": bare_values}, (hidden, head, labels)
     steps = {
         "ours": partial(linear_topk, k=o.keep),
         "ours, no best entries": partial(token_stats, want=("logsumexp",)),

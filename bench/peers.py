@@ -16,7 +16,8 @@ Step = Callable[[], Tensors]
 Forward = Callable[..., Tensors]
 TOKEN_SLICE = 256  # rows of logits in the bare GEMMs' reused buffer
 VOCAB_SLICE = 2048
-TILE = 512  # rows of the vocabulary, times all tokens: what the pass streams
+TILE = 512  # rows of the vocabulary, times a block of tokens: what the pass streams
+TOKEN_BLOCK = 2048
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,28 @@ def tile_gemms(case: Case, t: Tensors) -> Step:
 
 
 def vocab_gemms(case: Case, t: Tensors, width: int = VOCAB_SLICE) -> Step:
-    """The same products in slices of the vocabulary: on this kind of machine the faster order."""
+    """The same products of a slice of the vocabulary with some tokens: on this kind of machine the faster order."""
     n, v = t["hidden"].shape[0], t["weight"].shape[0]
-    buffer = torch.empty(n * min(v, width))
+    buffer = torch.empty(min(n, TOKEN_BLOCK) * min(v, width))
     grads = {name: torch.empty_like(t[name]) for name in case.wrt}
 
     def run() -> Tensors:
         for start in range(0, v, width):
             rows = slice(start, start + width)
             w = t["weight"][rows]
-            z = buffer[: n * len(w)].view(n, len(w))
-            if "ref_weight" in case.takes:
-                torch.mm(t["ref_hidden"], t["ref_weight"][rows].t(), out=z)
-            torch.mm(t["hidden"], w.t(), out=z)
-            if "hidden" in grads:
-                torch.addmm(grads["hidden"], z, w, beta=float(start > 0), out=grads["hidden"])
-            if "weight" in grads:
-                torch.mm(z.t(), t["hidden"], out=grads["weight"][rows])
+            for first in range(0, n, TOKEN_BLOCK):
+                some = slice(first, first + TOKEN_BLOCK)
+                h = t["hidden"][some]
+                z = buffer[: len(h) * len(w)].view(len(h), len(w))
+                if "ref_weight" in case.takes:
+                    torch.mm(t["ref_hidden"][some], t["ref_weight"][rows].t(), out=z)
+                torch.mm(h, w.t(), out=z)
+                if "hidden" in grads:
+                    into = grads["hidden"][some]
+                    torch.addmm(into, z, w, beta=float(start > 0), out=into)
+                if "weight" in grads:
+                    into = grads["weight"][rows]
+                    torch.addmm(into, z.t(), h, beta=float(first > 0), out=into)
         return {}
 
     return run
@@ -208,13 +214,19 @@ def logitless_compiled(case: Case, tensors: Tensors) -> Step:
     return logitless(case, tensors, backend="compiled")
 
 
-def logitless(case: Case, tensors: Tensors, backend: str | None = "eager") -> Step:
+def logitless_roomy(case: Case, tensors: Tensors) -> Step:
+    return logitless(case, tensors, backend="compiled", memory_budget=1 << 30)
+
+
+def logitless(case: Case, tensors: Tensors, backend: str | None = "eager", memory_budget: int | None = None) -> Step:
     import logitless as ll
+
+    how: Any = {"backend": backend, "memory_budget": memory_budget}
 
     def forward(hidden: Tensor, weight: Tensor, labels: Tensor, **t: Tensor) -> Tensors:
         head = ll.LMHead(weight)
         if case.name == "loss":
-            return {"loss": ll.linear_cross_entropy(hidden, head, labels, backend=backend)}
+            return {"loss": ll.linear_cross_entropy(hidden, head, labels, **how)}
         reference = (t["ref_hidden"], ll.LMHead(t["ref_weight"])) if "ref_hidden" in t else None
         if case.name == "ppo":
             loss = ll.token_loss(
@@ -225,11 +237,11 @@ def logitless(case: Case, tensors: Tensors, backend: str | None = "eager") -> St
                 inputs=(t["advantages"], t["old_logprob"]),
                 want=("logprob", "entropy", "kl"),
                 reference=reference,
-                backend=backend,
+                **how,
             )
             return {"loss": loss}
         want = _STATISTICS[case.name]
-        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference, backend=backend)
+        stats = ll.token_stats(hidden, head, labels, want=want, reference=reference, **how)
         return {name: getattr(stats, name) for name in want}
 
     return _bind(case, forward, tensors)
@@ -251,13 +263,16 @@ _FUSED = (
     Method("F.linear_cross_entropy, chunked", torch_chunked),
     Method("F.linear_cross_entropy, chunks of 256", torch_chunked_256),
 )
+_ROOMY = Method("logitless, compiled, 1 GiB", logitless_roomy, "ours")
 METHODS: dict[str, tuple[Method, ...]] = dict.fromkeys(CASES, _ALWAYS) | {
     "loss": (
         *_ALWAYS,
+        _ROOMY,
         *_FUSED,
         Method("cut-cross-entropy, torch_compile", cut_cross_entropy),
         Method("transformers", transformers_loss),
     ),
     "entropy": (*_ALWAYS, Method("TRL functions", trl_functions)),
     "frozen": (*_ALWAYS, *_FUSED),
+    "ppo": (*_ALWAYS, _ROOMY),
 }

@@ -21,5 +21,6 @@ def add_ratios(records: list[Record]) -> None:
         record["median_s"], record["spread_s"] = statistics.median(seconds), [min(seconds), max(seconds)]
         for key, base in (("to_bare", fastest_floor(records)), ("to_torch", plain)):
             if base is not None:
-                ratios = [mine / other for mine, other in zip(seconds, base["seconds"], strict=True)]
+                rounds = min(len(seconds), len(base["seconds"]))  # a long call has the first one alone
+                ratios = [seconds[i] / base["seconds"][i] for i in range(rounds)]
                 record[key], record[f"{key}_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]

@@ -36,14 +36,13 @@ class Subject:
 
 def parts() -> dict[str, Part]:
     """Every part; imported here, so that a part's packages are needed by that part alone."""
-    from bench.sampling_decode import DECODE, DECODE_FLAT
+    from bench.sampling_decode import PARTS as DECODE
     from bench.sampling_generate import GENERATE, GENERATE_GREEDY
     from bench.sampling_score import SCORE
 
     return {
         "score": SCORE,
-        "decode": DECODE,
-        "decode-flat": DECODE_FLAT,
+        **DECODE,
         "generate": GENERATE,
         "generate-greedy": GENERATE_GREEDY,
     }

@@ -1,4 +1,4 @@
-"""The parts `decode` and `decode-flat`: a step of eight sequences from hidden states to tokens with a record."""
+"""The parts `decode`: a step of 8 or 64 sequences from hidden states to tokens with a record, peaked rows and flat."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,10 @@ from bench.sampling_parts import Part
 
 KEEP, TEMPERATURE, TOP_P, STEPS = 20, 0.8, 0.95, 8
 PEAKED = 7.0  # standard deviation of logits: 1 to 2 nats of entropy, as of a language model that knows its text
-SHAPES = {"full": (8, 512, 131_072), "quick": (8, 256, 16_384), "tiny": (4, 16, 301)}
+SHAPES = {
+    8: {"full": (8, 512, 131_072), "quick": (8, 256, 16_384), "tiny": (4, 16, 301)},
+    64: {"full": (64, 512, 151_936), "quick": (64, 256, 16_384), "tiny": (16, 16, 301)},
+}  # by sequences
 
 
 @dataclass
@@ -23,10 +26,11 @@ class Decoding:
 
     size: str
     spread: float
-    top_p: float = TOP_P
+    top_p: float
+    sequences: int
 
     def __post_init__(self) -> None:
-        n, h, v = SHAPES[self.size]
+        n, h, v = SHAPES[self.sequences][self.size]
         g = torch.Generator().manual_seed(21)
         self.steps = torch.randn(STEPS, n, h, generator=g)
         self.weight = torch.randn(v, h, generator=g).mul_(self.spread / h**0.5)
@@ -97,27 +101,32 @@ class DenseTopP(Decoding):
         return z.topk(KEEP), order.gather(-1, torch.multinomial(p, 1))
 
 
-def made(way: type[Decoding], spread: float, top_p: float = TOP_P) -> Callable[[str], Decoding]:
-    return lambda size: way(size, spread, top_p)
+def part(sequences: int, spread: float, title: str, limits: dict[str, float]) -> Part:
+    def made(way: type[Decoding], top_p: float = TOP_P) -> Callable[[str], Decoding]:
+        return lambda size: way(size, spread, top_p, sequences)
 
-
-def part(spread: float, title: str, limits: dict[str, float]) -> Part:
     ways = {
-        "logitless": made(Ours, spread),
-        "logitless, top_p=1": made(Ours, spread, 1.0),
-        "bare GEMM": made(BareGemm, spread),
-        "dense softmax + topk + multinomial": made(Dense, spread),
-        "dense with top-p": made(DenseTopP, spread),
+        "logitless": made(Ours),
+        "logitless, top_p=1": made(Ours, 1.0),
+        "bare GEMM": made(BareGemm),
+        "dense softmax + topk + multinomial": made(Dense),
+        "dense with top-p": made(DenseTopP),
     }
     return Part(
         title=f"{STEPS} decode steps, {title}: temperature {TEMPERATURE}, top_p {TOP_P}, keep {KEEP}",
         ways=ways,
-        sizes={name: f"B={n}, H={h}, V={v:,}" for name, (n, h, v) in SHAPES.items()},
+        sizes={name: f"B={n}, H={h}, V={v:,}" for name, (n, h, v) in SHAPES[sequences].items()},
         unit="nat",
         error_limit=1e-4,
         limits=limits,
     )
 
 
-DECODE = part(PEAKED, "peaked distributions", {"dense softmax + topk + multinomial": 1.0, "dense with top-p": 1.0})
-DECODE_FLAT = part(LOGIT_STD, "flat ones, nuclei of thousands", {"dense with top-p": 1.0})
+LIMITS = {"dense softmax + topk + multinomial": 1.0, "dense with top-p": 1.0}
+FLAT = "flat ones, nuclei of thousands"
+PARTS = {
+    "decode": part(8, PEAKED, "peaked distributions", LIMITS),
+    "decode-flat": part(8, LOGIT_STD, FLAT, LIMITS),
+    "decode-64": part(64, PEAKED, "peaked distributions", LIMITS),
+    "decode-64-flat": part(64, LOGIT_STD, FLAT, LIMITS),
+}

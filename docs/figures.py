@@ -12,6 +12,7 @@ from matplotlib import rc_context
 
 from bench.harness import read_lines
 from bench.plot import draw as draw_bench
+from bench.scaling import draw as draw_scaling
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import both as both_plans
 from logitless.workbench.plan.plots import draw as draw_plan
@@ -48,6 +49,11 @@ def bench() -> Draw:
     return lambda path: draw_bench(records, path)
 
 
+def scaling() -> Draw:
+    records = read_lines(ROOT / "bench" / "results" / "scaling.jsonl")
+    return lambda path: draw_scaling(records, path)
+
+
 def plan() -> Draw:
     """docs/how-to/plan.md's first command."""
     sizes: dict[str, Any] = {
@@ -69,7 +75,12 @@ def profile() -> Draw:
     return lambda path: draw_profile(recordings, path, title)
 
 
-FIGURES: dict[str, Callable[[], Draw]] = {"bench": bench, "plan": plan, "profile": profile}
+FIGURES: dict[str, Callable[[], Draw]] = {
+    "bench": bench,
+    "scaling": scaling,
+    "plan": plan,
+    "profile": profile,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

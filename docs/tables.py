@@ -6,6 +6,7 @@ gives a line that says so. `--check` writes nothing and exits with 1 where a pag
 
 import argparse
 import operator
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from docs.grade_tables import grade
 from docs.markdown import grid
 from docs.peers_table import peers
 from docs.scale_tables import scale
+from docs.scaling_tables import scaling
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -153,17 +155,19 @@ def precision(records: list[Record]) -> str:
 
 def in_jax(records: list[Record]) -> str:
     """Seconds and XLA's own account of temporaries, ours beside dense, of each work."""
-    head = ["work", "method", "time", "× dense", "temporaries"]
+    head = ["work", "method", "time", "× dense", "× bare", "temporaries"]
     of = {(r["work"], r["method"]): r for r in records[1:]}
     rows = []
     for (work, method), r in of.items():
         ratio = r["seconds"] / of[work, "dense"]["seconds"]
+        bare = of.get((work, "bare products"))
         rows.append(
             [
                 work,
                 method,
                 f"{1e3 * r['seconds']:,.0f} ms",
                 f"{ratio:.2f}",
+                f"{r['seconds'] / bare['seconds']:.2f}" if bare else "",
                 f"{r['temporaries_mb']:,.0f} MB",
             ]
         )
@@ -176,10 +180,18 @@ def in_jax(records: list[Record]) -> str:
 
 
 def sampling(records: list[Record]) -> str:
-    """A table for each part, the last one measured."""
+    """A table for each part, the last one measured, with its machine and day."""
     latest = {r["kind"]: r for r in records}
-    env = records[-1]["environment"]
-    return "\n\n".join([*(sampling_table(r) for r in latest.values()), machine([env])])
+    return "\n\n".join(f"{sampling_table(r)}\n\n{_quiet(r)}" for r in latest.values())
+
+
+def _quiet(r: Record) -> str:
+    """The machine, and how much of it others took."""
+    busy = max(
+        (max(way["others"]) for way in r["ways"].values() if way.get("others")), default=None
+    )
+    others = "" if busy is None else f" Other processes took up to {busy:.0%} of it."
+    return machine([r["environment"]]) + others
 
 
 def quantised(records: list[Record]) -> str:
@@ -237,9 +249,62 @@ def pooling(records: list[Record]) -> str:
     )
 
 
+def train_step(records: list[Record]) -> str:
+    """Seconds of a whole step by each method, the last one measured."""
+    last = records[-1]
+    dense = last["seconds"]["dense"]
+    rows = []
+    for method, seconds in last["seconds"].items():
+        ratio = statistics.median(a / b for a, b in zip(seconds, dense, strict=True))
+        spread = f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
+        rows.append([method, spread, f"{ratio:.2f}"])
+    shape = "{tokens:,} tokens, V={vocabulary:,}, H={hidden:,}".format(**last["shape"])
+    return (
+        f"{grid(['loss', 'a step', '× dense'], rows)}\n\n{shape}; medians of {len(dense)} rounds in turn. "
+        f"{machine([last])} Other processes took up to {last['others']:.0%} of the machine."
+    )
+
+
+def slices(records: list[Record]) -> str:
+    """Times of sizes of slices over those of the pass's own, a grid for each piece of work."""
+    env, rows = records[0], records[1:]
+    parts = []
+    for case, title in (("entropy", "Log-prob and entropy"), ("loss", "Loss and gradients")):
+        of = {tuple(r["size"]): r for r in rows if r["case"] == case}
+        own = tuple(next(iter(of.values()))["own"])
+        across = list(dict.fromkeys(b for _, b in of))
+        cells = [
+            [
+                f"{a:,}",
+                *(_bold(of[a, b]["seconds"] / of[own]["seconds"], (a, b) == own) for b in across),
+            ]
+            for a in dict.fromkeys(a for a, _ in of)
+        ]
+        what = {"entropy": "logits of a tile", "loss": "entries at a time of whole rows"}[case]
+        parts.append(
+            f"**{title}**\n\n{grid([f'tokens; {what}', *(f'{b:,}' for b in across)], cells)}"
+        )
+    shape = "N={:,} H={:,} V={:,}".format(*env["shape"])
+    held = ", ".join(f"{level} {size}" for level, size in env["caches"].items())
+    busy = max(r["others"] for r in rows)
+    return "\n\n".join(
+        [
+            *parts,
+            f"{shape}, caches {held}. {machine(records)} Other processes took up to {busy:.0%} of the machine.",
+        ]
+    )
+
+
+def _bold(ratio: float, own: bool) -> str:
+    return f"**{ratio:.2f}**" if own else f"{ratio:.2f}"
+
+
 PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
+    "train_step.md": ("train_step.jsonl", train_step),
+    "slices.md": ("slices.jsonl", slices),
+    "scaling.md": ("scaling.jsonl", scaling),
     "precision.md": ("precision.jsonl", precision),
     "grade.md": ("grade.jsonl", grade),
     "jax.md": ("jax.jsonl", in_jax),

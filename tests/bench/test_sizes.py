@@ -1,0 +1,100 @@
+"""How times grow with sizes, which slices are fastest, and a whole training step: the scripts at tiny sizes."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from bench import scaling, slices, train_step
+from bench.cases import Shape
+from bench.harness import THREADS, read_lines
+from docs import tables
+from docs.scaling_tables import scaling as scaling_page
+from logitless.algebra import costs
+from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.micro import micro_corpus, micro_directory
+
+SWEEPS = {
+    "vocab": [Shape(16, 8, size) for size in (64, 128, 256)],
+    "tokens": [Shape(size, 8, 16) for size in (64, 128, 256)],
+    "hidden": [Shape(16, size, 32) for size in (32, 64, 128)],
+}
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_size_at_a_time_grows_and_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "SWEEPS", SWEEPS)
+    monkeypatch.setattr(scaling, "OF_THREADS", Shape(16, 8, 64))
+    monkeypatch.setattr(scaling, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(scaling, "SHOWN", {k: v for k, v in scaling.SHOWN.items() if k != "compiled"})
+    out = tmp_path / "scaling.jsonl"
+    scaling.main(["--rounds", "1", "--out", str(out)])
+    records = read_lines(out)
+    rows = [r for r in records if r["kind"] == "scaling"]
+    assert [(r["case"], r["sweep"], r["threads"]) for r in rows] == [
+        (case, sweep, threads) for case in ("loss", "entropy") for sweep, _, threads in scaling.points()
+    ]
+    for row in rows:
+        n, _, v = row["shape"]
+        assert row["methods"]["dense"]["peak_mb"] > 4e-6 * n * v
+        assert min(m["seconds"] for m in row["methods"].values()) > 0
+    assert f"| tokens | 256, 8, 16 | {THREADS} |" in scaling_page(records)
+    scaling.main(["--out", str(out), "--png", str(tmp_path / "figure.png")])
+    with Image.open(tmp_path / "figure.png") as figure:
+        assert min(figure.size) > 500
+
+
+def test_the_page_says_how_time_grows_and_what_fills_a_machine():
+    def row(sweep, *shape, seconds, peak):
+        methods = {"bare": {"seconds": seconds / 2, "peak_mb": 0}, "logitless": {"seconds": seconds, "peak_mb": peak}}
+        about = {"kind": "scaling", "case": "loss", "sweep": sweep, "shape": shape, "threads": 2, "others": 0.1}
+        return about | {"methods": methods}
+
+    machine = {"kind": "environment", "cpu": "a processor", "versions": {"torch": "2.13.0"}, "date": "2026-11-23"}
+    rows = [  # 4 bytes for each number of the inputs, and as many again
+        *(row("vocab", 10, 50, n, seconds=n, peak=2e-4 * n) for n in (1000, 2000, 4000)),
+        *(row("tokens", n, 50, 10, seconds=n * n, peak=2e-4 * n) for n in (1000, 2000, 4000)),
+        *(row("hidden", 10, n, 50, seconds=1, peak=0) for n in (1000, 2000, 4000)),
+    ]
+    page = scaling_page([machine, *rows])
+    assert "| entries | 10, 50, 4,000 | 2 | 2000.00 s | 2.00 × / 1 MB |" in page
+    assert "(entries: bare 1.0, logitless 1.0; tokens: bare 2.0, logitless 2.0; width: bare 0.0, logitless 0.0)" in page
+    assert "tokens at H=50, V=10: logitless 60,000,000; width at N=10, V=50: logitless 100,000,000;" in page
+    assert "entries at N=10, H=50: logitless 60,000,000." in page
+    assert "up to 10% of the machine" in page
+
+
+def test_every_size_of_slices_is_tried_and_none_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "SHAPE", Shape(8, 8, 300))
+    constants = [name for work in slices.WORKS.values() for name in work]
+    before = [getattr(costs, name) for name in constants]
+    seen = []
+    real = slices.timed
+    monkeypatch.setattr(slices, "timed", lambda step: seen.append((costs.CPU_TILE, costs.WHOLE_WIDTH)) or real(step))
+    slices.main(["--rounds", "1", "--out", str(tmp_path / "slices.jsonl")])
+    assert [getattr(costs, name) for name in constants] == before
+    machine, *records = read_lines(tmp_path / "slices.jsonl")
+    assert machine["shape"] == [8, 8, 300]
+    assert len(records) == len(seen) == 4 * 4 + 5 * 5
+    assert len(set(seen)) == 4 + 5 - 1  # each tile, each width; the pass's own of both is one pair
+    assert tables.slices([machine, *records]).count("**1.00**") == len(slices.WORKS)  # the pass's own are among them
+
+
+def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):
+    model, data = micro_directory(tmp_path / "model"), micro_corpus(tmp_path / "data")
+    config = TrainConfig(model=str(model), data=str(data), context_length=32, batch_size=2)
+    seconds, sizes, busy = train_step.measured(config, rounds=2)
+    assert {method: len(each) for method, each in seconds.items()} == {"logitless": 2, "dense": 2}
+    assert sizes["tokens"] == 64
+    monkeypatch.setattr(train_step, "measured", lambda *_: (seconds, sizes, busy))
+    train_step.main(["--out", str(tmp_path / "step.jsonl")])
+    (record,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
+    assert record["versions"]["torch"] == torch.__version__
+    assert "| dense | " in tables.train_step([record])
