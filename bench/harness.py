@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ SCHEMA = 1
 THREADS = 2
 START = "spawn"  # of a worker: a new interpreter, which holds nothing that another process had
 MB = 1e6
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD = -1, 128 * 1024  # of glibc's malloc.h and its manual
+M_MMAP_MAX, DEFAULT_MMAP_MAX = -4, 65_536
 PACKAGES = (
     "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy",
 )  # fmt: skip
@@ -90,15 +92,22 @@ def release_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, so that a timed call is not one of the kernel clearing memory for it.
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """glibc keeps what is freed meanwhile, so that a timed call is not one of the kernel clearing memory for it.
 
-    By default every tensor of more than 32 MB is new memory, which the kernel clears page by page: here more than half
-    of the time of a step that makes all logits. `release_memory` still gives it back.
+    By default a tensor of more than 32 MB is new memory at each call, which the kernel clears page by page: here more
+    than half of the time of a training step that makes all logits.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_MAX, DEFAULT_MMAP_MAX)
+        libc.mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
+        release_memory()
 
 
 class ResidentPeak:

@@ -31,7 +31,7 @@ def _shown(record: Record) -> str:
 
 def _best_peer(records: list[Record]) -> Record | None:
     peers = [r for r in records if r["method_kind"] == "peer" and r["method"] != "torch" and r["status"] == "ok"]
-    return min(peers, key=lambda r: r["median_s"], default=None)
+    return min(peers, key=lambda r: r["least_s"], default=None)
 
 
 def _cell(record: Record | None) -> str:
@@ -54,7 +54,7 @@ def summary_table(records: list[Record]) -> str:
     for name, found in by_case(records).items():
         of = {r["method"]: r for r in found}
         best, bare = _best_peer(found), fastest_floor(found)
-        floor = "–" if bare is None else f"{bare['median_s']:.2f} s"
+        floor = "–" if bare is None else f"{bare['least_s']:.2f} s"
         other = f"{best['method']}: {_cell(best)}" if best else "–"
         ours = f"**{_cell(of.get('logitless'))}**"
         compiled = of.get("logitless, compiled, 1 GiB", of.get("logitless, compiled"))
@@ -74,10 +74,10 @@ def full_table(records: list[Record]) -> str:
         busy = max((share for r in found for share in r.get("others", ())), default=0.0)
         lines += [
             f"**{case.title}** (to reach: {limits}; other processes took up to {busy:.0%} of the machine)\n",
-            "| method | median s (min-max) | × fastest bare (min-max) | × dense | peak MB | kept MB | error |",
+            "| method | least s (most) | × fastest bare (of a round) | × dense | peak MB | kept MB | error |",
             "|---|---|---|---|---|---|---|",
         ]
-        lines += [_full_row(record) for record in sorted(found, key=lambda r: r.get("median_s", 1e9))]
+        lines += [_full_row(record) for record in sorted(found, key=lambda r: r.get("least_s", 1e9))]
         lines.append("")
     return "\n".join(lines)
 
@@ -85,8 +85,8 @@ def full_table(records: list[Record]) -> str:
 def _full_row(r: Record) -> str:
     if r["status"] != "ok":
         return f"| {_shown(r)} | {r['status']}: {r['reason']} | | | | | |"
-    spread = "one round" if len(r["seconds"]) == 1 else "{:.3f}-{:.3f}".format(*r["spread_s"])
-    times = f"{r['median_s']:.3f} ({spread})"
+    most = "one round" if len(r["seconds"]) == 1 else f"{r['most_s']:.3f}"
+    times = f"{r['least_s']:.3f} ({most})"
     bare = f"{r['to_bare']:.3f} ({r['to_bare_spread'][0]:.3f}-{r['to_bare_spread'][1]:.3f})"
     dense = f"{r['to_torch']:.3f}" if "to_torch" in r else "–"
     error = f"{max(r['errors'].values()):.0e}" if "errors" in r else "–"

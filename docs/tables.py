@@ -93,6 +93,10 @@ def benchmark(records: list[Record]) -> str:
     return f"{images}\n\n{caption(records)}.\n\n{full_table(records)}"
 
 
+def of_fresh_memory(records: list[Record]) -> str:
+    return f"{caption(records)}.\n\n{full_table(records)}"
+
+
 def readme(records: list[Record]) -> str:
     image = picture("Time over the bare GEMMs, and peak memory", "bench")
     return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}"
@@ -250,18 +254,26 @@ def pooling(records: list[Record]) -> str:
 
 
 def train_step(records: list[Record]) -> str:
-    """Seconds of a whole step by each method, the last one measured."""
-    last = records[-1]
-    dense = last["seconds"]["dense"]
+    """Seconds of a whole step by each method, with the last ones measured of new and of kept memory."""
+    last = {r["freed_memory"]: r for r in records}
     rows = []
-    for method, seconds in last["seconds"].items():
-        ratio = statistics.median(a / b for a, b in zip(seconds, dense, strict=True))
-        spread = f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
-        rows.append([method, spread, f"{ratio:.2f}"])
-    shape = "{tokens:,} tokens, V={vocabulary:,}, H={hidden:,}".format(**last["shape"])
+    for memory, of in {
+        "new at each step": last["fresh"],
+        "of the step before": last["kept"],
+    }.items():
+        for method, seconds in of["seconds"].items():
+            ratio = statistics.median(
+                a / b for a, b in zip(seconds, of["seconds"]["dense"], strict=True)
+            )
+            spread = f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
+            rows.append([memory, method, spread, f"{ratio:.2f}"])
+    kept = last["kept"]
+    shape = "{tokens:,} tokens, V={vocabulary:,}, H={hidden:,}".format(**kept["shape"])
+    busy = max(r["others"] for r in last.values())
     return (
-        f"{grid(['loss', 'a step', '× dense'], rows)}\n\n{shape}; medians of {len(dense)} rounds in turn. "
-        f"{machine([last])} Other processes took up to {last['others']:.0%} of the machine."
+        f"{grid(['memory', 'loss', 'a step', '× dense'], rows)}\n\n{shape}; medians of "
+        f"{len(kept['seconds']['dense'])} rounds in turn. {machine([kept])} Other processes took up to {busy:.0%} "
+        "of the machine."
     )
 
 
@@ -302,6 +314,7 @@ def _bold(ratio: float, own: bool) -> str:
 PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "logits.md": ("logits_table.jsonl", logits),
     "benchmark.md": ("benchmark.jsonl", benchmark),
+    "benchmark_fresh.md": ("benchmark_fresh.jsonl", of_fresh_memory),
     "train_step.md": ("train_step.jsonl", train_step),
     "slices.md": ("slices.jsonl", slices),
     "scaling.md": ("scaling.jsonl", scaling),

@@ -1,7 +1,5 @@
 """How times grow with sizes, which slices are fastest, and a whole training step: the scripts at tiny sizes."""
 
-import json
-
 import pytest
 import torch
 from PIL import Image
@@ -95,6 +93,9 @@ def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):
     assert sizes["tokens"] == 64
     monkeypatch.setattr(train_step, "measured", lambda *_: (seconds, sizes, busy))
     train_step.main(["--out", str(tmp_path / "step.jsonl")])
-    (record,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
-    assert record["versions"]["torch"] == torch.__version__
-    assert "| dense | " in tables.train_step([record])
+    records = read_lines(tmp_path / "step.jsonl")
+    assert [r["freed_memory"] for r in records] == ["fresh", "kept"]
+    assert records[0]["versions"]["torch"] == torch.__version__
+    page = tables.train_step(records)
+    assert "| new at each step | dense | " in page
+    assert "| of the step before | logitless | " in page

@@ -25,6 +25,11 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("logitless ")
 
 
+def test_the_package_is_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "logitless", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "logitless"), done.stderr
+
+
 def test_an_unknown_command(capsys):
     assert main(["trian"]) == 2
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err

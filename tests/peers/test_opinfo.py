@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 import logitless as ll
-from logitless.errors import OptionError
 from tests.support.peers.outcomes import BUDGET, Within, assert_held, outcome
 
 LINEAR = "nn.functional.linear_cross_entropy"
@@ -102,10 +101,10 @@ def one_head(
         return ll.linear_cross_entropy(hidden, head, target, weight=weight, ignore_index=ignore, **options)
     classes = torch.arange(target.shape[-1]).expand(target.shape)
     stats = ll.token_stats(hidden, head, candidates=classes, want=("logsumexp",))
-    spread = target * (1 - label_smoothing) + label_smoothing / target.shape[-1]
-    spread = spread if weight is None else spread * weight
     logp = stats.candidate_logits - stats.logsumexp[..., None]
-    each = -(spread.to(logp.dtype) * logp).sum(-1)
+    spread = target.to(logp.dtype) * (1 - label_smoothing) + label_smoothing / target.shape[-1]
+    spread = spread if weight is None else spread * weight
+    each = -(spread * logp).sum(-1)
     return reduced(each, torch.ones_like(each), reduction)
 
 
@@ -178,10 +177,6 @@ def linear_operands(given: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[s
 @pytest.mark.parametrize(("operator", "dtype", "index"), cases(LINEAR))
 def test_linear_cross_entropy(operator, dtype, index):
     operands, others, trained = linear_operands(sample(operator, dtype, index))
-    if "weight" in operands and others.get("label_smoothing") and not operands["target"].is_floating_point():
-        with pytest.raises(OptionError, match="weight"):
-            linear_ours(**operands, **others)
-        return
     check(
         lambda **x: linear_ours(**x, **others),
         lambda **x: functional.linear_cross_entropy(**x, **others),
@@ -265,6 +260,8 @@ def test_log_softmax(operator, dtype, index):
     """Every entry, as candidates."""
     given = sample(operator, dtype, index)
     axis = given.args[0]
+    if given.input.ndim and not given.input.shape[axis]:
+        pytest.skip("a softmax over no entry has no head")
 
     def ours(input: Tensor) -> Tensor:
         rows, head = by_rows(input, axis)
