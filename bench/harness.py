@@ -96,8 +96,8 @@ def release_memory() -> None:
 def freed_memory_kept() -> Iterator[None]:
     """glibc keeps what is freed meanwhile, so that a timed call is not one of the kernel clearing memory for it.
 
-    By default a tensor of more than 32 MB is new memory at each call, which the kernel clears page by page: here more
-    than half of the time of a training step that makes all logits.
+    By default a tensor of more than 32 MB is new memory at each call, which the kernel clears page by page. Kept memory
+    is used again in most calls and not in all: an aligned tensor may not fit into the hole that its like has left.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
@@ -166,6 +166,12 @@ class Worker:
 
     def resident_bytes(self) -> int:
         return resident_bytes(self._process.pid or "self") if self._process.is_alive() else 0
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self, patience: float = 10.0) -> None:
         self._connection.close()  # which an idle worker takes as its end

@@ -1,9 +1,9 @@
 """Run the benchmark: `python -m bench.run [--quick] [--cases loss,ppo] [--out bench/results/NAME.jsonl]`.
 
-For each case: float64 reference; then each method in its own process: gate, memory, and the rounds, in which the
-methods take turns in a different order each time. One process computes at a time. Ratios are of the least of the
-rounds. With --keep-memory a timed call uses the memory of an untimed one again; without, every large tensor is new
-memory, as glibc has it.
+For each case: float64 reference; then each method in a process of its own: gate and memory, and a new process for each
+of the rounds, in which the methods take turns in a different order. One process lives at a time. Ratios are of the
+least of the rounds. With --keep-memory a timed call may use the memory of an untimed one again; without, every large
+tensor is new memory, as glibc has it.
 """
 
 import argparse
@@ -11,7 +11,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class Subject:
 
     def __init__(self, case_name: str, shape: Shape, method: Method, keep_memory: bool = False) -> None:
         case = CASES[case_name]
-        self.keep_memory, self.once = keep_memory, 0.0  # seconds of the first call that is timed
+        self.keep_memory = keep_memory
         self.tensors = make_tensors(case, shape)
         self.step = method.build(case, self.tensors)
 
@@ -56,17 +58,14 @@ class Subject:
         start = time.perf_counter()
         with ResidentPeak() as peak:
             results = self.step()
-        self.once = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         del results
         release_memory()
-        return peak.above_mb, (resident_bytes() - peak.baseline) / MB, self.once
+        return peak.above_mb, (resident_bytes() - peak.baseline) / MB, seconds
 
     def seconds(self, calls: int) -> tuple[float, float]:
-        if not self.keep_memory:
-            return timed(self.step, calls)
-        with freed_memory_kept():
-            if self.once < LONG_SECONDS:
-                self.step()  # takes the memory that the timed calls use again
+        with freed_memory_kept() if self.keep_memory else nullcontext():
+            self.step()  # loads what is loaded once, and takes the memory that kept memory is
             return timed(self.step, calls)
 
 
@@ -79,62 +78,55 @@ class Oracle:
 
 
 class Crew:
-    """The living workers of one case, which together stay below a memory limit."""
+    """Processes for the methods of one case, one at a time, each below a memory limit."""
 
-    def __init__(self, limit_gb: float) -> None:
-        self.limit_gb = limit_gb
-        self.workers: dict[str, Worker] = {}
+    def __init__(self, case: Case, shape: Shape, keep_memory: bool, limit_gb: float) -> None:
+        self.case, self.shape, self.keep_memory, self.limit_gb = case, shape, keep_memory, limit_gb
 
-    def _watch(self) -> None:
-        used = sum(w.resident_bytes() for w in self.workers.values()) / 1e9
+    def write_oracle(self, folder: Path) -> None:
+        with Worker(Oracle, self.case.name, self.shape) as worker:
+            worker.call("write", folder, watch=partial(self._watch, worker))
+
+    @contextmanager
+    def process(self, method: Method) -> Iterator[Callable[..., Any]]:
+        """call(name, ...) of a new process's `Subject`: a process keeps a speed of its own for all of its life."""
+        with Worker(Subject, self.case.name, self.shape, method, self.keep_memory) as worker:
+            yield partial(worker.call, watch=partial(self._watch, worker))
+
+    def _watch(self, worker: Worker) -> None:
+        used = worker.resident_bytes() / 1e9
         if used > self.limit_gb:
-            raise WorkerError(f"all methods together hold {used:.1f} GB, more than --memory-limit-gb")
-
-    def call(self, name: str, method: str, *args: Any) -> Any:
-        try:
-            return self.workers[name].call(method, *args, watch=self._watch)
-        except WorkerError:
-            self.dismiss(name)
-            raise
-
-    def dismiss(self, name: str) -> None:
-        self.workers.pop(name).stop()
-
-    def dismiss_all(self) -> None:
-        for name in list(self.workers):
-            self.dismiss(name)
+            raise WorkerError(f"its process holds {used:.1f} GB, more than --memory-limit-gb")
 
 
 def qualify(crew: Crew, method: Method, oracle: Path) -> Record:
-    """Gate and memory of one method; the warm-up as well. A method that fails is not timed."""
+    """Gate and memory of one method; the first call of all, too. A method that fails is not timed."""
     record: Record = {"method": method.name, "method_kind": method.kind, "status": "ok", "seconds": []}
     try:
-        if method.kind == "floor":
-            crew.call(method.name, "seconds", 1)
-        else:
-            record["errors"] = crew.call(method.name, "gate", oracle)
-            worst = max(record["errors"], key=record["errors"].__getitem__)
-            if record["errors"][worst] > LIMIT:
-                crew.dismiss(method.name)
-                return record | {
-                    "status": "wrong",
-                    "reason": f"{worst} is off by {record['errors'][worst]:.1e}",
-                }
-        record["peak_mb"], record["kept_mb"], once = crew.call(method.name, "memory")
-        record["calls"] = max(1, round(LEAST_SECONDS / once))
+        with crew.process(method) as call:
+            if method.kind == "floor":
+                call("seconds", 1)
+            else:
+                record["errors"] = call("gate", oracle)
+                worst = max(record["errors"], key=record["errors"].__getitem__)
+                if record["errors"][worst] > LIMIT:
+                    return record | {"status": "wrong", "reason": f"{worst} is off by {record['errors'][worst]:.1e}"}
+            record["peak_mb"], record["kept_mb"], once = call("memory")
+            record["calls"] = max(1, round(LEAST_SECONDS / once))
     except WorkerError as error:
         record |= {"status": "failed", "reason": str(error)}
     return record
 
 
-def run_rounds(crew: Crew, records: list[Record], rounds: int) -> None:
+def run_rounds(crew: Crew, methods: Sequence[Method], records: list[Record], rounds: int) -> None:
     """Add to each record one time a round; the order changes from round to round."""
-    running = [r for r in records if r["status"] == "ok"]
+    running = [(m, r) for m, r in zip(methods, records, strict=True) if r["status"] == "ok"]
     for number in range(rounds):
-        for record in random.Random(number).sample(running, len(running)):
+        for method, record in random.Random(number).sample(running, len(running)):
             if record["status"] == "ok" and max(record["seconds"], default=0.0) < LONG_SECONDS:
                 try:
-                    wall, others = crew.call(record["method"], "seconds", record["calls"])
+                    with crew.process(method) as call:
+                        wall, others = call("seconds", record["calls"])
                 except WorkerError as error:
                     record |= {"status": "failed", "reason": str(error)}
                     continue
@@ -150,21 +142,13 @@ def run_case(
     limit_gb: float = 20.0,
     keep_memory: bool = False,
 ) -> list[Record]:
-    crew = Crew(limit_gb)
+    crew, records = Crew(case, shape, keep_memory, limit_gb), []
     with tempfile.TemporaryDirectory() as folder:
-        oracle = Path(folder)
-        try:
-            crew.workers["float64"] = Worker(Oracle, case.name, shape)
-            crew.call("float64", "write", oracle)
-            crew.dismiss("float64")
-            records = []
-            for method in methods:
-                crew.workers[method.name] = Worker(Subject, case.name, shape, method, keep_memory)
-                records.append(qualify(crew, method, oracle))
-                print(f"  {method.name}: {describe(records[-1])}", flush=True)
-            run_rounds(crew, records, rounds)
-        finally:
-            crew.dismiss_all()
+        crew.write_oracle(Path(folder))
+        for method in methods:
+            records.append(qualify(crew, method, Path(folder)))
+            print(f"  {method.name}: {describe(records[-1])}", flush=True)
+    run_rounds(crew, methods, records, rounds)
     add_ratios(records)
     about = {
         "kind": "result",

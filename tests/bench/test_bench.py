@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 
 import numpy as np
 import pytest
@@ -142,24 +141,32 @@ def test_resident_peak_sees_memory_that_is_gone_again():
     assert 95 < peak.above_mb < 125
 
 
-def test_freed_memory_is_used_again_while_it_is_kept():
-    def new_pages():
-        torch.ones(25_000_000)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(25_000_000)  # 100 MB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
+def test_freed_memory_is_kept_and_given_back():
+    harness.release_memory()
+    before = harness.resident_bytes()
     with harness.freed_memory_kept():
-        kept = new_pages()
-    assert 10 * kept < new_pages()
+        torch.ones(25_000_000)  # 100 MB
+        assert harness.resident_bytes() - before > 95e6
+    assert harness.resident_bytes() - before < 5e6
+    torch.ones(25_000_000)
+    assert harness.resident_bytes() - before < 5e6
 
 
-@pytest.mark.parametrize(("keep_memory", "calls"), [(False, 1), (True, 2)])
-def test_a_timed_call_follows_one_whose_memory_it_uses(keep_memory, calls):
+@pytest.mark.parametrize("keep_memory", [False, True])
+def test_a_timed_call_is_not_the_first(keep_memory):
     taken = []
     method = peers.Method("counted", lambda case, tensors: lambda: taken.append(1))
     run.Subject("entropy", TINY, method, keep_memory).seconds(1)
-    assert len(taken) == calls
+    assert len(taken) == 2
+
+
+def test_each_round_has_a_process_of_its_own(monkeypatch):
+    started = []
+    real = run.Worker
+    monkeypatch.setattr(run, "Worker", lambda *args: started.append(args[0]) or real(*args))
+    (dense,) = run.run_case(cases.CASES["entropy"], TINY, [peers.Method("torch", peers.dense)], rounds=2)
+    assert dense["status"] == "ok", dense
+    assert started == [run.Oracle] + [run.Subject] * 3
 
 
 @pytest.mark.parametrize(

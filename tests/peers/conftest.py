@@ -66,7 +66,8 @@ class Report:
         rows = json.loads(self.place.read_text()) if self.place.exists() else {}
         for peer, counts in self.counts.items():
             if counts:
-                rows[peer] = {**rows.get(peer, {}), "version": _version(peer), **counts}
+                before = {kind: count for kind, count in rows.get(peer, {}).items() if kind != "failed"}
+                rows[peer] = {**before, "version": _version(peer), **counts}
         self.place.write_text(json.dumps({peer: rows[peer] for peer in DISTRIBUTIONS if peer in rows}, indent=2) + "\n")
 
 
