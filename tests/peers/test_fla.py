@@ -148,9 +148,12 @@ def test_grpo(given):
 
 @pytest.mark.calls_peer("fla", "einops")
 @pytest.mark.parametrize("given", [given for given in GRPO if given[2] == torch.float32])
-def test_its_grpo(given):
+def test_its_grpo(given, monkeypatch):
     from fla.modules.grpo import fused_grpo_loss
+    from triton.runtime.autotuner import Autotuner
 
+    # A launch's size is not timed where no device could say so: the first is taken.
+    monkeypatch.setattr(Autotuner, "do_bench", lambda self, call, quantiles: [0.0] * len(quantiles))
     length, vocab, dtype, beta, masked = given
     operands = grpo_operands(length, vocab, dtype, masked)
 
