@@ -107,7 +107,7 @@ def stats_of(
 
     def build() -> Callable[[], Any]:
         hidden, head, labels = _made(*shape, grad=grad)
-        if "kl" in want:
+        if {"kl", "jsd"} & set(want):
             options["reference"] = _made(*shape, grad="")[:2]
 
         def step() -> None:
@@ -141,5 +141,7 @@ NOT_ROWS = (
     Call("frozen-entropy", "log-prob + entropy, frozen head", LLAMA_SHAPE,
          stats_of(LLAMA_SHAPE, ("logprob", "entropy"), "h")),
     Call("frozen-kl", "log-prob + KL, frozen head", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("logprob", "kl"), "h")),
+    Call("jsd", "Jensen-Shannon divergence to a reference", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",))),
+    Call("jsd-gradient", "the same, with gradients", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",), "hw")),
 )  # fmt: skip
 CALLS = {call.name: call for call in (*map(of_row, ROWS.values()), *NOT_ROWS)}

@@ -122,7 +122,8 @@ def _ones(shape: tuple[int, ...]) -> Any:
 
 def _product(a: Tensor, b: Tensor, result: int, adds: bool) -> Product:
     columns = b.shape[-1] if b.dim() > 1 else 1
-    return Product(a.shape[:-1].numel(), columns, a.shape[-1], a.dtype.itemsize, result, adds)
+    tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return Product(a.shape[:-1].numel(), columns, a.shape[-1], a.dtype.itemsize, result, adds, tf32)
 
 
 class Operators(TorchDispatchMode):

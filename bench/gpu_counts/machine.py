@@ -26,6 +26,7 @@ class Machine:
     processors: int = 132
     clock: float = 1.7e9  # Hz, while tensor cores are busy
     rate: float = 739e12  # flop a second of bf16 products in whole waves
+    rate_tf32: float = 370e12  # of fp32 products in TF32
     rate_fp32: float = 50e12  # of fp32 products, without TF32
     bandwidth: float = 4.3e12  # bytes a second of memory
     shown: float = 0.4  # of a product's result, read and written: what the multiplying does not hide
@@ -39,7 +40,7 @@ class Machine:
         for rows, columns, share in TILES:
             tiles = -(-p.rows // rows) * -(-p.columns // columns)
             waves = -(-tiles // self.processors)
-            rate = self.rate if p.operand == 2 else self.rate_fp32
+            rate = self.rate if p.operand == 2 else self.rate_tf32 if p.tf32 else self.rate_fp32
             seconds = waves * self.processors * 2 * rows * columns * p.depth / (rate * share)
             best = min(best, (tiles, waves, seconds), key=lambda found: found[2])
         return best

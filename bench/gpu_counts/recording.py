@@ -19,6 +19,7 @@ class Product:
     operand: int
     result: int
     adds: bool = False  # onto what is there, so that the result is read as well
+    tf32: bool = False  # of fp32 operands, ten binary digits of each
 
     @property
     def flop(self) -> int:

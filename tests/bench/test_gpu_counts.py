@@ -25,8 +25,8 @@ from bench.gpu_counts.kernels import Launch, compiled
 from bench.gpu_counts.recording import Operator, Product, Wait
 from logitless.sample.rules import Rules
 
-HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice"}
-COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "ppo")
+HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice", "look_again"}
+COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "ppo", "fp16", "jsd")
 found, kernels = {}, {}
 with claimed() as recording:
     for name, call in CALLS.items():
@@ -55,10 +55,13 @@ KERNELS = {
     "loss accumulate_plain_slice": (48, 9.0, 0),
     "loss logits_grad_slice": (38, 11.5, 1),
     "values accumulate_plain_slice": (64, 11.0, 0),
+    "fp16 logits_grad_slice": (40, 15.5, 1),
+    "jsd look_again": (80, 132.0, 6),
 }
 LAUNCHES = {
     "loss": 71, "loss-qwen": 233, "values": 31, "values-qwen": 58, "frozen": 101, "ppo": 363, "sample": 21,
     "loss-default": 69, "autocast": 80, "fp16": 323, "upstream": 71, "odd-loss": 42, "max-logit": 22, "top-20": 23,
+    "jsd": 271, "jsd-gradient": 446,
 }  # fmt: skip
 WAITS = 1  # of any call
 

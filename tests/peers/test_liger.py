@@ -447,9 +447,20 @@ def test_policy(case):
     case.check()
 
 
+def counts_padding(case: Policy) -> bool:
+    """Whether its LUSPO adds up padding as well: where tokens of a response have numbers of their own."""
+    return case.loss == "luspo" and (case.sampler or (case.reference and case.beta > 0))
+
+
 @pytest.mark.calls_peer("liger_kernel")
 @pytest.mark.parametrize(
-    "case", [*(case for case in GRPO if case.vocab == 123 and not case.bias), *GRPO_OPTIONS], ids=str
+    "case",
+    [
+        case
+        for case in (*(case for case in GRPO if case.vocab == 123 and not case.bias), *GRPO_OPTIONS)
+        if not counts_padding(case)
+    ],
+    ids=str,
 )
 def test_its_grpo(case):
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -457,7 +468,7 @@ def test_its_grpo(case):
     loss = LigerFusedLinearGRPOLoss(
         beta=case.beta,
         compiled=False,
-        use_ref_model=False,
+        use_ref_model=case.reference,
         epsilon_low=case.low,
         epsilon_high=case.high,
         loss_type=case.loss,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,29 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
     return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
+
+
+def has_tf32(x: Tensor) -> bool:
+    """Whether its device multiplies fp32 numbers on tensor cores, ten binary digits of each."""
+    nvidia = x.device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+@contextmanager
+def tf32_products(wanted: bool) -> Iterator[None]:
+    """fp32 products from the first ten binary digits of a mantissa, which is all that an fp16 number has.
+
+    The switch is the whole process's: another thread's fp32 products are such ones as well, as long as this lasts.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if wanted:
+        matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        if wanted:
+            matmul.fp32_precision = before
 
 
 def has_autocast(device_type: str) -> bool:

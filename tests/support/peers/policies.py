@@ -127,7 +127,7 @@ class Policy(Case):
         if self.loss == "dr_grpo":
             return each.sum() / mask.numel()
         if self.loss == "luspo":  # by hand: no loss of the library's
-            return (each * count).sum() / (mask.shape[0] * mask.shape[1])
+            return each.sum() / mask.shape[0]
         return each.sum() / mask.sum()
 
     def ours(self, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, **given: Any) -> Tensor:
@@ -152,7 +152,7 @@ class Policy(Case):
         if self.items is not None:
             return torch.where(mask.bool(), each, 0.0).sum() / self.items
         if self.loss == "luspo":
-            return (torch.where(mask.bool(), each, 0.0) * mask.sum(-1, keepdim=True)).sum() / mask.numel()
+            return torch.where(mask.bool(), each, 0.0).sum() / mask.shape[0]
         return ll.losses.batch_loss(each, mask, SCHEMES.get(self.loss, "token"), self.length)
 
     def _ratio(self, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
+from ...devices import has_tf32, tf32_products
 from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised
 from ..logits import Operands, add_product, logits_grad_dtype, product
@@ -332,6 +333,8 @@ class TritonBackend(Backend):
         numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
         sizes = table_for(totals.m.device)["logits_grad"]
         flags = {name.upper(): name in coefficients for name in differentiating.COEFFICIENTS[1:]}
+        # an fp16 head's products with dL/dz in fp32: TF32 has all of its digits
+        tf32 = chunk.policy.factors[0].dtype == torch.float16 and has_tf32(totals.m)
         stays, begins = iter(chunk.materialised), grads.begins(grads.weight)
         for v in chunk.vocabulary():
             w = chunk.policy.operand(v)
@@ -349,17 +352,19 @@ class TritonBackend(Backend):
                 coefficients=given,
                 BETA=chunk.jsd_beta,
                 RAW=tile.raw,
+                TEN_DIGITS=tf32,
                 ROWS=sizes["rows"],
                 BLOCK=sizes["block"],
             )
             if grads.bias is not None:
                 grads.bias[v] += dz.sum(0, dtype=grads.bias.dtype)
             for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
-                if tokens is not None:
-                    add_product(dz, part.to(dz.dtype), tokens)
-                if entries is not None:
-                    put = product if begins and entries is grads.weight else add_product
-                    put(dz.t(), factor.tokens.to(dz.dtype), entries[v])
+                with tf32_products(tf32 and factor.dtype == torch.float16):
+                    if tokens is not None:
+                        add_product(dz, part.to(dz.dtype), tokens)
+                    if entries is not None:
+                        put = product if begins and entries is grads.weight else add_product
+                        put(dz.t(), factor.tokens.to(dz.dtype), entries[v])
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
 

@@ -137,6 +137,13 @@ def look_again(
         add_to_row(out, 7, n, rows, live, below)
 
 
+@triton.jit
+def ten_digits(x):
+    """fp32 numbers rounded to the digits that a TF32 product reads: it cuts off the others, to smaller numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
+
+
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
 def logits_grad_slice(
     raw,
@@ -174,6 +181,7 @@ def logits_grad_slice(
     Q: tl.constexpr,
     ONE: tl.constexpr,
     EXCESS: tl.constexpr,
+    TEN_DIGITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -242,6 +250,8 @@ def logits_grad_slice(
                 dz += load_rows(coefficients, 6, n, rows, live)[:, None]
             share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
             dz = tl.where(valid, dz * (1.0 - share * share), 0.0)
+        if TEN_DIGITS:
+            dz = ten_digits(dz)
         tl.debug_barrier()
         tl.store(out + rows[:, None] * out_stride + columns[None, :], dz.to(out.dtype.element_ty), mask=room)
 
