@@ -136,6 +136,9 @@ def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
         shapes = GEMMS[-1:] if tiny else GEMMS
         best_of(trial, kept["gemm"], (dict(zip(names, g, strict=True)) for g in shapes), trial.values())
         shared_tokens(trial, kept["gemm"], trial.hidden.shape[0])
+        print("  a loss whose weights the kernel of the products writes", flush=True)
+        weights = ({"used": 1, "persistent": p, **dict(zip(names, g, strict=True))} for g, p in product(shapes, (1, 0)))
+        best_of(trial, kept["weights"], weights, trial.loss())
         name = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
         result = {**kept, "about": f"{name}, by bench/gpu.sh tune with torch {torch.__version__}"}
     finally:

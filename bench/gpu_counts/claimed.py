@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.gpu_counts.kernels import Argument, Launch
 from bench.gpu_counts.recording import Operator, Product, Recording, Wait
@@ -241,6 +243,8 @@ def _recorder(recording: Recording) -> Callable[..., None]:
     """What takes the place of a kernel's launch."""
 
     def seen(x: Any) -> Any:
+        if isinstance(x, TensorDescriptor):
+            return replace(x, base=seen(x.base))
         if not isinstance(x, Tensor):
             return x
         with torch._C.DisableTorchFunction():

@@ -108,15 +108,17 @@ def kernels_table(records: list[Record]) -> str:
 
 def _kernel_row(r: Record, every: list[Record]) -> list[str]:
     alike = [x for x in every if x["kernel"] == r["kernel"] and x["switches"] == r["switches"]]
-    by_device = {x["capability"]: x for x in alike if x["calls"] == r["calls"]}
+    shared = sorted(alike, key=lambda x: len(set(x["calls"]) & set(r["calls"])))
+    by_device = {x["capability"]: x for x in shared if set(x["calls"]) & set(r["calls"])}  # the last, with the most
+    devices = [by_device.get(capability, {}) for capability in dict.fromkeys(x["capability"] for x in every)]
     loop = r["loop"]
     return [
         f"`{r['kernel']}`",
         " ".join(f"{name}={x}" if x is not True else name for name, x in r["switches"].items()),
         ", ".join(r["calls"][:SHOWN]) + (f" and {len(r['calls']) - SHOWN} more" if len(r["calls"]) > SHOWN else ""),
         str(r["warps"]),
-        " / ".join(str(x["registers"]) for x in by_device.values()),
-        " / ".join(str(x["spills"]) for x in by_device.values()),
+        " / ".join(str(x.get("registers", "–")) for x in devices),
+        " / ".join(str(x.get("spills", "–")) for x in devices),
         str(r["per_processor"]),
         f"{r['instructions']:.1f}",
         f"{loop['half_rate'] / r['entries']:.1f}",
@@ -136,8 +138,10 @@ def machine_line(records: list[Record]) -> str:
     versions = records[0]["versions"]
     return (
         f"Predicted for one {m['name']}: {m['processors']} processors at {m['clock'] / 1e9:g} GHz, products at "
-        f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves with {100 * m['shown']:.0f} % of what they write or add to "
-        f"not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that a "
-        f"processor could issue, {1e6 * m['launch']:g} µs a launch at least, {1e6 * m['wait']:g} µs for each time the "
-        f"host waits. Compiled with Triton {versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
+        f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves ({m['rate_tf32'] / 1e12:.0f} in TF32, "
+        f"{m['rate_own'] / 1e12:.0f} in a kernel of Triton's) with {100 * m['shown']:.0f} % of what they write or add "
+        f"to not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that "
+        f"a processor could issue, {1e6 * m['launch']:g} µs a launch at least, {1e6 * m['wait']:g} µs for each time "
+        f"the host waits. Compiled with Triton {versions['triton']}, torch {versions['torch']}, "
+        f"{records[0]['date'][:10]}."
     )

@@ -19,7 +19,7 @@ from logitless.sample import tokens, triton_draw
 from logitless.sample.record import SampleRecord
 from logitless.vocab.backends import logits
 from logitless.vocab.backends.eager import backend as eager_backend
-from logitless.vocab.backends.triton import backend, slices, tuned
+from logitless.vocab.backends.triton import backend, slices, tuned, weights
 from logitless.vocab.backends.triton import rows as triton_rows
 from logitless.vocab.call import call, validate
 from logitless.vocab.passes.engine import Pass
@@ -58,7 +58,7 @@ def sizes(device: str, **changes: Any) -> Iterator[None]:
     table = copy.deepcopy(tuned.table_for(torch.device(device)))
     for name, change in changes.items():
         table[name] = table[name] | change if isinstance(change, dict) else change
-    with patch.object(backend, "table_for", lambda _: table):
+    with patch.object(backend, "table_for", lambda _: table), patch.object(weights, "table_for", lambda _: table):
         yield
 
 
@@ -117,9 +117,9 @@ def half_products(device: str) -> Iterator[None]:
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(patch.object(logits, "has_out_dtype", lambda _: True))
-            for module in (logits, slices, backend, eager_backend):
+            for module in (logits, slices, backend, weights, eager_backend):
                 stack.enter_context(patch.object(module, "add_product", addmm))
-            for module in (logits, slices, backend):
+            for module in (logits, slices, backend, weights):
                 stack.enter_context(patch.object(module, "product", mm))
         yield
 

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
-from ...algebra.stats import DENSE, Coefficients, label_coefficient, label_shares, put_second_look, sums_of
+from ...algebra.stats import (
+    DENSE,
+    Coefficients,
+    bases_of,
+    label_coefficient,
+    label_shares,
+    put_second_look,
+    sums_of,
+)
 from ..call.call import Call, Inputs
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
@@ -178,6 +186,12 @@ def multiplied_dtype(call: Call, weight: Weight) -> torch.dtype:
 def converts(call: Call, weight: Weight) -> bool:
     """Whether that is not its own."""
     return weight.dtype != multiplied_dtype(call, weight) or call.options.autocast not in (None, weight.dtype)
+
+
+def p_alone(call: Call) -> bool:
+    """Whether a loss of the call's statistics has a gradient of p and terms of single entries: weights suffice."""
+    want = call.options.want
+    return bases_of(want) <= {"p"} and "t" not in sums_of(want) and not call.head.softcap
 
 
 def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:

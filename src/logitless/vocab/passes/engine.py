@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...algebra.costs import Price, Slices, looking_again_is_cheaper
 from ...algebra.online_softmax import Totals, share_of_tail, widen
-from ...algebra.stats import STATISTICS, bases_of, looks_twice, sums_of
-from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip
+from ...algebra.stats import STATISTICS, looks_twice, sums_of
+from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Skip, p_alone
 from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
@@ -271,10 +271,9 @@ def loss_gradients(call: Call, needs: Needs, evaluate: Evaluate) -> tuple[Gradie
     total = _begun(run, needs)
     stat_grads: dict[str, Tensor] = {}
 
-    want = call.options.want
-    simple = bases_of(want) <= {"p"} and "t" not in sums_of(want) and not call.head.softcap
+    keep = "weights" if p_alone(call) else "logits"
     for rows, chunk in run.chunks():
-        found = run.accumulate(chunk, keep="weights" if simple else "logits")
+        found = run.accumulate(chunk, keep=keep)
         part = read(call, chunk, found)
         g = evaluate(rows, part)
         if needs.any:

@@ -17,24 +17,25 @@ from torch import Tensor
 
 from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
-from ....algebra.stats import Coefficients
+from ....algebra.stats import Coefficients, sums_of
 from ...call.call import Call
 from ...devices import has_tf32, tf32_products
 from ...head.quantised import plain
-from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised
+from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised, p_alone
 from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows
 from .device import on, processors
+from .parts import merge
 from .slices import Heads, ahead, buffer, narrow, of_slice, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
+from .weights import weigh_products, weights_grad, writes_weights
 from .written import finished, label_coefficients
 
 accumulating: Any = accumulate_kernels  # a launch turns plain numbers into what a kernel's signature says
 differentiating: Any = logits_grad_kernels
 plainly: Any = plain_kernels
 STEEPEST = 1e6  # factor of a product, up to which masked entries stay finite in the kernel for plain heads
-MERGED = 64  # partial accumulations that one program merges
 
 
 class Running:
@@ -201,20 +202,6 @@ class Running:
         )
 
 
-def merge(state: Tensor, flags: dict[str, bool]) -> Tensor:
-    """(fields, parts, n) -> (fields, 1, n)."""
-    fields, parts, n = state.shape
-    while parts > 1:
-        group = min(parts, MERGED)
-        count = triton.cdiv(parts, group)
-        out = torch.empty(fields, count, n, dtype=state.dtype, device=state.device)
-        accumulating.merge_parts[(triton.cdiv(n, 16), count)](
-            state, out, n, parts, count, group, **flags, PARTS=triton.next_power_of_2(group), ROWS=16
-        )
-        state, parts = out, count
-    return state
-
-
 def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> bool:
     """Whether products and accumulation share a kernel: for values of one head, if the device's table says so."""
     first, *adapters = chunk.policy.factors
@@ -281,6 +268,9 @@ class TritonBackend(Backend):
         with on(chunk.inputs.hidden.device):
             if in_one_kernel(chunk, bases, keep):
                 return accumulate_products(chunk)
+            own = chunk.sums, chunk.top_k
+            if keep == "weights" and writes_weights(chunk.inputs, chunk.policy.head, chunk.reference, *own):
+                return weigh_products(chunk)
             run = Running(chunk, bases, keep)
             if overlaps(chunk, len(bases), keep):
                 for tile, w in ahead(chunk):
@@ -323,7 +313,10 @@ class TritonBackend(Backend):
         if not is_dense(chunk, coefficients):
             return
         with on(totals.m.device):
-            self._logits_grad(chunk, totals, coefficients, grads)
+            if chunk.materialised and chunk.materialised[0].m is not None:
+                weights_grad(chunk, totals, chunk.policy.chain(coefficients["p"]), grads)
+            else:
+                self._logits_grad(chunk, totals, coefficients, grads)
 
     def _logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         heads, chained = Heads(chunk), {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
@@ -387,6 +380,10 @@ class TritonBackend(Backend):
         table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
         if table["overlap"] and not (materialised or bases):  # two slices live at once
             demand["heads"] *= 2
+        own = sums_of(call.options.want), call.options.top_k
+        weights = materialised and p_alone(call) and writes_weights(call.inputs, call.head, call.reference, *own)
+        if weights:
+            demand["itemsize"] = torch.bfloat16.itemsize
         found = fused_slices_of(
             n_tokens,
             vocab_size,
@@ -397,7 +394,8 @@ class TritonBackend(Backend):
             processors=processors(hidden.device),
             hidden=hidden.shape[1],
         )
-        return replace(found, nbytes=found.nbytes + held, copied=held)
+        beside = found.tokens * hidden.shape[1] * (4 + 2) if weights else 0  # a product, and scaled hidden states
+        return replace(found, nbytes=found.nbytes + held + beside, copied=held)
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""

@@ -1,0 +1,150 @@
+"""A loss whose weights the kernel of the products writes: no slice of logits, and one launch in the place of three."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import logitless as ll
+from logitless.vocab.backends.triton import backend, weights
+from tests.support.plain import over
+from tests.support.vocab.comparing import Operands, operands
+from tests.support.vocab.triton_calls import half_products, no_kernel_for_slices, sizes
+
+N, H, V = 40, 24, 1031
+GRADIENT = 2**-7  # of the largest entry: p and hidden states are rounded to bf16, which the interpreter cuts off
+
+
+class Wide:
+    """The kernel with operands in fp32, of the same numbers: the interpreter multiplies the bits of bf16 ones."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(x: Any, entries: Any, *others: Any, **options: Any) -> None:
+            wide = (replace(y, base=y.base.float()) for y in (x, entries))
+            self.kernel[grid](*wide, *others, **options)
+
+        return launch
+
+
+@contextmanager
+def weights_written(device: str) -> Iterator[None]:
+    """In blocks that divide nothing, and with no other kernel that accumulates."""
+    small = {"rows": 16, "entries": 128, "again": 64, "inner": 16, "used": 1}
+    with ExitStack() as stack:
+        if device == "cpu":
+            kernel = weights.weighing.weigh_products
+            stack.enter_context(patch.object(weights.weighing, "weigh_products", Wide(kernel)))
+        stack.enter_context(sizes(device, weights=small))
+        stack.enter_context(half_products(device))
+        stack.enter_context(no_kernel_for_slices())
+        stack.enter_context(patch.object(backend.differentiating, "logits_grad_slice", None))
+        yield
+
+
+def losses(ops: Operands, **options) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Ours, its gradients, and those of dense float64."""
+    up, device = torch.tensor(0.25), ops.hidden.device.type
+    smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    exact = ops.to(torch.float64)
+    z = exact.hidden @ exact.weight.T * exact.head.scale
+    lse = z.logsumexp(-1)
+    each = lse - (1 - smoothing) * z.gather(1, ops.labels[:, None])[:, 0] - smoothing * z.mean(-1) + z_loss * lse**2
+    true = torch.autograd.grad(each.mean(), [exact.hidden, exact.weight], up.double().to(device))
+    with weights_written(device):
+        mine = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton", **options)
+        found = torch.autograd.grad(mine, [ops.hidden, ops.weight], up.to(device))
+    torch.testing.assert_close(mine.double(), each.mean().detach(), rtol=2e-5, atol=2e-5)
+    return mine, list(found), list(true)
+
+
+def held(found: list[Tensor], true: list[Tensor]) -> None:
+    for got, right in zip(found, true, strict=True):
+        assert float((got.double() - right).abs().max() / right.abs().max()) < GRADIENT
+
+
+@over("options", {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-3}})
+@over("budget", [None, 60_000])
+def test_a_loss_and_its_gradients(options, budget, device):
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False, spread=2.0).on(device)
+    _, found, true = losses(ops, memory_budget=budget, **options)
+    held(found, true)
+
+
+@over("spread", [30.0, 300.0])
+def test_labels_far_below_the_maximum(spread, device):
+    """Weights relative to the label's logit would overflow: such blocks of tokens are made a second time."""
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False, spread=spread).on(device)
+    _, found, true = losses(ops)
+    held(found, true)
+
+
+def test_a_policy_loss_of_scaled_logits_with_a_temperature_each(device):
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False, scale=0.7).on(device)
+    temperature, advantages = (torch.rand(N, device=device) + 0.5 for _ in range(2))
+    exact = ops.to(torch.float64)
+    z = exact.hidden @ exact.weight.T * 0.7 / temperature.double()[:, None]
+    logprob = z.log_softmax(-1).gather(1, ops.labels[:, None])[:, 0]
+    true = torch.autograd.grad(-(logprob * advantages).sum(), [exact.hidden, exact.weight])
+    with weights_written(device):
+        loss = ll.token_loss(
+            lambda stats, a: -a * stats.logprob,
+            *(ops.hidden, ops.head, ops.labels),
+            want=("logprob",),
+            inputs=(advantages,),
+            temperature=temperature,
+            reduction="sum",
+            backend="triton",
+        )
+        found = torch.autograd.grad(loss, [ops.hidden, ops.weight])
+    held(list(found), list(true))
+
+
+@over("trained", ["hidden", "weight"])
+def test_one_gradient_and_once_more(trained, device):
+    """A second backward takes the same steps."""
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False).training(trained).on(device)
+    with weights_written(device):
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton")
+        leaf = getattr(ops, trained)
+        (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(first, second)
+
+
+def test_nan_stays_where_it_was(device):
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False)
+    with torch.no_grad():
+        ops.hidden[3] = torch.nan
+    ops = ops.training("hidden").on(device)
+    with weights_written(device):
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton")
+        (found,) = torch.autograd.grad(loss, ops.hidden)
+    assert found.isnan().all(1).nonzero().flatten().tolist() == [3]
+    assert int(found.isnan().any(1).sum()) == 1
+
+
+@over("budget", [60_000, 200_000])
+def test_twice_as_many_tokens_share_a_chunk(budget, device):
+    """A weight takes half of a logit's bytes."""
+    ops = operands((400,), H, V, dtype=torch.bfloat16, bias=False).on(device)
+    said = []
+    for used in (0, 1):
+        with half_products(device), sizes(device, weights={"used": used}):
+            said.append(ll.explain(ops.hidden, ops.head, ops.labels, loss=True, memory_budget=budget, backend="triton"))
+    assert 1.7 < said[1].slices.tokens / said[0].slices.tokens < 2.3
+
+
+def test_gradients_are_nearer_to_float64_than_bf16_torchs(device):
+    ops = operands((300,), H, V, dtype=torch.bfloat16, bias=False, spread=2.0).on(device)
+    plain = torch.nn.functional.cross_entropy(ops.hidden @ ops.weight.T, ops.labels) / 4
+    theirs = torch.autograd.grad(plain, [ops.hidden, ops.weight])
+    _, found, true = losses(ops)
+    for mine, other, right in zip(found, theirs, true, strict=True):
+        assert (mine.double() - right).norm() <= (other.double() - right).norm()
