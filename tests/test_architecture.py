@@ -218,6 +218,8 @@ def test_who_may_import_which_package(path):
         assert "cli" not in own_parts(path)
     if "triton" not in str(path.relative_to(ROOT)):
         assert "triton" not in names
+    if path.name != "quack.py":
+        assert "quack" not in names
     if part not in ECOSYSTEM_PARTS:
         assert not names & ECOSYSTEM
     assert not names & ({"torch"} if part == "jax" or path.name == "gemma.py" else {"jax", "jaxlib"})

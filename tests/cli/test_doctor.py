@@ -38,6 +38,7 @@ def test_each_backend_runs_or_says_why_not(capsys, monkeypatch):
     states = {(b["device"], b["backend"]): b for b in found["backends"]}
     assert states["cpu", "eager"]["runs"]
     assert "needs a CUDA device, got cpu" in states["cpu", "triton"]["reason"]
+    assert states["cpu", "quack"]["reason"] == "it needs a CUDA device, got cpu"
     assert found["versions"]["torch"] == torch.__version__
 
 

@@ -24,6 +24,8 @@ DEQUANTISED = 3  # hidden widths of a slice of a quantised head: its rows, and w
 GEMM_ROWS, GEMM_COLUMNS = 128, 256  # of a product, that a processor of a GPU computes as one block
 REWRITTEN = 550  # flop for whose time a number of the head's gradient is read and written once more
 READING = {"cpu": 16, "gpu": 256}  # tokens whose product computes as long as it reads the weight
+QUACK_TILE = 128  # tokens and entries of the blocks of QuACK's products, which have to divide a chunk
+INT32 = 2**31  # numbers of a chunk, whose offsets it counts in 32 bits
 ACCUMULATES = frozenset({"p", "plogp", "pD", "p2", "q"})  # bases whose product with W accumulates during the pass
 
 
@@ -221,6 +223,19 @@ def sparse_slices(slices: Slices, width: int, vocab_size: int, hidden_size: int,
     width = min(width, slices.width)
     each = 3 * itemsize * hidden_size + SLICE_SHARE * -(-vocab_size // width)
     return replace(slices, width=width, nbytes=slices.nbytes + slices.tokens * each)
+
+
+def quack_slices(n_tokens: int, vocab_size: int, hidden_size: int, *, budget: int) -> Slices:
+    """The chunks of QuACK's loss: whole rows of so many tokens that they keep to `budget`, down to one block of tokens.
+
+    For each token that is a row of exponentials in bf16, for each block of entries two numbers in fp32 and twice two in
+    bf16, two copies of its hidden states, and three numbers.
+    """
+    each = 2 * vocab_size + 16 * -(-vocab_size // QUACK_TILE) + 4 * hidden_size + 12
+    most = min(budget // each, (INT32 - 1) // vocab_size)
+    tokens = _even(n_tokens, max(QUACK_TILE, most // QUACK_TILE * QUACK_TILE))
+    tokens = -(-tokens // QUACK_TILE) * QUACK_TILE
+    return Slices(tokens, vocab_size, tokens * each)
 
 
 def aligned(width: int) -> int:

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from .call import quack_support
 from .call.call import Call
 from .call.lora import stand_in, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
-from .call.validate import flatten, flatten_inputs
+from .call.validate import flatten, flatten_inputs, flatten_whole_loss
 from .devices import compute_dtype
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
-from .passes import compiled
+from .passes import compiled, quack
 from .passes.autograd import stats
 from .passes.loss import (
     CrossEntropyOptions,
@@ -42,8 +43,8 @@ from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
 BREAKS = (
-    "logitless: token_loss, a SparseBackward and a quantised head break the graph, expected none of them with "
-    "fullgraph=True; leave that out"
+    "logitless: token_loss, backend 'quack', a SparseBackward and a quantised head break the graph, expected none of "
+    "them with fullgraph=True; leave that out"
 )
 F = TypeVar("F", bound=Callable[..., Any])
 __all__ = ["Explanation", "TokenStats", "explain", "linear_cross_entropy", "token_loss", "token_stats"]
@@ -170,19 +171,17 @@ def linear_cross_entropy(
     of tokens that count, or of their weights (Trainer's num_items_in_batch; of a tensor the value is not looked at, and
     0 gives inf). options: temperature, ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for
     fp64 inputs). A mean over no token is 0. Probability targets are refused. Raises what `token_stats` raises.
+    backend="quack": the package quack-kernels forms loss and gradients, with its exponentials in bf16; for a plain bf16
+    head on Hopper, and never taken unless it is named: this project has not run it on a GPU.
     Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
-    def arguments() -> Tensor | None:
-        check_reduction(reduction)
-        check_cross_entropy(label_smoothing, z_loss)
-        _check_names(options)
-        _check_weight(weight, head, hidden, label_smoothing)
-        return None if denominator is None else _check_denominator(denominator, reduction, hidden)
-
-    divisor = on_all(head, arguments)
+    on_all(head, lambda: _check_loss(hidden, head, weight, reduction, label_smoothing, z_loss, options))
+    divisor = on_all(head, lambda: _check_denominator(denominator, reduction, hidden))
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
+    if options.get("backend") == quack_support.NAME:
+        return _cross_entropy_by_quack(hidden, head, labels, reduction == "mean", divisor, options)
     alike = label_smoothing, z_loss, reduction, divisor, weight
     if reduction == "none":
         return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
@@ -211,6 +210,14 @@ def _cross_entropy_of_each(
     classes = weight.detach().to(numbers.logprob.dtype)
     weights = label_weights(labels, classes, options.get("ignore_index", -100))
     return cross_entropy_of(numbers, label_smoothing, z_loss, weights, classes)
+
+
+@_uncompiled
+def _cross_entropy_by_quack(
+    hidden: Tensor, head: LMHead, labels: Tensor, mean: bool, denominator: Tensor | None, options: Options
+) -> Tensor:
+    call = on_all(head, lambda: flatten_whole_loss(hidden, head, labels, **options))
+    return quack.cross_entropy(call, mean, denominator)
 
 
 def _token_stats(
@@ -263,6 +270,23 @@ def _prepared(
     return with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
 
 
+def _check_loss(
+    hidden: Tensor,
+    head: LMHead,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    options: Options,
+) -> None:
+    check_reduction(reduction)
+    check_cross_entropy(label_smoothing, z_loss)
+    _check_names(options)
+    _check_weight(weight, head, hidden, label_smoothing)
+    if options.get("backend") == quack_support.NAME:
+        quack_support.check_loss(reduction, weight, label_smoothing, z_loss)
+
+
 def _check_names(options: Options) -> None:
     for name in options:
         if name not in CROSS_ENTROPY_OPTIONS:
@@ -286,7 +310,9 @@ def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing
         raise OptionError(f"weight: expected no label_smoothing beside it where the head {kind}; leave out one of them")
 
 
-def _check_denominator(denominator: float | Tensor, reduction: str, hidden: Tensor) -> Tensor:
+def _check_denominator(denominator: float | Tensor | None, reduction: str, hidden: Tensor) -> Tensor | None:
+    if denominator is None:
+        return None
     if reduction != "mean":
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
     if isinstance(denominator, Tensor):

@@ -19,16 +19,18 @@ from ..algebra.costs import (
     weight_gradient_bytes,
 )
 from ..algebra.stats import looks_twice, sums_of
+from .call import quack_support
 from .call.call import Call, Inputs, Needs
 from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_sparse, compilable, flatten
+from .call.validate import check_sparse, compilable, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import planned
 from .passes.kept import chunks_of, entries_at_a_time
+from .passes.quack import slices_for
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def explain(
     `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
     Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
     """
-    call = stand_in(flatten(hidden, head, labels, **options))
+    by_quack = loss and options.get("backend") == quack_support.NAME
+    call = stand_in((flatten_whole_loss if by_quack else flatten)(hidden, head, labels, **options))
     needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
     price = loss_price(call, needs) if loss else stats_price(call, needs)
     sparse = call.options.sparse if price.skips else None
@@ -104,7 +107,7 @@ def explain(
         check_sparse(call)
     if call.sampling_mask is not None:
         return _over_sets(call, price, needs, call.sampling_mask)
-    price, slices = planned(call, n, price)
+    price, slices = (price, slices_for(call, n)) if by_quack else planned(call, n, price)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
     products = len(price.bases) * n * (head.hidden_size + rank) * itemsize

@@ -31,5 +31,5 @@ LOADERS: dict[str, Callable[[], Backend]] = {"compiled": _compiled, "eager": _ea
 
 @cache
 def load(name: str) -> Backend:
-    """The backend of this name, one of `call.choice.CANDIDATES`."""
+    """The backend of this name, one of `call.choice.CANDIDATES` that serve every pass."""
     return LOADERS[name]()

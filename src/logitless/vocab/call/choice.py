@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import BackendError
-from . import compiled_support, triton_support
+from . import compiled_support, quack_support, triton_support
 
 WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or loaded for it has paid for itself
 
@@ -19,12 +19,14 @@ class Candidate:
     """A backend that may serve a call; `backends.load` has the backend itself.
 
     why_not: the reason why it cannot run on a device, None where it can, said without loading it. devices: the types on
-    which it is taken where no backend is named, None for all. least: logits of a call for that.
+    which it is taken where no backend is named, None for all. least: logits of a call for that. only: the one function
+    that it computes, whole and by itself; None where it serves every pass by the contract of `backends.base`.
     """
 
     why_not: Callable[[torch.device | str], str | None]
     devices: tuple[str, ...] | None = None
     least: int = 0
+    only: str | None = None
 
     def serves(self, device: torch.device | str) -> bool:
         """Whether it is taken on such a device where no backend is named."""
@@ -40,6 +42,7 @@ CANDIDATES = {
     "triton": Candidate(triton_support.why_not, ("cuda",)),
     "compiled": Candidate(compiled_support.why_not, ("cpu",), WORTH_COMPILING),
     "eager": Candidate(lambda device: None),
+    quack_support.NAME: Candidate(quack_support.why_not, (), only=quack_support.FUNCTION),
 }
 
 
@@ -51,10 +54,18 @@ def choose(name: str | None, device: torch.device | str, logits: int = 0) -> str
         near = difflib.get_close_matches(str(name), CANDIDATES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BackendError(f"backend: expected one of {', '.join(sorted(CANDIDATES))} or None, got {name!r}{hint}")
+    only = CANDIDATES[name].only
+    if only is not None:
+        raise BackendError(f"backend {name!r}: expected {only}, which is all that it computes; leave backend out")
+    require(name, device)
+    return name
+
+
+def require(name: str, device: torch.device | str) -> None:
+    """Raise BackendError where this backend cannot run on a device."""
     reason = CANDIDATES[name].why_not(device)
     if reason is not None:
         raise BackendError(f"backend {name!r} cannot run here: {reason}; backend=None takes one that can")
-    return name
 
 
 def passed_over(name: str, device: torch.device | str, logits: int) -> str:

@@ -20,8 +20,9 @@ from ..head.draft import split
 from ..head.lm_head import LMHead
 from ..head.sparse import BOUNDED
 from ..sizing import current_sizing
+from . import quack_support
 from .call import Call, Inputs
-from .choice import choose
+from .choice import choose, require
 from .lora import lora_b_of
 from .options import DEFAULTS, CallOptions, Options
 from .rows_of_reference import RowsOfReference, RowSource
@@ -71,6 +72,15 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     if ref_head is None or ref_hidden is None:
         return Call(checked, head, inputs, sampling_mask=mask, reference_rows=ref_rows)
     return _beside(Call(checked, head, inputs, sampling_mask=mask), ref_hidden, ref_head)
+
+
+def flatten_whole_loss(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> Call:
+    """`flatten` for `linear_cross_entropy` by QuACK, which takes what `quack_support` says."""
+    options["backend"] = None
+    call = flatten(hidden, head, labels, **options)
+    require(quack_support.NAME, hidden.device)
+    quack_support.check_call(call)
+    return replace(call, options=replace(call.options, backend=quack_support.NAME))
 
 
 def _backend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,10 +106,10 @@ def stats(call: Call) -> dict[str, Tensor]:
 
 
 class FormedLoss:
-    """A loss whose gradient exists already: given away once, recomputed from per-token coefficients afterwards."""
+    """A loss whose gradient exists already: given away once, formed by `again` afterwards."""
 
-    def __init__(self, call: Call, needs: Needs, total: GradientBuffers, stat_grads: dict[str, Tensor]) -> None:
-        self.call, self.needs, self.stat_grads = call.without_tensors(), needs, stat_grads
+    def __init__(self, call: Call, total: GradientBuffers, again: Callable[[Call], GradientBuffers]) -> None:
+        self.call, self.again = call.without_tensors(), again
         self.total: GradientBuffers | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,14 +118,19 @@ class FormedLoss:
         if total is not None:
             return total.result(upstream)
         call = self.call.with_tensors(inputs)
-
-        def again(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: call.rows(g, rows) for name, g in self.stat_grads.items()}
-
-        total = loss_gradients(call, self.needs, again)[0]  # the same steps, so the same bits
+        total = self.again(call)
         if call.options.sparse is not None:
             call.options.sparse.scale(upstream)
         return total.result(upstream)
+
+
+def formed_again(needs: Needs, stat_grads: dict[str, Tensor], call: Call) -> GradientBuffers:
+    """A loss's gradient from its statistics' gradients: the same steps, so the same bits."""
+
+    def known(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: call.rows(g, rows) for name, g in stat_grads.items()}
+
+    return loss_gradients(call, needs, known)[0]
 
 
 class _Attach(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
-from .autograd import FormedLoss, attach, stats
+from .autograd import FormedLoss, attach, formed_again, stats
 from .engine import loss_gradients
 
 LossFn = Callable[..., Tensor]
@@ -76,7 +77,7 @@ def _finish(
 ) -> Tensor:
     with torch.no_grad():
         total, stat_grads = loss_gradients(call, needs, evaluate)
-        formed = FormedLoss(call, needs, total, stat_grads)
+        formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
     return attach(formed, evaluate.total, call.inputs, extra, extra_grads)
