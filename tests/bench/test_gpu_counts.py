@@ -25,8 +25,8 @@ from bench.gpu_counts.kernels import Launch, compiled
 from bench.gpu_counts.recording import Operator, Product, Wait
 from logitless.sample.rules import Rules
 
-HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice", "look_again"}
-COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "ppo", "fp16", "jsd")
+HOT = {"accumulate_slice", "accumulate_plain_slice", "logits_grad_slice", "look_again", "weigh_products"}
+COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "ppo", "fp16", "jsd", "loss-weights")
 found, kernels = {}, {}
 with claimed() as recording:
     for name, call in CALLS.items():
@@ -61,7 +61,7 @@ KERNELS = {
 LAUNCHES = {
     "loss": 71, "loss-qwen": 233, "values": 31, "values-qwen": 58, "frozen": 101, "ppo": 363, "sample": 21,
     "loss-default": 69, "autocast": 80, "fp16": 323, "upstream": 71, "odd-loss": 42, "max-logit": 22, "top-20": 23,
-    "jsd": 271, "jsd-gradient": 446,
+    "jsd": 271, "jsd-gradient": 446, "loss-weights": 60, "loss-qwen-weights": 150,
 }  # fmt: skip
 WAITS = 1  # of any call
 
@@ -128,6 +128,14 @@ def test_an_fp16_heads_copy_in_fp32_stays_within_the_budget(found):
 def test_the_heads_gradient_is_scaled_and_rounded_in_one_sweep(found, name):
     assert found["calls"][name]["largest_operator"] < 100
     assert found["calls"][name]["kernels"].count("scaled") == 2  # of hidden's, of the head's
+
+
+def test_the_kernel_that_writes_weights_fits_a_processor(found):
+    """Whose shared memory holds three blocks of each operand, and the one that is written."""
+    kernel = found["kernels"]["loss-weights weigh_products"]
+    assert kernel["tensor_cores"] > 0
+    assert kernel["per_processor"] == 1
+    assert kernel["spills"] == kernel["stack"] == 0
 
 
 def test_a_nucleus_is_summed_in_the_same_order_every_time(found):

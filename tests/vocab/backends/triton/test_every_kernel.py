@@ -32,7 +32,7 @@ def test_every_kernel_and_option_is_run(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(report.read_text().splitlines()[-1])
     source = "".join(path.read_text() for path in [*BACKENDS.glob("*.py"), SAMPLE])
-    launched = set(re.findall(r"(?:kernels|accumulating|differentiating|plainly)\.(\w+)\[\(", source)) | {
+    launched = set(re.findall(r"(?:kernels|accumulating|differentiating|plainly|weighing)\.(\w+)\[\(", source)) | {
         "finish",
         "label_coefficient",
     }
