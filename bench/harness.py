@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -108,6 +109,14 @@ def freed_memory_kept() -> Iterator[None]:
         libc.mallopt(M_MMAP_MAX, DEFAULT_MMAP_MAX)
         libc.mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
         release_memory()
+
+
+@contextmanager
+def preloaded(library: Path | None) -> Iterator[None]:
+    """Processes that start meanwhile have this library's allocator; jemalloc is told to keep whatever is freed."""
+    settings = {"LD_PRELOAD": str(library), "MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"}
+    with patch.dict(os.environ, settings if library else {}):
+        yield
 
 
 class ResidentPeak:

@@ -2,8 +2,9 @@
 
 For each case: float64 reference; then each method in a process of its own: gate and memory, and a new process for each
 of the rounds, in which the methods take turns in a different order. One process lives at a time. Ratios are of the
-least of the rounds. With --keep-memory a timed call may use the memory of an untimed one again; without, every large
-tensor is new memory, as glibc has it.
+least of the rounds. With --keep-memory a timed call may use the memory of an untimed one again, and with --allocator,
+a library such as jemalloc's that is preloaded where calls are timed, always; with neither, every large tensor is new
+memory, as glibc has it.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from bench.harness import (
     WorkerError,
     environment,
     freed_memory_kept,
+    preloaded,
     release_memory,
     resident_bytes,
     timed,
@@ -80,17 +82,22 @@ class Oracle:
 class Crew:
     """Processes for the methods of one case, one at a time, each below a memory limit."""
 
-    def __init__(self, case: Case, shape: Shape, keep_memory: bool, limit_gb: float) -> None:
+    def __init__(
+        self, case: Case, shape: Shape, keep_memory: bool, limit_gb: float, allocator: Path | None = None
+    ) -> None:
         self.case, self.shape, self.keep_memory, self.limit_gb = case, shape, keep_memory, limit_gb
+        self.allocator = allocator
 
     def write_oracle(self, folder: Path) -> None:
         with Worker(Oracle, self.case.name, self.shape) as worker:
             worker.call("write", folder, watch=partial(self._watch, worker))
 
     @contextmanager
-    def process(self, method: Method) -> Iterator[Callable[..., Any]]:
+    def process(self, method: Method, timed: bool = False) -> Iterator[Callable[..., Any]]:
         """call(name, ...) of a new process's `Subject`: a process keeps a speed of its own for all of its life."""
-        with Worker(Subject, self.case.name, self.shape, method, self.keep_memory) as worker:
+        with preloaded(self.allocator if timed else None):
+            worker = Worker(Subject, self.case.name, self.shape, method, self.keep_memory)
+        with worker:
             yield partial(worker.call, watch=partial(self._watch, worker))
 
     def _watch(self, worker: Worker) -> None:
@@ -125,7 +132,7 @@ def run_rounds(crew: Crew, methods: Sequence[Method], records: list[Record], rou
         for method, record in random.Random(number).sample(running, len(running)):
             if record["status"] == "ok" and max(record["seconds"], default=0.0) < LONG_SECONDS:
                 try:
-                    with crew.process(method) as call:
+                    with crew.process(method, timed=True) as call:
                         wall, others = call("seconds", record["calls"])
                 except WorkerError as error:
                     record |= {"status": "failed", "reason": str(error)}
@@ -141,8 +148,9 @@ def run_case(
     rounds: int = 5,
     limit_gb: float = 20.0,
     keep_memory: bool = False,
+    allocator: Path | None = None,
 ) -> list[Record]:
-    crew, records = Crew(case, shape, keep_memory, limit_gb), []
+    crew, records = Crew(case, shape, keep_memory, limit_gb, allocator), []
     with tempfile.TemporaryDirectory() as folder:
         crew.write_oracle(Path(folder))
         for method in methods:
@@ -177,6 +185,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=_shape, help="tokens,hidden,vocabulary instead of the default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep-memory", action="store_true", help="timed calls use freed memory again")
+    parser.add_argument("--allocator", type=Path, help="a library that is preloaded where calls are timed")
     parser.add_argument("--memory-limit-gb", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="write JSON lines here; must not exist")
     options = parser.parse_args(arguments)
@@ -187,6 +196,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds must be at least 1")
     if options.out and options.out.exists():
         parser.error(f"{options.out} exists already; name another file")
+    if options.allocator and not options.allocator.is_file():
+        parser.error(f"--allocator: expected a library, got {options.allocator}, which is no file")
     options.shape = options.shape or SHAPES["quick" if options.quick else "full"]
     return options
 
@@ -201,11 +212,16 @@ def _shape(text: str) -> Shape:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     starts = tuple(options.methods.split(",")) if options.methods else ("",)
-    records, ours = [environment() | {"freed_memory": "kept" if options.keep_memory else "fresh"}], []
+    kept = options.keep_memory or options.allocator
+    about = {"freed_memory": "kept" if kept else "fresh"}
+    if options.allocator:
+        about["allocator"] = options.allocator.resolve().name
+    records, ours = [environment() | about], []
     for case in (CASES[name] for name in options.cases):
         print(f"{case.name}: {case.title}, {options.shape}", flush=True)
         methods = [m for m in METHODS[case.name] if m.name.startswith(starts) or m.kind == "floor"]
-        found = run_case(case, options.shape, methods, options.rounds, options.memory_limit_gb, options.keep_memory)
+        memory = options.memory_limit_gb, options.keep_memory, options.allocator
+        found = run_case(case, options.shape, methods, options.rounds, *memory)
         for record in found:
             print(f"{record['method']:>40}  {describe(record)}", flush=True)
         others = [share for record in found for share in record.get("others", ())]

@@ -152,6 +152,23 @@ def test_freed_memory_is_kept_and_given_back():
     assert harness.resident_bytes() - before < 5e6
 
 
+class Environment:
+    def of(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+def test_an_allocator_is_preloaded_where_calls_are_timed(tmp_path):
+    seen = []
+    for library in (None, tmp_path / "allocator.so"):
+        with harness.preloaded(library):
+            worker = harness.Worker(Environment)
+        with worker:
+            seen.append([worker.call("of", name) for name in ("LD_PRELOAD", "MALLOC_CONF")])
+    assert seen[0] == [os.environ.get("LD_PRELOAD"), os.environ.get("MALLOC_CONF")]
+    assert seen[1][0] == str(tmp_path / "allocator.so")
+    assert "dirty_decay_ms:-1" in seen[1][1]
+
+
 @pytest.mark.parametrize("keep_memory", [False, True])
 def test_a_timed_call_is_not_the_first(keep_memory):
     taken = []
