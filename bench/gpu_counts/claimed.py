@@ -271,6 +271,7 @@ def _cuda(capability: int, name: str, gib: float, processors: int, recording: Re
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "default_generators": (torch.default_generator,),  # numbers are drawn where the tensors live
         "get_device_capability": lambda _=None: (major, minor),
         "get_device_name": lambda _=None: name,
         "get_device_properties": lambda _=None: properties,
@@ -324,6 +325,7 @@ def claimed(
     with ExitStack() as stack:
         for attribute, value in _cuda(capability, name, gib, processors, recording).items():
             stack.enter_context(patch.object(torch.cuda, attribute, value))
+        stack.enter_context(patch.object(torch.cuda.random, "current_device", torch.cuda.current_device))
         stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(BackwardCFunction, "apply", again))
         if home == "meta":

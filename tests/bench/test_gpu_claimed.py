@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import gpu_extras
 from bench.harness import read_lines
+from tests.support.workbench.micro import CONTEXT, micro_corpus, micro_directory
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -23,7 +26,12 @@ pytestmark = [
 
 def on_cuda(*arguments: object) -> str:
     """What a module prints, which must end well."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.bench.on_claimed_cuda", *map(str, arguments)]
+    return printed("tests.support.bench.on_claimed_cuda", *arguments)
+
+
+def printed(*arguments: object) -> str:
+    """The same of a module that is run as it is."""
+    command = [sys.executable, "-W", "ignore", "-m", *map(str, arguments)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
@@ -45,3 +53,42 @@ def test_memory_of_soft_tokens(tmp_path):
     sizes = ("--hidden", 64, "--vocab", 301, "--steps", 2)
     on_cuda("bench.grade", "--part", "memory", *sizes, "--device", "cuda", "--out", out)
     assert all(row["allocated_mb"] > 0 for row in read_lines(out)[-1]["rows"])
+
+
+def test_the_table_of_log_probs(tmp_path):
+    out = tmp_path / "extras.jsonl"
+    on_cuda("bench.gpu", "extras", "--tiny", "--parts", "logps", "--out", out)
+    about, *rows = read_lines(out)
+    assert about["device"] == "cuda"
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(row["grad_seconds"] > 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory):
+    """Options that have a small vocabulary learned: the interpreter would need minutes for a real one."""
+    root = tmp_path_factory.mktemp("micro")
+    model, data = micro_directory(root / "model"), micro_corpus(root / "data")
+    return "--model", model, "--data", data, "--context-length", CONTEXT, "--max-steps", 4
+
+
+@pytest.mark.parametrize("loss", ["dense", "logitless"])
+def test_training_goes_as_on_a_cpu_and_is_resumed(loss, micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_extras, "run", lambda clock, name, command: command[2:])
+    (extra,) = [c for c in gpu_extras.training(gpu_extras.Clock(1.0), True, "cuda") if loss in c]
+    there = json.loads(on_cuda(*extra, *micro, "--output-dir", tmp_path / "cuda"))
+    here = json.loads(printed(*extra, *micro, "--output-dir", tmp_path / "cpu", "--device", "cpu"))
+    assert (there["device"], there["dtype"], there["steps"], here["device"]) == ("cuda", "bfloat16", 4, "cpu")
+    assert there["held_out_loss_after"] < there["held_out_loss_before"]
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
+    assert there["step_memory"][loss]["loss"] == pytest.approx(here["step_memory"][loss]["loss"], rel=1e-3)
+    before = losses(tmp_path / "cuda")
+    shutil.rmtree(tmp_path / "cuda" / "checkpoint-4")
+    (tmp_path / "cuda" / "summary.json").unlink()
+    on_cuda("logitless.cli", "train", "--resume", tmp_path / "cuda", "--json", "-")
+    assert losses(tmp_path / "cuda") == before
+
+
+def losses(run: Path) -> list[float]:
+    """Of every step of a run, and of the held-out text before and after."""
+    return [row.get("loss") or row["held_out_loss"] for row in read_lines(run / "metrics.jsonl")]

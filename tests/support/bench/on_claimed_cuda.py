@@ -9,11 +9,14 @@ What Python does on CUDA alone is so executed; numbers of memory and time mean n
 import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from bench import harness
 from bench.gpu_counts.claimed import claimed
+from logitless.workbench.sft import stepcost
+from logitless.workbench.sft.config import TrainConfig
 
 
 class Here:
@@ -28,9 +31,14 @@ class Here:
     def stop(self) -> None: ...
 
 
+def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
+    """`stepcost.measure` in this process, for the same reason."""
+    return dict(stepcost.measure_here(config, tokens))
+
+
 def main() -> None:
     module, *sys.argv[1:] = sys.argv[1:]
-    with claimed(home="cpu"), patch.object(harness, "Worker", Here):
+    with claimed(home="cpu"), patch.object(harness, "Worker", Here), patch.object(stepcost, "measure", measure):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
