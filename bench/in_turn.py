@@ -2,7 +2,8 @@
 
 For machines that others use too: processor seconds of this process leave out what it waited for, and the least of many
 rounds what others took from its caches. Gives the ratio to the fastest bare product, and each first call's seconds, its
-compiler's included: those of a cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder.
+compiler's included: those of a cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder. `--peers` adds others'
+methods by the beginnings of their names. Preload jemalloc, as docs/how-to/cpu.md says, for memory that is kept.
 """
 
 import argparse
@@ -24,11 +25,17 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def least_seconds(name: str, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+def preloaded_allocator() -> str | None:
+    """The allocator's library that this process was started with, without its folder."""
+    libraries = [Path(x).name for x in os.environ.get("LD_PRELOAD", "").split(":")]
+    return next((x for x in libraries if "malloc" in x), None)
+
+
+def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Per method: the least CPU seconds of a call, and those of the first."""
     case = CASES[name]
     tensors = make_tensors(case, shape)
-    methods = [m for m in METHODS[name] if m.kind in ("ours", "floor")]
+    methods = [m for m in METHODS[name] if m.kind in ("ours", "floor") or m.name.startswith(peers)]
     # the same memory for each, but gradients are asked of ours alone
     steps = {m.name: m.build(case, {name: x.detach() for name, x in tensors.items()}) for m in methods}
     found = {}
@@ -50,11 +57,13 @@ def least_seconds(name: str, shape: Shape, rounds: int) -> dict[str, dict[str, f
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.in_turn", description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--peers", help="comma-separated beginnings of others' names, to measure them too")
     parser.add_argument("--shape", help="tokens,hidden,vocabulary instead of 2048,512,131072")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args(arguments)
+    options.peers = tuple(options.peers.split(",")) if options.peers else ()
     options.shape = Shape(*map(int, options.shape.split(","))) if options.shape else SHAPES["full"]
     return options
 
@@ -65,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = environment() | {"threads": options.threads}
     for name in options.cases.split(","):
         load = os.getloadavg()[0]
-        found = least_seconds(name, options.shape, options.rounds)
+        found = least_seconds(name, options.shape, options.rounds, options.peers)
         print(f"{name}: {options.shape}, {options.threads} threads, load {load:.1f}", flush=True)
         for method, s in sorted(found.items(), key=lambda item: item[1]["least_s"]):
             print(
@@ -73,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if options.out:
             s = options.shape
-            record = {"kind": "in turn", "case": name, "shape": [s.tokens, s.hidden, s.vocab], "load": load}
-            write_line(options.out, env | record | {"methods": found})
+            about = {"kind": "in turn", "case": name, "shape": [s.tokens, s.hidden, s.vocab]}
+            measured = {"load": load, "rounds": options.rounds, "allocator": preloaded_allocator(), "methods": found}
+            write_line(options.out, env | about | measured)
     return 0
 
 
