@@ -24,8 +24,8 @@ define test-host
 endef
 
 .PHONY: demo demo-picture test test-core test-all test-automodel test-axolotl test-deepspeed test-gemma test-gemma3 \
-	test-llamafactory test-lm-eval test-peers test-sentence-transformers test-speculators test-torchtitan test-trackers \
-	test-verl test-browser lint docs wheel-test bench gpu-counts clean
+	test-llamafactory test-lm-eval test-peers test-quack test-sentence-transformers test-speculators test-torchtitan \
+	test-trackers test-verl test-browser lint docs wheel-test bench gpu-counts clean
 
 # SmolLM2 scored, sampled, fine-tuned, scored and sampled again, on one page: under four minutes on two cores.
 demo: .venv/train.stamp
@@ -101,6 +101,11 @@ test-peers: .venv/dev.stamp
 	$(PIP) --no-deps --upgrade --target build/peers --requirement tests/support/peers/requirements.txt
 	rm -rf build/peers/tests build/peers/recipes # torchtune's, which would hide our own
 	PYTHONPATH=build/peers $(PYTEST) 2 tests/peers/test_$(PEERS).py --peers-report tests/peers/results.json
+
+# QuACK's own signature beside the stand-in for it; its kernels need CUTLASS and a GPU, and are not run.
+test-quack: .venv/dev.stamp
+	$(PIP) --no-deps --upgrade --target build/quack quack-kernels
+	PYTHONPATH=build/quack $(PYTEST) 2 tests/vocab/passes/test_quack.py
 
 # gemma and what its sampler imports in an environment of their own: they need another jax and typeguard.
 test-gemma: .venv/dev.stamp

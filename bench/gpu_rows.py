@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -271,6 +273,29 @@ def ours_in_fp32(row: Row, backend: str | None) -> Callable[[Case, Tensors], Ste
     return build
 
 
+def with_weights(step: Callable[[], Any]) -> Callable[[], Any]:
+    """With the kernel that launch sizes leave off, since nobody has measured it; on a GPU."""
+
+    def run() -> Any:
+        from logitless.vocab.backends.triton.tuned import table_for
+
+        with patch.dict(table_for(torch.device("cuda"))["weights"], used=1):
+            return step()
+
+    return run
+
+
+def ours_with_weights(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
+    """The row with its weights written by the kernel of the products."""
+
+    def build(case: Case, tensors: Tensors) -> Step:
+        if tensors["hidden"].device.type != "cuda":
+            raise RuntimeError("the kernel that writes weights needs a GPU")
+        return with_weights(ours(row, backend)(case, tensors))
+
+    return build
+
+
 IN_A_GRAPH = "logitless, CUDA graph"
 
 
@@ -361,6 +386,9 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
         yield peers.Method(IN_A_GRAPH, ours_in_a_graph(row, backend), "ours")
     if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
         yield peers.Method("logitless, fp32 dW", ours_in_fp32(row, backend), "ours")
+    if name == "loss":
+        yield peers.Method("logitless, weights", ours_with_weights(row, backend), "ours")
+        yield peers.Method("logitless, QuACK", ours(row, "quack"), "ours")
     if backend is None and name != "sample":
         yield peers.Method("logitless, eager", ours(row, "eager"), "ours")
     if row.dense:

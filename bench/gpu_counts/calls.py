@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import logitless as ll
 from bench.cases import Tensors
-from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours
-from logitless.vocab.backends.triton.tuned import table_for
+from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours, with_weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOALS = {"loss": 1.06, "loss-qwen": 1.10, "values": 1 / 0.88, "values-qwen": 1 / 0.88, "frozen": 1.12, "sample": 1.2}
@@ -29,6 +27,7 @@ class Call:
     build: Callable[[], Callable[[], Any]]
     bare: Callable[[], Callable[[], Any]] | None = None
     capture: bool = False  # whether it is also counted inside a CUDA graph
+    replayed: bool = False  # whether its goal is one of a CUDA graph: the benchmark replays one
     explained: Callable[[], str] | None = None  # what the library says of it before
 
     @property
@@ -59,6 +58,7 @@ def of_row(row: Row) -> Call:
         lambda: ours(row, None)(row.case, operands(row)),
         lambda: bare_gemms(row, operands(row)),
         capture=row.name in ("loss", "values", "sample"),
+        replayed=row.name == "sample",
     )
 
 
@@ -92,19 +92,9 @@ def loss_of(
     return build
 
 
-def with_weights(build: Callable[[], Callable[[], Any]]) -> Callable[[], Callable[[], Any]]:
-    """With the kernel that launch sizes leave off: nobody has measured it."""
-
-    def built() -> Callable[[], Any]:
-        step = build()
-
-        def run() -> None:
-            with patch.dict(table_for(torch.device("cuda"))["weights"], used=1):
-                step()
-
-        return run
-
-    return built
+def weighed(shape: tuple[int, int, int]) -> Callable[[], Callable[[], Any]]:
+    """The loss with its weights written by the kernel of the products."""
+    return lambda: with_weights(loss_of(shape, budget=GIB)())
 
 
 def explained(shape: tuple[int, int, int], dtype: torch.dtype = BF16, autocast: bool = False) -> Callable[[], str]:
@@ -150,9 +140,9 @@ NOT_ROWS = (
     Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16)),
     Call("upstream", "loss + gradients, upstream 1/8", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, budget=GIB, upstream=0.125)),
     Call("loss-weights", "loss + gradients, weights by the kernel of the products", LLAMA_SHAPE,
-         with_weights(loss_of(LLAMA_SHAPE, budget=GIB))),
+         weighed(LLAMA_SHAPE)),
     Call("loss-qwen-weights", "loss + gradients, weights by the kernel of the products", QWEN_SHAPE,
-         with_weights(loss_of(QWEN_SHAPE, budget=GIB))),
+         weighed(QWEN_SHAPE)),
     Call("odd-loss", "loss + gradients, V = 50,257", GPT2, loss_of(GPT2, budget=GIB)),
     Call("odd-values", "log-prob + entropy, V = 50,257", GPT2, stats_of(GPT2, ("logprob", "entropy"))),
     Call("max-logit", "log-prob, max logit and rank", LLAMA_SHAPE,

@@ -48,8 +48,11 @@ def recorded(call: Call, recording: Recording) -> list[Event]:
     return list(recording.events)
 
 
-def first_in_capture(call: Call, recording: Recording) -> list[str]:
-    """The kernels that a CUDA graph of the step would have to compile, after steps with some tokens ignored."""
+def captured(call: Call, recording: Recording) -> tuple[list[Event], list[str]]:
+    """The events of a CUDA graph of the step, and the kernels that it would have to compile.
+
+    That is after steps with some tokens ignored.
+    """
     step = call.build()
     recording.events.clear()
     recording.ignored = IGNORED
@@ -64,13 +67,16 @@ def first_in_capture(call: Call, recording: Recording) -> list[str]:
         step()
     finally:
         recording.capturing = False
-    return [launch.name for launch in recording.of(Launch) if launch.key not in known]
+    late = [launch.name for launch in recording.of(Launch) if launch.key not in known]
+    return list(recording.events), late
 
 
 def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> Record:
     """Everything that is known of a call."""
     with claimed(capability, machine.name, processors=machine.processors) as recording:
-        late = first_in_capture(call, recording) if call.capture else None
+        graph, late = captured(call, recording) if call.capture else (None, None)
+        if graph is not None:
+            seen.add(call.name, recording)
         recording.events = recorded(call, recording)
         seen.add(call.name, recording)
         events = list(recording.events)
@@ -95,6 +101,7 @@ def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> R
         "products": [_product(p, many, machine) for p, many in Counter(recording.of(Product)).items()],
         "bytes": _bytes(events, machine), "seconds": _seconds(events, machine, seen.kernels),
         "bare_seconds": sum(map(machine.product, bare)) or None,
+        "graph": None if graph is None else _in_graph(graph, machine, seen.kernels), "replayed": call.replayed,
     }  # fmt: skip
 
 
@@ -115,6 +122,11 @@ def _bytes(events: list[Event], machine: Machine) -> Record:
         "operators": sum(x.nbytes for x in events if isinstance(x, Operator)),
         "through the cache": sum(shared_bytes(x, machine) for x in products),
     }
+
+
+def _in_graph(events: list[Event], machine: Machine, kernels: dict[str, Counted]) -> Record:
+    """Launches and predicted seconds of a CUDA graph."""
+    return {"launches": len(events), "seconds": _seconds(events, machine.in_graph(), kernels)["all"]}
 
 
 def _seconds(events: list[Event], machine: Machine, kernels: dict[str, Counted]) -> Record:

@@ -22,9 +22,7 @@ def times_table(records: list[Record]) -> str:
     """Each call's predicted time beside the bare products' and its goal; bold is what misses it."""
     rows = []
     for r in counts_of(records):
-        seconds, bare, goal = r["seconds"]["all"], r["bare_seconds"], r["goal"]
-        ratio = "–" if bare is None else f"{seconds / bare:.2f} ×"
-        missed = goal is not None and bare is not None and seconds / bare > goal
+        seconds, bare, graph = r["seconds"]["all"], r["bare_seconds"], r["graph"]
         rows.append(
             [
                 r["title"],
@@ -32,11 +30,21 @@ def times_table(records: list[Record]) -> str:
                 " x ".join(f"{x:,}" for x in r["shape"]),
                 "–" if bare is None else _ms(bare),
                 _ms(seconds),
-                f"**{ratio}**" if missed else ratio,
-                "–" if goal is None else f"{goal:.2f} ×",
+                _ratio(seconds, bare, None if r["replayed"] else r["goal"]),
+                "–" if graph is None else _ms(graph["seconds"]),
+                "–" if graph is None else _ratio(graph["seconds"], bare, r["goal"]),
+                "–" if r["goal"] is None else f"{r['goal']:.2f} ×" + (" in a graph" if r["replayed"] else ""),
             ]
         )
-    return grid(["work", "call", "shape", "bare products", "predicted", "ratio", "goal"], rows)
+    head = ["work", "call", "shape", "bare products", "predicted", "ratio", "in a graph", "ratio", "goal"]
+    return grid(head, rows)
+
+
+def _ratio(seconds: float, bare: float | None, goal: float | None) -> str:
+    if bare is None:
+        return "–"
+    text = f"{seconds / bare:.2f} ×"
+    return f"**{text}**" if goal is not None and seconds / bare > goal else text
 
 
 def parts_table(records: list[Record]) -> str:
@@ -55,12 +63,13 @@ def launches_table(records: list[Record]) -> str:
             str(len(r["waits"])),
             str(r["waits_before_products"]),
             str(r["specialisations"]),
+            "–" if r["graph"] is None else str(r["graph"]["launches"]),
             "–" if r["first_in_capture"] is None else str(len(r["first_in_capture"])),
             f"{r['converted_mb']:,.0f} MB",
         ]
         for r in counts_of(records)
     ]
-    head = ["call", "launches", "waits", "before a product", "kernels", "first in a graph", "converted"]
+    head = ["call", "launches", "waits", "before a product", "kernels", "in a graph", "first in a graph", "converted"]
     return grid(head, rows)
 
 
@@ -141,7 +150,7 @@ def machine_line(records: list[Record]) -> str:
         f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves ({m['rate_tf32'] / 1e12:.0f} in TF32, "
         f"{m['rate_own'] / 1e12:.0f} in a kernel of Triton's) with {100 * m['shown']:.0f} % of what they write or add "
         f"to not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that "
-        f"a processor could issue, {1e6 * m['launch']:g} µs a launch at least, {1e6 * m['wait']:g} µs for each time "
-        f"the host waits. Compiled with Triton {versions['triton']}, torch {versions['torch']}, "
-        f"{records[0]['date'][:10]}."
+        f"a processor could issue, {1e6 * m['launch']:g} µs a launch at least ({1e6 * m['launch_in_graph']:g} in a "
+        f"CUDA graph), {1e6 * m['wait']:g} µs for each time the host waits. Compiled with Triton {versions['triton']}, "
+        f"torch {versions['torch']}, {records[0]['date'][:10]}."
     )

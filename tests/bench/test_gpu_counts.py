@@ -20,7 +20,7 @@ import json
 import torch
 from bench.gpu_counts.calls import CALLS
 from bench.gpu_counts.claimed import claimed
-from bench.gpu_counts.count import first_in_capture, recorded
+from bench.gpu_counts.count import captured, recorded
 from bench.gpu_counts.kernels import Launch, compiled
 from bench.gpu_counts.recording import Operator, Product, Wait
 from logitless.sample.rules import Rules
@@ -30,12 +30,13 @@ COMPILED = ("loss", "values", "odd-loss", "max-logit", "frozen", "frozen-kl", "p
 found, kernels = {}, {}
 with claimed() as recording:
     for name, call in CALLS.items():
-        late = first_in_capture(call, recording) if call.capture else []
+        graph, late = captured(call, recording) if call.capture else ([], [])
         recorded(call, recording)
         found[name] = {
             "launches": recording.launches,
             "waits": len(list(recording.of(Wait))),
             "late": late,
+            "in a graph": len(graph),
             "converted": [x.nbytes / 1e6 for x in recording.of(Operator) if x.converts and x.nbytes > 1e8],
             "largest_operator": max(x.nbytes / 1e6 for x in recording.of(Operator)),
             "kernels": [x.name for x in recording.of(Launch)],
@@ -110,6 +111,10 @@ def test_nothing_spills(found):
 @pytest.mark.parametrize("name", ["loss", "values", "sample"])
 def test_a_graph_needs_no_kernel_that_other_numbers_of_tokens_have_not_compiled(found, name):
     assert found["calls"][name]["late"] == []
+
+
+def test_a_decode_step_in_a_graph_is_a_few_launches(found):
+    assert 0 < found["calls"]["sample"]["in a graph"] <= 15
 
 
 def test_weights_are_converted_once_a_call(found):

@@ -1,6 +1,7 @@
 """Statistics over sampling masks: the numbers of the whole row with every other logit at -inf, at no product."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import logitless as ll
 from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
 from logitless.sample import SamplingMask
+from logitless.vocab.call.validate import flatten
+from logitless.vocab.passes.kept import entries_at_a_time
 from tests.support.allocations import trace_allocations
 from tests.support.vocab.comparing import EVERYTHING, compare, operands
 
@@ -50,6 +53,16 @@ def test_every_statistic_and_gradient(transform, dtype):
     mask = mask_around(ops.labels, transform.get("vocab_size", V))
     compare(ops, EVERYTHING, sampling_mask=mask, temperature=0.8, jsd_beta=0.3)
     compare(ops, EVERYTHING, sampling_mask=mask, temperature=torch.rand(9) + 0.5, memory_budget=1)
+
+
+@pytest.mark.parametrize(("device", "entries"), [("cpu", 256), ("meta", 16_384)])
+def test_a_gpu_gathers_as_many_rows_at_a_time_as_its_budget_holds(device, entries):
+    """Each step of them is some hundred launches; a CPU's caches hold few rows."""
+    given = flatten(
+        torch.empty(8, 4096), ll.LMHead(torch.empty(9, 4096)), None, want=("logsumexp",), memory_budget=1 << 30
+    )
+    given = replace(given, inputs=given.inputs._replace(hidden=torch.empty(8, 4096, device=device)))
+    assert entries_at_a_time(given) == entries
 
 
 @pytest.mark.parametrize("names", [("hidden",), ("weight",), ("bias",), ("a",), ("b",)], ids=str)

@@ -26,7 +26,7 @@ from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
 
-GATHERED = 1 << 20  # elements of gathered rows at a time
+GATHERED = 1 << 20  # elements of gathered rows at a time on a CPU, whose caches hold them
 
 
 @dataclass
@@ -65,9 +65,10 @@ class Entries:
 
 def entries_at_a_time(call: Call) -> int:
     """How many entries' rows are gathered at a time: three tensors of hidden's width each, within the budget."""
-    budget = call.budget
-    elements = min(GATHERED, budget // (4 * call.compute.itemsize))
-    return max(1, elements // max(call.inputs.hidden.shape[1], 1))
+    hidden, elements = call.inputs.hidden, call.budget // (4 * call.compute.itemsize)
+    if hidden.device.type == "cpu":
+        elements = min(GATHERED, elements)
+    return max(1, elements // max(hidden.shape[1], 1))
 
 
 def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int]]:

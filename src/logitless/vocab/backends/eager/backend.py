@@ -10,7 +10,7 @@ from torch import Tensor
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
-from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype
+from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype, product
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
 from .topk import TopK
@@ -188,19 +188,29 @@ class EagerBackend(Backend):
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         if not is_dense(chunk, coefficients):
             return
-        grads.clear()
         chained = {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
         if chunk.skip is not None:
+            grads.clear()
             logits_grad_of_some(chunk, totals, chained, grads, self.add_slice)
             return
+        begins = grads.begins(grads.weight)
         for i, v in enumerate(chunk.vocabulary()):
             tile = chunk.materialised[i] if chunk.materialised else None
-            self.add_slice(chunk, v, tile, totals, chained, grads)
+            self.add_slice(chunk, v, tile, totals, chained, grads, begins)
+        if begins and grads.weight is not None:
+            grads.weight[chunk.policy.head.local_rows :].zero_()
 
     def add_slice(
-        self, chunk: Chunk, v: slice, tile: Tile | None, totals: Totals, coefficients: Coefficients, grads: Gradients
+        self,
+        chunk: Chunk,
+        v: slice,
+        tile: Tile | None,
+        totals: Totals,
+        coefficients: Coefficients,
+        grads: Gradients,
+        begins: bool = False,
     ) -> None:
-        """One slice's share of the gradients: of a tile that stayed, or recomputed."""
+        """One slice's share of the gradients: of a tile that stayed, or recomputed; `begins`: the weight's has none."""
         w = chunk.policy.operand(v)
         if tile is None:
             tile = again(chunk, v, w)
@@ -212,7 +222,8 @@ class EagerBackend(Backend):
             if tokens is not None:
                 add_product(narrow, part.to(narrow.dtype), tokens)
             if entries is not None:
-                add_product(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
+                put = product if begins and entries is grads.weight else add_product
+                put(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
 
     def dz(self, chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
         """dL/dz of a slice, in its buffers, which are used up."""

@@ -72,7 +72,7 @@ class Running:
         if self.lean:
             return "plain"
         if weights:
-            return "basis"
+            return "bases" if len(self.bases) > 1 and self.chunk.reference is None else "basis"
         return "best" if self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
 
     def is_lean(self, keep: str | None) -> bool:

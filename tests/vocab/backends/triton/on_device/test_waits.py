@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 import logitless as ll
+from logitless.sample import SamplingMask
 from logitless.vocab.noise import Noise
 from tests.support.allocations import trace_allocations
 from tests.support.plain import over, refusal, slow
@@ -125,7 +126,15 @@ def a_loss(ops: Operands) -> Step:
     return lambda: ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, **options).backward()
 
 
-@over("step_most", {"a draw": (a_draw, 20), "values": (values, 16), "a loss": (a_loss, 52)})
+def over_sets(ops: Operands) -> Step:
+    mask = SamplingMask.of([[label, (label + 1) % 301] for label in ops.labels.tolist()])
+    options = {"want": ("logprob",), "backend": "triton", "sampling_mask": mask}
+    return lambda: ll.token_stats(ops.hidden, ops.head, ops.labels, **options).logprob.sum().backward()
+
+
+@over(
+    "step_most", {"a draw": (a_draw, 20), "values": (values, 16), "a loss": (a_loss, 52), "over sets": (over_sets, 136)}
+)
 def test_launches_are_few(step_most: tuple[Callable[[Operands], Step], int], device):
     """A launch takes microseconds whatever it does, and a decode step has 300 of them in all."""
     if device == "cuda":

@@ -35,13 +35,14 @@ class Wide:
 
 @contextmanager
 def weights_written(device: str) -> Iterator[None]:
-    """In blocks that divide nothing, and with no other kernel that accumulates."""
-    small = {"rows": 16, "entries": 128, "again": 64, "inner": 16, "used": 1}
+    """With no other kernel that accumulates; in blocks that divide nothing, but on a GPU in those of the table."""
+    changes = {"used": 1}
     with ExitStack() as stack:
         if device == "cpu":
             kernel = weights.weighing.weigh_products
             stack.enter_context(patch.object(weights.weighing, "weigh_products", Wide(kernel)))
-        stack.enter_context(sizes(device, weights=small))
+            changes |= {"rows": 16, "entries": 128, "again": 64, "inner": 16}
+        stack.enter_context(sizes(device, weights=changes))
         stack.enter_context(half_products(device))
         stack.enter_context(no_kernel_for_slices())
         stack.enter_context(patch.object(backend.differentiating, "logits_grad_slice", None))
