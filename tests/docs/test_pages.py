@@ -78,6 +78,20 @@ def test_pages_import_public_names_or_say_that_they_do_not(page):
     assert not private or "not public" in " ".join(text.split())
 
 
+def placeholders(text: str) -> list[str]:
+    """Lines that a text was to replace: a name in capitals and nothing else."""
+    return re.findall(r"^@?[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+@?$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
+def test_nothing_waits_for_its_text(page):
+    assert placeholders(page.read_text("utf-8")) == []
+
+
+def test_a_placeholder_is_found():
+    assert placeholders("# Title\n\nSCORE_PARAGRAPH\n\nREADME\n") == ["SCORE_PARAGRAPH"]
+
+
 def test_a_private_import_is_found():
     code = "import logitless as ll\nfrom logitless.vocab.call.call import Call\nfrom logitless.sample import Noise"
     assert {name for name in imported(code) if not is_public(name, set())} == {"logitless.vocab.call.call.Call"}

@@ -29,7 +29,7 @@ from .call.validate import check_sparse, compilable, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import planned
-from .passes.kept import chunks_of, entries_at_a_time
+from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time
 from .passes.quack import slices_for
 
 
@@ -140,7 +140,7 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
     weight = call.head.weight
     widths = [weight.shape[1], *(x.shape[1] for x in (i.lora_b,) if x is not None)]
     ref_widths = [x.shape[1] for x in (i.ref_hidden, i.ref_lora_b) if x is not None]
-    gathered = min(entries, entries_at_a_time(call)) * (3 * sum(widths) + sum(ref_widths)) * itemsize
+    gathered = min(entries, entries_at_a_time(call)) * bytes_an_entry(call, sum(widths), sum(ref_widths))
     return Explanation(
         price=price,
         backend=call.options.backend,

@@ -38,7 +38,7 @@ def test_entries_of_other_ranks_burden_no_single_row():
     """They add nothing, and go to all rows in turn: a kernel adds up serially what goes to the same row."""
     held, seen = 8, []
     head = SimpleNamespace(local_rows=held)
-    factor = SimpleNamespace(scatter=lambda ids, c, tokens, entries: seen.append((ids, c)))
+    factor = SimpleNamespace(scatter=lambda ids, c, tokens, entries, of: seen.append((ids, c)))
     policy = SimpleNamespace(head=head, place=lambda ids: place(ids, 100, held), factors=[factor])
     labels = torch.tensor([[3], [104], [500], [107], *[[i] for i in range(28)], *[[1000]] * 32])
     grads = SimpleNamespace(pairs=[(None, None)], bias=torch.zeros(held))

@@ -1,4 +1,4 @@
-"""Some of a chunk's tokens, gathered: those that a slice still has, or a token for each of its entries."""
+"""Some of a chunk's tokens, gathered: those that a slice still has."""
 
 from __future__ import annotations
 

@@ -62,14 +62,26 @@ class FewRows(Protocol):
     """Products with a few rows of a table for each token, as every backend has them: see `rows`."""
 
     def dot(
-        self, x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        table: Weight,
+        ids: Tensor,
+        cast: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        of: Tensor | None = None,
     ) -> Tensor: ...
 
     def add_weighted(
-        self, into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None
+        self,
+        into: Tensor,
+        weights: Tensor,
+        table: Weight,
+        ids: Tensor,
+        cast: torch.dtype | None = None,
+        of: Tensor | None = None,
     ) -> None: ...
 
-    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None: ...
+    def scatter(self, weights: Tensor, x: Tensor, ids: Tensor, into: Tensor, of: Tensor | None = None) -> None: ...
 
 
 Buffer = Callable[[tuple[int, int]], Tensor]  # room for rows, with anything in it, the same at every call
@@ -116,19 +128,21 @@ class Factor:
             return entries, self.cast
         return self.once(lambda: entries.to(self.cast).to(self.dtype)), self.dtype
 
-    def at(self, ids: Tensor) -> Tensor:
-        """The product at given entries: ids (C, k) -> (C, k); a dot product each."""
+    def at(self, ids: Tensor, of: Tensor | None = None) -> Tensor:
+        """The product at given entries: ids (C, k) -> (C, k); a dot product each. of: as `Projection.at`'s."""
         table, cast = self.table
-        z = self.few_rows.dot(self.rows, table, ids, cast, self.compute)
-        return z if self.late is None else z * self.late
+        z = self.few_rows.dot(self.rows, table, ids, cast, self.compute, of)
+        return z if self.late is None else z * _rows_of(self.late, of)
 
-    def scatter(self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None) -> None:
+    def scatter(
+        self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None, of: Tensor | None = None
+    ) -> None:
         """Adds the gradient of Σ c·(tokens·entries at ids), ids and c (C, k), to the two tensors that are there."""
         if tokens is not None:
             table, cast = self.table
-            self.few_rows.add_weighted(tokens, c, table, ids, cast)
+            self.few_rows.add_weighted(tokens, c, table, ids, cast, of)
         if entries is not None:
-            self.few_rows.scatter(c, self.tokens, ids, entries)
+            self.few_rows.scatter(c, self.tokens, ids, entries, of)
 
     def total(self, entry_sum: Tensor) -> Tensor:
         """The product summed over all entries, (C,), from their sum (K,)."""
@@ -195,16 +209,19 @@ class Projection:
         """`head.place`, with None where no rank has other rows."""
         return (ids, None) if self.head.shard is None else place(ids, self.head.vocab_start, self.head.local_rows)
 
-    def at(self, ids: Tensor) -> Tensor:
-        """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks."""
+    def at(self, ids: Tensor, of: Tensor | None = None) -> Tensor:
+        """z at given entries: ids (C,) or (C, K) -> same shape; a dot product per entry. 0 for those of other ranks.
+
+        of: where ids are (M,) or (M, K), the token of each.
+        """
         columns, mine = self.place(ids if ids.dim() == 2 else ids[:, None])
         if self.head.local_rows == 0:
             return torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
-        z = sum_of(f.at(columns) for f in self.factors)
+        z = sum_of(f.at(columns, of) for f in self.factors)
         if self.bias is not None:
-            z = z + self.bias[columns] * self.inner
+            z = z + self.bias[columns] * _rows_of(self.inner, of)
         if self.outer is not None:
-            z = torch.tanh(z) * self.outer
+            z = torch.tanh(z) * _rows_of(self.outer, of)
         return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
 
     def mean(self, sums: list[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -255,8 +272,11 @@ class GivenLogits(Projection):
         first = self.head.vocab_start
         return out.copy_(self.rows.read(self.tokens, slice(first + v.start, first + v.stop))).div_(self.column)
 
-    def at(self, ids: Tensor) -> Tensor:
-        """z at one entry of each token, from another look at the slices that hold them."""
+    def at(self, ids: Tensor, of: Tensor | None = None) -> Tensor:
+        """z at one entry of each token, from another look at the slices that hold them.
+
+        A call over sets of entries, which `of` is for, refuses such a reference.
+        """
         columns, mine = self.place(ids)
         z = torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
         for start in range(0, self.head.local_rows, WIDTH):
@@ -275,6 +295,11 @@ def flatness(z: Tensor, outer: float | Tensor) -> Tensor:
 
 def sum_of(terms: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
+
+
+def _rows_of(x: float | Tensor, of: Tensor | None) -> float | Tensor:
+    """What a column (C, 1) has for each of some tokens."""
+    return x[of] if of is not None and isinstance(x, Tensor) else x
 
 
 def _flat(x: float | Tensor) -> float | Tensor:

@@ -76,8 +76,13 @@ def without_label(c: Coefficients) -> Coefficients:
     return out
 
 
-def scatter_one_hots(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Gradients) -> None:
-    """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H)."""
+def scatter_one_hots(
+    chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Gradients, of: Tensor | None = None
+) -> None:
+    """Add the one-hot terms Σ_k c_k·[v = i_k]: ids (C, K), coefficients of hW (C, K); N·K·H work, no (C, K, H).
+
+    of: where ids are (M, K), the token of each.
+    """
     rows = chunk.policy.head.local_rows
     if rows == 0:
         return
@@ -86,7 +91,7 @@ def scatter_one_hots(chunk: Chunk, ids: Tensor, coefficients: Tensor, grads: Gra
         ids = torch.where(mine, ids, torch.arange(ids.numel(), device=ids.device).view_as(ids) % rows)
         coefficients = torch.where(mine, coefficients, 0.0)
     for factor, (tokens, entries) in zip(chunk.policy.factors, grads.pairs, strict=False):
-        factor.scatter(ids, coefficients, tokens, entries)
+        factor.scatter(ids, coefficients, tokens, entries, of)
     if grads.bias is not None:
         add_at(grads.bias, ids.flatten(), coefficients.flatten())
 

@@ -16,17 +16,16 @@ from torch import Tensor
 from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
-from ..backends.base import Backend, Chunk, Gradients, Scratch, is_dense, put_second_sums
+from ..backends.base import Backend, Chunk, Scratch, is_dense, put_second_sums
 from ..backends.eager.formulas import logits_grad
-from ..backends.gather import Take
 from ..backends.logits import Projection, flatness
-from ..backends.rows import add_at
 from ..call.call import Call, Needs
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
 
-GATHERED = 1 << 20  # elements of gathered rows at a time on a CPU, whose caches hold them
+GATHERED = 1 << 20  # elements of a chunk's gathered rows on a CPU, whose caches hold them
+NUMBERS = 64  # of an entry on a GPU, whose kernels gather no rows, while its chunk is computed
 
 
 @dataclass
@@ -41,15 +40,10 @@ class Entries:
     offsets: Tensor
     start: int
     labels_at: Tensor | None
-    step: int  # entries whose rows are gathered at a time
 
     @property
     def counts(self) -> Tensor:
         return self.offsets.diff()
-
-    def blocks(self) -> Iterator[slice]:
-        size = self.ids.shape[0]
-        return (slice(at, min(at + self.step, size)) for at in range(0, size, self.step))
 
     def sum(self, x: Tensor) -> Tensor:  # (M,) -> (C,)
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
@@ -64,11 +58,18 @@ class Entries:
 
 
 def entries_at_a_time(call: Call) -> int:
-    """How many entries' rows are gathered at a time: three tensors of hidden's width each, within the budget."""
-    hidden, elements = call.inputs.hidden, call.budget // (4 * call.compute.itemsize)
-    if hidden.device.type == "cpu":
-        elements = min(GATHERED, elements)
+    """How many entries a chunk has, one token's at least: as many as `bytes_an_entry` lets into the budget."""
+    hidden, itemsize = call.inputs.hidden, call.compute.itemsize
+    if hidden.device.type != "cpu":
+        return max(1, call.budget // (NUMBERS * itemsize))
+    elements = min(GATHERED, call.budget // (4 * itemsize))
     return max(1, elements // max(hidden.shape[1], 1))
+
+
+def bytes_an_entry(call: Call, widths: int, ref_widths: int) -> int:
+    """What an entry takes while its chunk is computed: three rows on a CPU, and the reference's, or some numbers."""
+    on_cpu = call.inputs.hidden.device.type == "cpu"
+    return (3 * widths + ref_widths if on_cpu else NUMBERS) * call.compute.itemsize
 
 
 def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int]]:
@@ -115,16 +116,12 @@ class KeptPass:
                 self.mask.offsets[first : end + 1] - offsets[first],
                 here.start,
                 None if self.labels_at is None else self.labels_at[rows] - here.start,
-                self.step,
             )
             yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend), entries
 
     def logits(self, projection: Projection, entries: Entries) -> Tensor:  # (M,)
         """The logits of the entries, which ranks that share the head have a part of each."""
-        out = torch.empty(entries.ids.shape, dtype=projection.compute, device=entries.ids.device)
-        for block in entries.blocks():
-            take = Take(self.scratch, entries.tokens[block])
-            out[block] = take.projection(projection).at(entries.ids[block])
+        out = projection.at(entries.ids, entries.tokens)
         ranks = Ranks.of(self.call.shard)
         return out if ranks is None else ranks.total([out])[0]
 
@@ -240,7 +237,7 @@ def gradients(
         upstream = {name: call.rows(g, rows) for name, g in stat_grads.items()}
         dz = _entries_grad(run.backend, chunk, entries, (z, z_ref), totals, upstream)
         grads = total.chunk(chunk.n_tokens)
-        _scatter(run.scratch, chunk, entries, dz, grads)
+        scatter_one_hots(chunk, entries.ids[:, None], dz[:, None], grads, entries.tokens)
         total.put(rows, grads)
     return total.result()
 
@@ -288,14 +285,3 @@ def _dense_part(
     numbers = Totals(**{name: x[own] for name, x in totals.items()})
     c = {basis: x[own] for basis, x in chained.items()}
     return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None)[:, 0]
-
-
-def _scatter(scratch: Scratch, chunk: Chunk, entries: Entries, dz: Tensor, grads: Gradients) -> None:
-    """Add every entry's gradient to its token's and to its own rows."""
-    for block in entries.blocks():
-        own = entries.tokens[block]
-        part = grads.of_chunk(own.shape[0], dz.dtype)
-        scatter_one_hots(Take(scratch, own).chunk(chunk), entries.ids[block, None], dz[block, None], part)
-        for whole, some in ((grads.hidden, part.hidden), (grads.lora_hidden, part.lora_hidden)):
-            if whole is not None and some is not None:
-                add_at(whole, own, some)

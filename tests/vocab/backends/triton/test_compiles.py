@@ -26,7 +26,7 @@ from logitless.vocab.backends.triton.written import finisher, label_coefficient_
 sizes = table("default")
 MODULES = (draw_kernels, accumulate_kernels, plain_kernels, rows_kernels, topk_kernels, logits_grad_kernels)
 NARROW = {"out0", "out1", "tokens", "entries", "table", "x"}
-LONG = {"labels", "best_keys", "keys", "ids", "order", "room", "seeds", "positions", "places", "best_ids", "kept"}
+LONG = {"labels", "best_keys", "keys", "ids", "of", "order", "room", "seeds", "positions", "places", "best_ids", "kept"}
 SHORT = {"peaks", "lives", "whole"}
 NUMBERS = {
     "n", "width", "padded", "start", "n_parts", "part_width", "depth", "n_out", "group", "count", "k", "n_groups",
@@ -85,7 +85,7 @@ print(json.dumps({
     "accumulate, everything": compiled("accumulate_slice", accumulate, at | every | {
         "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
         "TOP": 32, "BLOCK": 2048}),
-    "accumulate with weights": compiled("accumulate_slice", accumulate, at | {
+    "accumulate with weights": compiled("accumulate_slice", sizes["bases"], at | {
         "BASIS0": 1, "BASIS1": 2, "BLOCK": 8192, "WITH_T": True}),
     "accumulate, best of groups": compiled("accumulate_slice", accumulate, at | {
         "FIRST": True, "GROUP": 64, "WITH_SUM": True}),
@@ -107,8 +107,10 @@ print(json.dumps({
     "best of groups": compiled("best_of_groups", look, {"GROUPS": 4096, "GROUP": 64, "LANES": 64}),
     "keys": compiled("decode", small, {"BLOCK": 1024}),
     "dot": compiled("dot", small, {"BLOCK": 1024}),
+    "dot, of sets": compiled("dot", small, {"OF": True, "BLOCK": 1024}),
     "weighted": compiled("add_weighted", small, {"BLOCK": 1024}),
     "scatter": compiled("scatter", small, {"PLACES": 8, "BLOCK": 1024}),
+    "scatter, of sets": compiled("scatter", small, {"OF": True, "PLACES": 8, "BLOCK": 1024}),
     "noise": compiled("look_for_tokens", small, {"NOISE": True, "BLOCK": 2048}, **exact),
     "draw": compiled("draw_tokens", look, {"PARTS": 16, "LANES": 64, "BLOCK": 4096}, **exact),
     "draw, rules": compiled("draw_tokens", look, {"RULES": True, "PARTS": 16, "LANES": 64, "BLOCK": 4096}, **exact),
@@ -131,7 +133,7 @@ def kernels() -> dict[str, dict[str, int]]:
 
 def test_each_compiles_for_hopper_without_spills_or_atomics(kernels):
     """Spills are in the machine code alone: what comes before it has as many registers as it likes."""
-    assert len(kernels) == 23
+    assert len(kernels) == 25
     for name, found in kernels.items():
         assert found["code"] > 20, name
         assert found["spills"] == 0, name

@@ -28,11 +28,16 @@ def _fits(table: Weight, cast: torch.dtype | None, *others: Tensor) -> TypeGuard
 
 
 def dot(
-    x: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    table: Weight,
+    ids: Tensor,
+    cast: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    of: Tensor | None = None,
 ) -> Tensor:
     """`rows.dot`: a program for each of ids, (N, k)."""
     if not _fits(table, cast, x) or ids.numel() == 0:
-        return plain.dot(x, table, ids, cast, dtype)
+        return plain.dot(x, table, ids, cast, dtype, of)
     out = torch.empty(ids.shape, dtype=dtype or x.dtype, device=x.device)
     with on(x.device):
         kernels.dot[(ids.numel(),)](
@@ -41,18 +46,30 @@ def dot(
             table.detach(),
             table.stride(0),
             ids.contiguous(),
+            ids if of is None else of.contiguous(),
             out,
             ids.shape[1],
             x.shape[1],
+            OF=of is not None,
             BLOCK=_block(x),
         )
     return out
 
 
-def add_weighted(into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast: torch.dtype | None = None) -> None:
+def add_weighted(
+    into: Tensor,
+    weights: Tensor,
+    table: Weight,
+    ids: Tensor,
+    cast: torch.dtype | None = None,
+    of: Tensor | None = None,
+) -> None:
     """`rows.add_weighted`: a program for each block of a token's row."""
-    if not _fits(table, cast, into) or ids.numel() == 0:
-        plain.add_weighted(into, weights, table, ids, cast)
+    if not _fits(table, cast, into) or ids.numel() == 0 or (of is not None and ids.shape[1] > 1):
+        plain.add_weighted(into, weights, table, ids, cast, of)
+        return
+    if of is not None:  # the same as a scatter with the table's rows in the tokens' place
+        scatter(weights, table, of[:, None], into, ids[:, 0])
         return
     width, block = into.shape[1], _block(into)
     with on(into.device):
@@ -69,10 +86,10 @@ def add_weighted(into: Tensor, weights: Tensor, table: Weight, ids: Tensor, cast
         )
 
 
-def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
+def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor, of: Tensor | None = None) -> None:
     """`rows.scatter`: ids are sorted, so that one program adds up what goes to a row, in the order of tokens."""
     if not _fits(into, None, x) or ids.numel() == 0:
-        plain.scatter(weights, x, ids, into)
+        plain.scatter(weights, x, ids, into, of)
         return
     found = ids.flatten().sort(stable=True)
     width, block = into.shape[1], _block(into)
@@ -85,9 +102,11 @@ def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor) -> None:
             x.stride(0),
             found.values,
             found.indices,
+            ids if of is None else of.contiguous(),
             ids.shape[1],
             ids.numel(),
             width,
+            OF=of is not None,
             PLACES=PLACES,
             BLOCK=block,
         )

@@ -8,10 +8,13 @@ import triton.language as tl
 
 
 @triton.jit
-def dot(x, x_stride, table, table_stride, ids, out, k, width, BLOCK: tl.constexpr):
-    """x_n · table[i_nk], summed in the result's dtype."""
+def dot(x, x_stride, table, table_stride, ids, of, out, k, width, OF: tl.constexpr, BLOCK: tl.constexpr):
+    """x_n · table[i_nk], summed in the result's dtype; with OF the row of x is that of `of`."""
     at = tl.program_id(0).to(tl.int64)
-    own = x + at // k * x_stride
+    row = at // k
+    if OF:
+        row = tl.load(of + row)
+    own = x + row * x_stride
     theirs = table + tl.load(ids + at) * table_stride
     dtype = out.dtype.element_ty
     total = tl.zeros((BLOCK,), dtype)
@@ -39,9 +42,10 @@ def add_weighted(into, into_stride, weights, table, table_stride, ids, k, width,
 
 @triton.jit(do_not_specialize=["count"])
 def scatter(
-    into, into_stride, weights, x, x_stride, ids, order, k, count, width, PLACES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """into[i] += Σ w·x over the places whose id is i: sorted ids, and from which place each came.
+    into, into_stride, weights, x, x_stride, ids, order, of, k, count, width,
+    OF: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """into[i] += Σ w·x over the places whose id is i: sorted ids, and from which place each came; OF as in `dot`.
 
     The first place of an id adds up all of them, PLACES at a time in the order in which they stand; the others end at
     once.
@@ -59,7 +63,10 @@ def scatter(
             same = tl.load(ids + run, mask=run < count, other=-1) == mine
             place = tl.load(order + run, mask=same, other=0)
             weight = tl.load(weights + place, mask=same, other=0.0)
-            at_rows = x + (place // k * x_stride)[:, None] + columns[None, :]
+            row = place // k
+            if OF:
+                row = tl.load(of + row, mask=same, other=0)
+            at_rows = x + (row * x_stride)[:, None] + columns[None, :]
             rows = tl.load(at_rows, mask=same[:, None] & inside[None, :], other=0.0)
             total += tl.sum(weight[:, None] * rows.to(total.dtype), 0)
             at += PLACES
