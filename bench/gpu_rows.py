@@ -15,6 +15,7 @@ from bench import peers
 from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
 from logitless.algebra.costs import fused_slices_of
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
+from logitless.vocab.backends.triton.tuned import table_for
 
 MIB = 1 << 20
 Step = peers.Step
@@ -277,8 +278,6 @@ def with_weights(step: Callable[[], Any]) -> Callable[[], Any]:
     """With the kernel that launch sizes leave off, since nobody has measured it; on a GPU."""
 
     def run() -> Any:
-        from logitless.vocab.backends.triton.tuned import table_for
-
         with patch.dict(table_for(torch.device("cuda"))["weights"], used=1):
             return step()
 

@@ -36,7 +36,7 @@ def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] =
     case = CASES[name]
     tensors = make_tensors(case, shape)
     methods = [m for m in METHODS[name] if m.kind in ("ours", "floor") or m.name.startswith(peers)]
-    # the same memory for each, but gradients are asked of ours alone
+    # the same memory for each
     steps = {m.name: m.build(case, {name: x.detach() for name, x in tensors.items()}) for m in methods}
     found = {}
     for method, step in steps.items():

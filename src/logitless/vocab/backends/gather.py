@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import Chunk, Scratch, Tile
-from .logits import Factor, Projection
+from .logits import Factor, Projection, of_tokens
 
 
 class Take:
@@ -37,18 +37,15 @@ class Take:
     def projection(self, p: Projection) -> Projection:
         out = copy(p)
         out.factors = [self.factor(f, str(i)) for i, f in enumerate(p.factors)]
-        out.inner, out.outer, out.row_scale = (self.column(x) for x in (p.inner, p.outer, p.row_scale))
+        out.inner, out.outer, out.row_scale = (of_tokens(x, self.rows) for x in (p.inner, p.outer, p.row_scale))
         return out
 
     def factor(self, f: Factor, name: str) -> Factor:
         out = copy(f)
         out.tokens = self(f.tokens, "tokens" + name)
         out.rows = out.tokens if f.rows is f.tokens else self(f.rows, "rows" + name)
-        out.late = self.column(f.late)
+        out.late = of_tokens(f.late, self.rows)
         return out
 
-    def column(self, x: Any) -> Any:
-        return x[self.rows] if isinstance(x, Tensor) else x
-
     def tile(self, tile: Tile | None) -> Tile | None:
-        return None if tile is None else replace(tile, z=self(tile.z, "z"), m=self.column(tile.m))
+        return None if tile is None else replace(tile, z=self(tile.z, "z"), m=of_tokens(tile.m, self.rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cache, reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class Factor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each. of: as `Projection.at`'s."""
         table, cast = self.table
         z = self.few_rows.dot(self.rows, table, ids, cast, self.compute, of)
-        return z if self.late is None else z * _rows_of(self.late, of)
+        return z if self.late is None else z * of_tokens(self.late, of)
 
     def scatter(
         self, ids: Tensor, c: Tensor, tokens: Tensor | None, entries: Tensor | None, of: Tensor | None = None
@@ -219,9 +219,9 @@ class Projection:
             return torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
         z = sum_of(f.at(columns, of) for f in self.factors)
         if self.bias is not None:
-            z = z + self.bias[columns] * _rows_of(self.inner, of)
+            z = z + self.bias[columns] * of_tokens(self.inner, of)
         if self.outer is not None:
-            z = torch.tanh(z) * _rows_of(self.outer, of)
+            z = torch.tanh(z) * of_tokens(self.outer, of)
         return (z if mine is None else torch.where(mine, z, 0.0)).view(ids.shape)
 
     def mean(self, sums: list[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -297,9 +297,9 @@ def sum_of(terms: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-def _rows_of(x: float | Tensor, of: Tensor | None) -> float | Tensor:
-    """What a column (C, 1) has for each of some tokens."""
-    return x[of] if of is not None and isinstance(x, Tensor) else x
+def of_tokens(x: Any, tokens: Tensor | None) -> Any:
+    """A column (C, 1) for some of its tokens; a number, or None, which all tokens share, as it is."""
+    return x[tokens] if tokens is not None and isinstance(x, Tensor) else x
 
 
 def _flat(x: float | Tensor) -> float | Tensor:

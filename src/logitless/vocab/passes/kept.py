@@ -18,7 +18,7 @@ from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, differe
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
 from ..backends.base import Backend, Chunk, Scratch, is_dense, put_second_sums
 from ..backends.eager.formulas import logits_grad
-from ..backends.logits import Projection, flatness
+from ..backends.logits import Projection, flatness, of_tokens
 from ..call.call import Call, Needs
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
@@ -58,7 +58,7 @@ class Entries:
 
 
 def entries_at_a_time(call: Call) -> int:
-    """How many entries a chunk has, one token's at least: as many as `bytes_an_entry` lets into the budget."""
+    """The entries of a chunk, but for a token with more: by a CPU's caches, or by the budget of their numbers."""
     hidden, itemsize = call.inputs.hidden, call.compute.itemsize
     if hidden.device.type != "cpu":
         return max(1, call.budget // (NUMBERS * itemsize))
@@ -279,9 +279,7 @@ def _dense_part(
     own, outer = entries.tokens, chunk.policy.outer
     z, z_ref = (None if x is None else entries.without_labels(x)[:, None] for x in logits)
     assert z is not None
-    flat = None
-    if outer is not None:
-        flat = flatness(z, outer[own] if isinstance(outer, Tensor) else outer)
+    flat = None if outer is None else flatness(z, of_tokens(outer, own))
     numbers = Totals(**{name: x[own] for name, x in totals.items()})
     c = {basis: x[own] for basis, x in chained.items()}
     return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None)[:, 0]
