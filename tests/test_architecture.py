@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Imports run one way: a layer may use the layers before it and itself, not its neighbours in the same layer.
 LAYERS = (
     {"errors", "pages", "printable", "resident", "versions"},
-    {"units"},
+    {"units", "upstream"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},
     {"relax", "sample", "retrieval", "multi_token", "models", "diagnostics"},

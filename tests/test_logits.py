@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logitless import chunked_self_certainty, per_token_logps
 from logitless import logits as module
-from logitless import per_token_logps
 from logitless.errors import DtypeError, GradientError, LabelError, OptionError, ShapeError
 from tests.support.allocations import peak_new_bytes, trace_allocations
 
@@ -235,3 +235,17 @@ def test_errors_say_what_to_do():
     for options in ({"method": "chunked", "chunk_size": 0}, {"method": "loop", "chunk_size": 2}):
         with pytest.raises(OptionError, match="chunk_size"):
             per_token_logps(logits, ids, **options)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda z: per_token_logps(z, torch.arange(4), method="recompute"),
+        lambda z: chunked_self_certainty(z, 10),
+    ],
+    ids=["log-probs", "self-certainty"],
+)
+def test_several_upstream_gradients_at_once_are_refused_in_one_line(of):
+    z = torch.randn(4, 30, requires_grad=True)
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(of(z), z, torch.eye(4), is_grads_batched=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .algebra.online_softmax import Accumulation, merge
-from .errors import DeviceError, DtypeError, GradientError, LabelError, OptionError, ShapeError
+from .errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
+from .upstream import check_upstream
 
 Method = Literal["auto", "dense", "loop", "chunked", "recompute"]
 
@@ -85,8 +86,9 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logp: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError("per_token_logps has no second derivative here: use method='dense' with create_graph")
+        check_upstream(
+            (grad_logp,), "per_token_logps has no second derivative here: use method='dense' with create_graph"
+        )
         logits, ids, logp, top, log_sum = ctx.saved_tensors
         grad = torch.empty_like(logits)
         same = grad.dtype == logp.dtype
@@ -169,10 +171,9 @@ class _SelfCertainty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_certainty: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise GradientError(
-                "chunked_self_certainty has no second derivative: write the dense formula with autograd"
-            )
+        check_upstream(
+            (grad_certainty,), "chunked_self_certainty has no second derivative: write the dense formula with autograd"
+        )
         logits, top, log_sum = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for at in _tiles(logits):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from logitless import LMHead, losses, token_loss
+from logitless import LMHead, losses, token_loss, token_stats
 from logitless.errors import OptionError, ShapeError
 from tests.support.losses.comparing import N, V, assert_same, problem, stats_of
 
@@ -211,33 +211,50 @@ def test_a_record_of_the_whole_vocabulary_has_no_tail():
 
 
 @pytest.mark.parametrize("sure", [3.0, 6.0, 10.0, 14.0, 18.0, 30.0])
-@pytest.mark.parametrize("among", [1, 2])
-def test_a_tail_keeps_its_digits_however_sure_the_student_is(sure, among):
-    """Tails of 1e-2 to 1e-13 in fp32, sure of one or two ids, no worse than dense fp32: the gradient against fp64's."""
+@pytest.mark.parametrize("left", [0.1, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize(("ids", "padding"), [([0], 0), ([0], 3), (range(K), 0), (range(K), 2)])
+def test_a_tail_keeps_its_digits_however_sure_the_student_is(sure, left, ids, padding):
+    """Tails of 1e-2 to 1e-13 in fp32, of a teacher that leaves as little, or nothing: the gradient against fp64's."""
     hidden, weight, bias = torch.randn(N, 16), torch.randn(200, 16) / 4, torch.zeros(200)
-    bias[:among] = sure
-    ids = torch.arange(K).expand(N, K)
-    targets = 0.9 * torch.rand(N, K).softmax(-1)
+    bias[0] = sure
+    ids = torch.tensor([*ids, *[0] * padding])
+    targets = (4.0 * torch.eye(len(ids))[0] + torch.rand(N, len(ids))).softmax(-1)
+    targets[:, len(ids) - padding :] = 0
+    targets *= (1 - left) / targets.sum(-1, keepdim=True)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    loss = token_loss(
-        lambda s, w: losses.soft_targets(s.candidate_logits, s.logsumexp, w, tail_logprob=s.tail_logprob),
-        *(hidden, LMHead(weight, bias)),
-        inputs=(targets,),
-        candidates=ids,
-        want=("logsumexp", "tail_logprob"),
+
+    def record(s, w):
+        return losses.record_kl(s.candidate_logits, s.logsumexp, w.log(), s.tail_logprob)
+
+    def soft_targets(s, w):
+        return losses.soft_targets(s.candidate_logits, s.logsumexp, w, tail_logprob=s.tail_logprob)
+
+    def dense(w):
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        logp = F.linear(*exact).log_softmax(-1)
+        inside = torch.zeros(200, dtype=torch.bool).scatter(0, ids, True)
+        tail = logp.masked_fill(inside, -torch.inf).logsumexp(-1)
+        loss = (-(w * logp[:, ids]).sum(-1) - (1 - w.sum(-1)).clamp_min(0) * tail).mean()
+        return loss, torch.autograd.grad(loss, exact)
+
+    value, exact = dense(targets.double())
+    for of in (soft_targets, record):
+        options = {"inputs": (targets,), "candidates": ids.expand(N, -1), "want": ("logsumexp", "tail_logprob")}
+        loss = token_loss(of, hidden, LMHead(weight, bias), **options)
+        if of is soft_targets:
+            torch.testing.assert_close(loss.double(), value, rtol=5e-6, atol=1e-12)
+        for ours, theirs in zip(torch.autograd.grad(loss, leaves), exact, strict=True):
+            assert (ours.double() - theirs).norm() <= 2e-5 * theirs.norm() + 1e-10
+
+
+def test_an_id_of_weight_0_is_an_outcome():
+    """Which may be likely for the student: so it is no padding, and the others do not have all that the tail leaves."""
+    z = torch.tensor([[3.0, 3.0, 1.0, 0.0]])
+    stats = token_stats(z, LMHead(torch.eye(4)), want=("logsumexp", "tail_logprob"), candidates=torch.tensor([[0, 1]]))
+    loss = losses.soft_targets(
+        stats.candidate_logits, stats.logsumexp, torch.tensor([[1.0, 0.0]]), tail_logprob=stats.tail_logprob
     )
-
-    def dense(leaves, w):
-        logp = F.linear(*leaves).log_softmax(-1)
-        return (-(w * logp[:, :K]).sum(-1) - (1 - w.sum(-1)) * logp[:, K:].logsumexp(-1)).mean()
-
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    wanted, plain = dense(exact, targets.double()), dense(leaves, targets)
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
-    grads = [torch.autograd.grad(x, of) for x, of in ((loss, leaves), (plain, leaves), (wanted, exact))]
-    for ours, theirs, b in zip(*grads, strict=True):
-        off, torchs = ((a.double() - b).norm() / b.norm() for a in (ours, theirs))
-        assert off <= max(2 * torchs, 5e-7)
+    torch.testing.assert_close(loss, -z.log_softmax(-1)[:, 0])
 
 
 def test_bad_input_is_named():

@@ -102,3 +102,11 @@ def test_second_derivatives(k):
     out = call(hidden=hidden, k=k, embeddings=(TABLE,))().embedded[0]
     with pytest.raises(GradientError, match="first-order"):
         torch.autograd.grad(out.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("k", [3, 0])
+def test_several_upstream_gradients_at_once_are_refused_in_one_line(k):
+    hidden = HIDDEN.clone().requires_grad_()
+    out = call(hidden=hidden, k=k, embeddings=(TABLE,))().embedded[0]
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(out[:, 0], hidden, torch.eye(len(out), dtype=out.dtype), is_grads_batched=True)

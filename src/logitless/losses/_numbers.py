@@ -25,6 +25,26 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
+def logprob_of_record(
+    candidate_logits: Tensor,  # (..., K), at a record's ids
+    logsumexp: Tensor,  # (...)
+    real: Tensor,  # (..., K) bool: slots that are no padding
+    tail_logprob: Tensor,  # (...), of everything but the record's ids
+) -> Tensor:
+    """Log-probs at the ids of a record: of a mostly sure distribution from what the ids leave of 1, which has digits.
+
+    So not where another id of weight 0 stands in the place of padding, which names an id of the record once more.
+    """
+    among = torch.where(real | ~real.any(-1, keepdim=True), candidate_logits, -torch.inf).logsumexp(-1)
+    everything = tail_logprob.isneginf()
+    together = torch.where(everything, 0.0, log1mexp(torch.where(everything, -1.0, tail_logprob)))
+    rounding = 4 * torch.finfo(among.dtype).eps * (1 + logsumexp.abs())
+    complete = real.all(-1) | ((among - logsumexp - together).abs() <= rounding)
+    mostly = (tail_logprob < -math.log(2)) & among.isfinite() & real.any(-1) & complete
+    base, rest = torch.where(mostly, among, logsumexp), torch.where(mostly, together, 0.0)
+    return (candidate_logits - base[..., None]) + rest[..., None]
+
+
 def gap(x: Tensor, y: Tensor) -> Tensor:
     """x - y, held where even its square is finite: under a mask it may be infinite, and a weight of 0 is to end it."""
     far = 0.5 * math.sqrt(torch.finfo(x.dtype).max)

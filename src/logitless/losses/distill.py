@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from ._numbers import same_shape
+from ._numbers import logprob_of_record, same_shape
 
 
 def forward_kl(reverse_kl: Tensor, temperature: float = 1.0) -> Tensor:
@@ -135,7 +135,12 @@ def soft_targets(
     Anshumann et al., "Sparse Logit Sampling", arXiv:2503.16870, on the bias.
     """
     _check_sparse(candidate_logits, logsumexp, weights, tail, tail_logprob)
-    logp = torch.where(weights > 0, candidate_logits - logsumexp[..., None], 0.0)
+    real = weights > 0
+    if tail_logprob is None:
+        logp = candidate_logits - logsumexp[..., None]
+    else:
+        logp = logprob_of_record(candidate_logits, logsumexp, real, tail_logprob)
+    logp = torch.where(real, logp, 0.0)
     if tail == "renormalise":
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     inside = -(weights * logp).sum(-1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, ShapeError
-from ._numbers import same_shape
+from ._numbers import logprob_of_record, same_shape
 
 LEAST_TAIL = 1e-7  # of the teacher: what its fp32 weights leave of 1 has no digits below
 LEAST_SHARE = 1e-3  # of a tail whose inside is told from the whole divergence: three digits are left there
@@ -129,7 +129,7 @@ def _parts(candidate_logits: Tensor, logsumexp: Tensor, log_weights: Tensor, tai
     same_shape(candidate_logits[..., 0], logsumexp=logsumexp, tail_logprob=tail_logprob)
     real = ~log_weights.isneginf()
     t = torch.where(real, log_weights, 0.0)
-    s = torch.where(real, candidate_logits - logsumexp[..., None], 0.0)
+    s = torch.where(real, logprob_of_record(candidate_logits, logsumexp, real, tail_logprob), 0.0)
     everything = tail_logprob.isneginf()  # what rounding leaves of the weights is no outcome then
     head_t = torch.where(everything, 0.0, log_weights.logsumexp(-1).clamp_max(0.0))
     tail = torch.where(everything, 0.0, -torch.expm1(head_t))

@@ -167,7 +167,7 @@ class _Expected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, up: Tensor, up_entropy: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_order()
+        first_order(up, up_entropy)
         lse, mean, entropy, table, *tensors = ctx.saved_tensors
         with full_precision(lse.device.type):
             found = _gradients(ctx.call, (lse, mean, entropy), table, tensors, up, up_entropy, ctx.needs_input_grad[3:])

@@ -92,7 +92,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _token: Any, *ups: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_order()
+        first_order(*ups)
         seeds, positions, token, best, total, *rest = ctx.saved_tensors
         soft, tensors = rest[: len(ups)], rest[len(ups) :]
         back = _Backward(ctx.call, Noise(seeds, positions), token, best, total, tensors, ctx.needs_input_grad[3:])

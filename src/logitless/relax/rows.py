@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import GradientError
+from ..upstream import check_upstream
 from ..vocab.face import dot, full_precision, scatter, weighted
 
 
@@ -40,7 +40,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_order()
+        first_order(g)
         x, table, ids = ctx.saved_tensors
         other, (weights, wide) = (weighted, (g, x)) if ctx.product is dot else (dot, (x, g))
         dx = dtable = None
@@ -54,10 +54,10 @@ class _Product(torch.autograd.Function):
         return None, dx, dtable, None
 
 
-def first_order() -> None:
-    """Refuse a double backward, whose gradient would be lost."""
-    if torch.is_grad_enabled():
-        raise GradientError(
-            "logitless.relax: expected a first-order backward, got create_graph=True; second derivatives of soft "
-            "tokens are not defined: use SoftTokens.dense() and torch's own products for them"
-        )
+def first_order(*grads: Tensor | None) -> None:
+    """Refuse a double backward, whose gradient would be lost, and a batch of upstream gradients."""
+    check_upstream(
+        grads,
+        "logitless.relax: expected a first-order backward, got create_graph=True; second derivatives of soft "
+        "tokens are not defined: use SoftTokens.dense() and torch's own products for them",
+    )

@@ -100,12 +100,13 @@ def test_a_metric_that_wants_logits_says_what_to_ask_for(tmp_path, how):
         made.evaluate()
 
 
-def test_a_preprocessing_that_wants_logits_too(tmp_path):
+@pytest.mark.parametrize("argmax", [lambda z: z.argmax(-1), lambda z: torch.argmax(z, -1)], ids=["method", "function"])
+def test_a_preprocessing_that_wants_logits_too(argmax, tmp_path):
     made = built(tmp_path)
     logitless.install(made)
     made.compute_metrics = lambda seen: {}
-    made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
-    with pytest.raises(ConfigError, match=r"predictions\.argmax asks for logits"):
+    made.preprocess_logits_for_metrics = lambda logits, labels: argmax(logits)
+    with pytest.raises(ConfigError, match=r"argmax.* asks for logits"):
         made.evaluate()
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from logitless.vocab.api import linear_cross_entropy
+from logitless.errors import GradientError
+from logitless.vocab.api import linear_cross_entropy, token_stats
 from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
 from logitless.vocab.call.validate import flatten
@@ -73,3 +74,14 @@ def test_gradients_are_rounded_after_the_loss_scale(dtype):
     for x, a, b in zip(leaves, got, expected, strict=True):
         assert a.dtype == x.dtype
         assert torch.equal(a, b)
+
+
+def test_several_upstream_gradients_at_once_are_refused_in_one_line():
+    ops = operands((3,), 7, 503, dtype=torch.float32)
+
+    def run(hidden):
+        return token_stats(hidden, ops.head, ops.labels).logprob
+
+    logprob = torch.compile(run, backend="aot_eager")(ops.hidden.requires_grad_())
+    with pytest.raises(GradientError, match="expected one upstream gradient"):
+        torch.autograd.grad(logprob, ops.hidden, torch.eye(3), is_grads_batched=True)

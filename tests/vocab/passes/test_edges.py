@@ -62,6 +62,23 @@ def test_divergences_of_masked_heads(masked, budget, backend):
 
 
 @pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+@pytest.mark.parametrize("size", [-1e29, -2e30, torch.finfo(torch.float32).min / 2])
+def test_gradients_of_a_divergence_to_a_mask(size, trainable, backend):
+    """What the policy hardly gives to an entry that the reference masks, times the mask, is most of the gradient."""
+    ops = operands((5,), 7, 503, dtype=torch.float32, reference=True).training(*trainable)
+    with torch.no_grad():
+        ops.bias[7], ops.ref.bias[7] = -72, size
+    exact = ops.to(torch.float64).training(*trainable)
+    got = ll.token_stats(ops.hidden, ops.head, want=("kl",), reference=ops.reference, backend=backend).kl.sum()
+    expected = dense_token_stats(exact.hidden, exact.head, want=("kl",), reference=exact.reference)["kl"].sum()
+    leaves = list(ops.leaves.values()), list(exact.leaves.values())
+    for ours, theirs in zip(
+        *(torch.autograd.grad(*pair) for pair in zip((got, expected), leaves, strict=True)), strict=True
+    ):
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+
+
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
 def test_what_was_infinite_may_weigh_nothing_later(trainable, backend):
     """The reference's -inf entry has all of the policy's mass in the first slice, and none of it in the end."""
     ops = operands((5,), 7, 503, dtype=torch.float32, reference=True).training(*trainable)

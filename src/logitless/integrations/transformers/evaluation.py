@@ -37,6 +37,10 @@ class Predictions(dict[str, Any]):
             raise AttributeError(name)
         raise _no_logits(f"predictions.{name}")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *given: Any) -> NoReturn:
+        raise _no_logits(f"{function.__name__}(predictions)")
+
 
 def _no_logits(asked: str) -> ConfigError:
     names = ", ".join(f"predictions[{name!r}]" for name in KEPT)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slices, tiles_of
-from ...algebra.online_softmax import MASK, Accumulation, Totals, finish
+from ...algebra.online_softmax import Accumulation, Totals, finish
 from ...algebra.stats import (
     DENSE,
     Coefficients,
@@ -33,7 +33,17 @@ from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
-from .logits import FewRows, GivenLogits, Operands, Projection, cap_at, logits_grad_dtype, mask_labels, operand_dtype
+from .logits import (
+    FewRows,
+    GivenLogits,
+    Operands,
+    Projection,
+    cap_at,
+    finite_,
+    logits_grad_dtype,
+    mask_labels,
+    operand_dtype,
+)
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
@@ -324,12 +334,12 @@ class Chunk:
         return tile
 
     def mask(self, tile: Tile) -> None:
-        """Take the label out of the slice; -inf becomes MASK."""
+        """Take the label out of the slice; -inf becomes MASK, and numbers below that stay: a gap to them is one."""
         for z in (tile.z, tile.z_ref):
             if z is None:
                 continue
             if self.may_be_infinite:
-                z.clamp_(min=MASK)
+                finite_(z)
             if self.inputs.labels is not None:
                 mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
 

@@ -335,6 +335,11 @@ def weight_sum(
     return total
 
 
+def finite_(z: Tensor) -> Tensor:
+    """z in place, with MASK for -inf; NaN stays: a model that has diverged is seen."""
+    return z.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=MASK)
+
+
 def cap_at(z: Tensor, columns: Tensor, most: float) -> None:
     """z[row, columns[row]] = min(z, most), columns (C, K) that lie in this slice; no synchronisation."""
     width = z.shape[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...algebra.costs import Price, price_of
 from ...algebra.stats import has_gradient
-from ...errors import GradientError
+from ...upstream import check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
 from .engine import Saved, loss_gradients
@@ -19,10 +19,6 @@ from .gradient import GradientBuffers
 NO_SECOND_DERIVATIVE = (
     "logitless: expected a first-order backward, got create_graph=True; second derivatives of the vocabulary pass "
     "are not defined: use the dense oracle (logitless.vocab.reference) for them"
-)
-ONE_AT_A_TIME = (
-    "logitless: expected one upstream gradient in backward, got a batch of them (is_grads_batched=True or a vectorised "
-    "jacobian); call torch.autograd.grad once for each, or pass vectorize=False"
 )
 NOT_DIFFERENTIATED = (None,) * (len(Inputs._fields) - DIFFERENTIATED)
 
@@ -53,16 +49,6 @@ def _price(call: Call, needs: Needs, *, one_hots: bool = False, loss: bool = Fal
     )
 
 
-def check_upstream(grads: tuple[Tensor | None, ...]) -> None:
-    """Raise for what the pass cannot compute: second derivatives, and several upstream gradients at once."""
-    if torch.is_grad_enabled():
-        raise GradientError(NO_SECOND_DERIVATIVE)
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - a module that has no stub
-    batched = functorch.is_batchedtensor, functorch.is_legacy_batchedtensor
-    if any(is_batched(g) for g in grads if g is not None for is_batched in batched):
-        raise GradientError(ONE_AT_A_TIME)
-
-
 def _drivers(call: Call) -> Any:
     """Where the call's `values` and `gradients` are: over whole rows, or over sampling masks."""
     return engine if call.sampling_mask is None else kept
@@ -83,7 +69,7 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        check_upstream(grads)
+        check_upstream(grads, NO_SECOND_DERIVATIVE)
         tensors = ctx.saved_tensors
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
@@ -143,7 +129,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        check_upstream((upstream,))
+        check_upstream((upstream,), NO_SECOND_DERIVATIVE)
         result = ctx.formed.gradients(Inputs(*ctx.saved_tensors), upstream)
         given = [
             None if g is None else (g * upstream).to(dtype)

@@ -7,7 +7,7 @@ operator takes its tensors as a list of those that are there and flags that say 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from ...algebra.costs import Price
 from ...algebra.online_softmax import total_names
 from ...algebra.stats import has_gradient, sums_of
+from ...errors import GradientError
+from ...upstream import ONE_AT_A_TIME
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from ..call.options import CallOptions
 from ..head.lm_head import LMHead
@@ -205,6 +207,15 @@ def _(
     flags: Sequence[bool],
 ) -> list[Tensor]:
     return _Operator.of(tensors, present, key, flags).blank_gradients()
+
+
+def _refuse_many(*_: Any) -> NoReturn:
+    raise GradientError(ONE_AT_A_TIME)
+
+
+_stats_backward.register_vmap(_refuse_many)
+_OF_BATCHES = torch.library.Library("logitless", "FRAGMENT")  # registered for as long as it lives
+_OF_BATCHES.impl("stats_backward", _refuse_many, "Batched")  # which is_grads_batched uses
 
 
 def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

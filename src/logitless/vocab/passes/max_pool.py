@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...algebra.costs import Price, Slices
+from ...upstream import check_upstream
 from ..backends.base import Chunk, Scratch
 from ..backends.rows import add_at
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs
 from ..ranks.agreement import gather_rows
-from .autograd import NOT_DIFFERENTIATED, check_upstream
+from .autograd import NO_SECOND_DERIVATIVE, NOT_DIFFERENTIATED
 from .engine import backend_of, exact, slices_for
 from .gradient import GradientBuffers
 
@@ -255,7 +256,7 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        check_upstream(grads)
+        check_upstream(grads, NO_SECOND_DERIVATIVE)
         count = len(Inputs._fields)
         inputs, kept = Inputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         call, documents, upstream = ctx.call.with_tensors(inputs), ctx.documents, grads[0]

@@ -82,7 +82,7 @@ def minus_e(z, z_ref, shift, seen):
 @triton.jit
 def finite(z):
     """z with MASK in the place of -inf. NaN stays, which tl.maximum would hide: a model that has diverged is seen."""
-    return tl.where(z < MASK, MASK, z)
+    return tl.where(z == -float("inf"), MASK, z)
 
 
 @triton.jit
