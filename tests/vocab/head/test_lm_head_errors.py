@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ HEADS = {
     "bias of integers": (DtypeError, {"bias": BIAS.long()}, ("bias", "floating point", "got torch.int64")),
     "bias that is no tensor": (DtypeError, {"bias": True}, ("bias", "got bool")),
     "no vocabulary": (OptionError, {"vocab_size": 0}, ("vocab_size must be in 1..9", "got 0")),
+    "a flag": (OptionError, {"vocab_size": True}, ("vocab_size must be in 1..9", "got True")),
+    "a fraction": (OptionError, {"vocab_size": 4.0}, ("vocab_size must be in 1..9", "got 4.0")),
     "more than the rows": (OptionError, {"vocab_size": 10}, ("vocab_size must be in 1..9", "got 10")),
     "half an entry": (OptionError, {"vocab_size": 4.5}, ("vocab_size", "got 4.5")),
     "softcap of zero": (OptionError, {"softcap": 0.0}, ("softcap must be positive or None", "got 0.0")),
@@ -78,3 +81,10 @@ def test_hooks_that_may_change_the_logits():
         ll.LMHead.of(linear)
     linear = prune.l1_unstructured(nn.Linear(H, V), "weight", 0.3)  # whose hook makes the weight that is read
     assert torch.equal(ll.LMHead.of(linear).weight, linear.weight)
+
+
+def test_whole_numbers_of_any_kind():
+    for size in (4, np.int64(4), torch.tensor(4)):
+        head = ll.LMHead(WEIGHT, vocab_size=size)
+        assert type(head.vocab_size) is int
+        assert head.rows == 4

@@ -68,7 +68,7 @@ def test_no_cliff_at_wide_margins(margin, trainable, budget, backend):
     exact, expected = exactly(ops, ("logprob",))
     expected = expected["logprob"]
     assert expected.max() < 0
-    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(got.double(), expected, rtol=3e-7 * margin, atol=0)
     for row in range(len(expected)):
         ours = torch.autograd.grad(got[row], list(ops.leaves.values()), retain_graph=True)
         wanted = torch.autograd.grad(expected[row], list(exact.leaves.values()), retain_graph=True)
@@ -86,7 +86,7 @@ def test_no_cliff_in_the_losses(margin, backend):
         ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend=backend),
         ll.token_loss(lambda s: -s.logprob, ops.hidden, ops.head, ops.labels, backend=backend),
     ):
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(loss.double(), expected, rtol=3e-7 * margin, atol=0)
         for a, b in zip(torch.autograd.grad(loss, list(ops.leaves.values())), wanted, strict=True):
             assert_near_in_norm(a, b, 1e-3)
 

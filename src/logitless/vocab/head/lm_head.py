@@ -6,6 +6,7 @@ import math
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import index
 from typing import Any
 
 import torch
@@ -63,9 +64,8 @@ class LMHead:
         _check_weight(self.weight, self.shard)
         _check_bias(self.bias, self.weight)
         _check_adapters(self.adapters, self.weight)
-        rows, size = self.padded_rows, self.vocab_size
-        if size is not None and not (isinstance(size, int) and 1 <= size <= rows):
-            raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size}")
+        if self.vocab_size is not None:
+            object.__setattr__(self, "vocab_size", _check_vocab_size(self.vocab_size, self.padded_rows))
         if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
@@ -185,6 +185,17 @@ def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
             f"LMHead: weight has {weight.shape[0]} rows from row {shard.offset} on, expected at most {shard.total} on "
             "all ranks; give VocabShard the offset of this rank's first row and the total"
         )
+
+
+def _check_vocab_size(size: Any, rows: int) -> int:
+    """The number of rows, also of a numpy number or a tensor of one."""
+    try:
+        whole = 0 if isinstance(size, bool) else index(size)
+    except TypeError:
+        whole = 0
+    if not 1 <= whole <= rows:
+        raise OptionError(f"LMHead: vocab_size must be in 1..{rows}, a whole number of weight's rows, got {size!r}")
+    return whole
 
 
 def _check_bias(bias: Tensor | None, weight: Weight) -> None:
