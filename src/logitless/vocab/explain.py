@@ -130,7 +130,7 @@ def explain(
         outside=0 if call.outside is None else call.outside.rows,
         looks_twice=looks_twice(sums_of(call.options.want)),
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
-        passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head)),
+        passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head), call.options.want),
     )
 
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ...algebra.stats import looks_twice, sums_of
 from ...errors import BackendError
 from . import compiled_support, quack_support, triton_support
 
 WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or loaded for it has paid for itself
+SAVED_BESIDE_REFERENCE = 4  # times as much of a logit's time as of a log-prob's and an entropy's
+SAVED_AT_SECOND_LOOK = 64
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class Candidate:
     """A backend that may serve a call; `backends.load` has the backend itself.
 
     why_not: the reason why it cannot run on a device, None where it can, said without loading it. devices: the types on
-    which it is taken where no backend is named, None for all. least: logits of a call for that. only: the one function
-    that it computes, whole and by itself; None where it serves every pass by the contract of `backends.base`.
+    which it is taken where no backend is named, None for all. least: logits for that of a call for log-probs. only: the
+    one function that it computes, whole and by itself; None where it serves every pass by the contract of
+    `backends.base`.
     """
 
     why_not: Callable[[torch.device | str], str | None]
@@ -32,9 +36,16 @@ class Candidate:
         """Whether it is taken on such a device where no backend is named."""
         return self.devices is None or torch.device(device).type in self.devices
 
-    def fits(self, device: torch.device | str, logits: int) -> bool:
+    def least_for(self, want: tuple[str, ...]) -> int:
+        """The logits from which on it is taken for these statistics: the fewer, the more is done with each."""
+        sums = sums_of(want)
+        if looks_twice(sums):
+            return self.least // SAVED_AT_SECOND_LOOK
+        return self.least // SAVED_BESIDE_REFERENCE if "ref" in sums else self.least
+
+    def fits(self, device: torch.device | str, logits: int, want: tuple[str, ...]) -> bool:
         """Whether it is taken for so many logits, too."""
-        return logits >= self.least and self.serves(device)
+        return logits >= self.least_for(want) and self.serves(device)
 
 
 # In the order of preference.
@@ -46,10 +57,10 @@ CANDIDATES = {
 }
 
 
-def choose(name: str | None, device: torch.device | str, logits: int = 0) -> str:
-    """The backend's name for tensors on `device` and so many logits, 0 where nothing is to be compiled."""
+def choose(name: str | None, device: torch.device | str, logits: int = 0, want: tuple[str, ...] = ()) -> str:
+    """The backend's name for these statistics of so many logits on `device`, 0 where nothing is to be compiled."""
     if name is None:
-        return next(x for x, c in CANDIDATES.items() if c.fits(device, logits) and c.why_not(device) is None)
+        return next(x for x, c in CANDIDATES.items() if c.fits(device, logits, want) and c.why_not(device) is None)
     if name not in CANDIDATES:
         near = difflib.get_close_matches(str(name), CANDIDATES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -68,13 +79,14 @@ def require(name: str, device: torch.device | str) -> None:
         raise BackendError(f"backend {name!r} cannot run here: {reason}; backend=None takes one that can")
 
 
-def passed_over(name: str, device: torch.device | str, logits: int) -> str:
+def passed_over(name: str, device: torch.device | str, logits: int, want: tuple[str, ...] = ()) -> str:
     """Why a call gets this backend and not one that is preferred where it runs; empty where none is."""
     reasons = []
     for better, candidate in CANDIDATES.items():
         if better == name:
             break
         if candidate.serves(device):
-            few = f"fewer than {candidate.least:,} logits"
-            reasons.append(f"not {better}: {few if logits < candidate.least else candidate.why_not(device) or 'named'}")
+            least = candidate.least_for(want)
+            few = f"fewer than {least:,} logits"
+            reasons.append(f"not {better}: {few if logits < least else candidate.why_not(device) or 'named'}")
     return ", ".join(reasons)

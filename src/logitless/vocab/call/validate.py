@@ -94,7 +94,7 @@ def _backend(
     if (tail or rows) and name not in (None, "eager"):
         what = "want: tail_logprob is" if tail else "reference: rows of logits are"
         raise OptionError(f"{what} for backend 'eager', got {name!r}; leave backend out")
-    return choose(name or ("eager" if sparse or tail or rows else None), device, logits)
+    return choose(name or ("eager" if sparse or tail or rows else None), device, logits, want)
 
 
 def compilable(hidden: Tensor, head: LMHead) -> int:
