@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,29 +11,24 @@ from torch import Tensor
 
 import logitless as ll
 from bench.cases import Tensors
-from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours, with_weights
+from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, methods, ours, with_weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-GOALS = {"loss": 1.06, "loss-qwen": 1.10, "values": 1 / 0.88, "values-qwen": 1 / 0.88, "frozen": 1.12, "sample": 1.2}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A step to be counted. build: the step, on the claimed device; bare: the same products and nothing else."""
+    """A step to be counted. build: the step, on the claimed device; bare: its products and nothing else, by kind."""
 
     name: str
     title: str
     shape: tuple[int, int, int]  # tokens, hidden size, vocabulary
     build: Callable[[], Callable[[], Any]]
-    bare: Callable[[], Callable[[], Any]] | None = None
+    bare: dict[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
+    goal: float | None = None  # times the fastest kind of bare products that it may take
     capture: bool = False  # whether it is also counted inside a CUDA graph
     replayed: bool = False  # whether its goal is one of a CUDA graph: the benchmark replays one
     explained: Callable[[], str] | None = None  # what the library says of it before
-
-    @property
-    def goal(self) -> float | None:
-        """Times the bare products that it may take."""
-        return GOALS.get(self.name)
 
 
 def operands(row: Row) -> Tensors:
@@ -50,13 +45,16 @@ def operands(row: Row) -> Tensors:
 
 
 def of_row(row: Row) -> Call:
+    """The row as the benchmark has it, with its goal and its floors."""
     shape = row.shape.tokens, row.shape.hidden, row.shape.vocab
+    floors = {m.name: m.build for m in methods(row, None) if m.kind == "floor"}
     return Call(
         row.name,
         row.title,
         shape,
         lambda: ours(row, None)(row.case, operands(row)),
-        lambda: bare_gemms(row, operands(row)),
+        {name: lambda build=build: build(row.case, operands(row)) for name, build in floors.items()},
+        row.time_limit,
         capture=row.name in ("loss", "values", "sample"),
         replayed=row.name == "sample",
     )

@@ -143,7 +143,8 @@ class Operators(TorchDispatchMode):
             return out
         if name in PRODUCTS:
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]
-            self.recording.add(_product(a, b, out.dtype.itemsize, name.startswith("add")))
+            adds = name.startswith("add") and kwargs.get("beta", 1) != 0
+            self.recording.add(_product(a, b, out.dtype.itemsize, adds))
             return out
         tensors = [*_tensors(args), *_tensors(kwargs.values()), *_tensors([out])]
         converts = name == "_to_copy" and out.dtype != args[0].dtype

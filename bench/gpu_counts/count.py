@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +81,7 @@ def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> R
         recording.events = recorded(call, recording)
         seen.add(call.name, recording)
         events = list(recording.events)
-        bare: list[Product] = []
-        if call.bare is not None:
-            step = call.bare()
-            recording.events.clear()
-            step()
-            bare = list(recording.of(Product))
+        bare = {name: _floor(build(), recording, machine) for name, build in call.bare.items()}
         recording.events = events
         before = recording.waits_before_products
         said = call.explained() if call.explained else None
@@ -100,9 +96,17 @@ def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> R
         "converted_mb": sum(x.nbytes for x in recording.of(Operator) if x.converts) / 1e6,
         "products": [_product(p, many, machine) for p, many in Counter(recording.of(Product)).items()],
         "bytes": _bytes(events, machine), "seconds": _seconds(events, machine, seen.kernels),
-        "bare_seconds": sum(map(machine.product, bare)) or None,
+        "bare": min(bare, key=bare.__getitem__, default=None), "bare_seconds": min(bare.values(), default=None),
+        "floors": bare,
         "graph": None if graph is None else _in_graph(graph, machine, seen.kernels), "replayed": call.replayed,
     }  # fmt: skip
+
+
+def _floor(step: Callable[[], Any], recording: Recording, machine: Machine) -> float:
+    """Predicted seconds of a floor, in which there is no kernel of ours."""
+    recording.events = []
+    step()
+    return sum(machine.seconds(event, {}) for event in recording.events)
 
 
 def _product(p: Product, many: int, machine: Machine) -> Record:

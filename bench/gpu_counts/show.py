@@ -7,6 +7,7 @@ from typing import Any
 
 Record = dict[str, Any]
 SHOWN = 2  # calls that are named beside a kernel
+NARROW = ", narrow"  # beside a floor whose results are in the operands' dtype
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -28,7 +29,7 @@ def times_table(records: list[Record]) -> str:
                 r["title"],
                 f"`{r['call']}`",
                 " x ".join(f"{x:,}" for x in r["shape"]),
-                "–" if bare is None else _ms(bare),
+                "–" if bare is None else f"{_ms(bare)}{NARROW if 'narrow' in r['bare'] else ''}",
                 _ms(seconds),
                 _ratio(seconds, bare, None if r["replayed"] else r["goal"]),
                 "–" if graph is None else _ms(graph["seconds"]),
