@@ -89,12 +89,16 @@ def _ended(running: list["subprocess.Popen[bytes]"], deadline: float) -> list[in
 
 
 def table(options: argparse.Namespace, device: str) -> int:
-    """Every row into the result file, ours of all rows before any peer; returns `show`'s status."""
+    """The device's figures and every row into the file, ours of all rows before any peer; returns `show`'s status."""
     bench = Bench(device, time.monotonic() + options.seconds)
     backend = "triton" if device == "cpu" else None  # on a GPU what a call gets
     subject = Apart(Subject, bench, options.rounds, backend, options.tiny, torch.get_num_threads(), methods)
     starts = tuple(options.methods.split(","))
     try:
+        if time.monotonic() < bench.deadline:
+            found = subject.call("device", timeout=MOST_SECONDS)
+            write_line(options.out, {"kind": "gpu-device", "device": device} | found)
+            print(f"device: {found}", flush=True)
         for kinds in (("floor", "ours"), ("peer",)):
             for row in (ROWS[name] for name in options.rows):
                 print(f"{row.name}: {row.title}, {row.tiny if options.tiny else row.shape}", flush=True)

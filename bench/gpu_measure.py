@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.cases import Tensors
+from bench.gpu_device import Device
 from bench.gpu_rows import ROWS, Row, errors_of, make_operands, oracle
 from bench.harness import MB, Worker, WorkerError, environment, said
 from bench.peers import Method, Step
@@ -95,6 +96,10 @@ class Subject:
         self.tensors: Tensors = {}
         self.expected: Tensors | None = None
         self.floor: tuple[str, Step] | None = None  # the fastest of this row's bare GEMMs, by name
+
+    def device(self) -> Record:
+        """The device's own figures."""
+        return Device(self.bench, self.tiny).measure()
 
     def open(self, row: Row) -> None:
         """The row in place of the one before."""

@@ -74,7 +74,7 @@ def captured(call: Call, recording: Recording) -> tuple[list[Event], list[str]]:
 
 def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> Record:
     """Everything that is known of a call."""
-    with claimed(capability, machine.name, processors=machine.processors) as recording:
+    with claimed(capability, machine.name, machine.gib, machine.processors) as recording:
         graph, late = captured(call, recording) if call.capture else (None, None)
         if graph is not None:
             seen.add(call.name, recording)

@@ -48,7 +48,9 @@ def test_a_dry_run(rows, tmp_path):
     out = tmp_path / "gpu.jsonl"
     same = ("table", "--rounds", "1", "--methods", "logitless,Liger")
     done = run(*same, "--rows", ",".join(rows), "--out", str(out))
-    about, *records = read_lines(out)
+    about, device, *records = read_lines(out)
+    assert device["kind"] == "gpu-device"
+    assert device["rate"] > 0
     assert about["versions"]["torch"] == torch.__version__
     assert about["threads"] == torch.get_num_threads()
     ours = {r["case"]: r for r in records if r["method"] == "logitless"}
@@ -111,7 +113,7 @@ def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "methods", wrong_methods.gpu_methods)
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["table", "--tiny", "--rows", "values,values-qwen", "--rounds", "2", "--out", str(out)]) == 0
-    records = read_lines(out)[1:]
+    records = read_lines(out)[2:]
     assert [r["method"] for r in records[:4]] == ["bare GEMMs", "logitless"] * 2
     assert [r["case"] for r in records] == [c for n in (2, 4) for c in ["values"] * n + ["values-qwen"] * n]
     found = {r["method"]: r for r in records if r["case"] == "values-qwen"}

@@ -7,11 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import fields
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from bench.gpu_counts import sass
+from bench.gpu_counts.machine import Machine, with_measured
+from bench.gpu_device import Device
+from bench.gpu_measure import Bench
+from bench.harness import write_line
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -150,6 +157,28 @@ def test_a_nucleus_is_summed_in_the_same_order_every_time(found):
 
 def test_the_host_waits_once_a_call(found):
     assert {name: x["waits"] for name, x in found["calls"].items() if x["waits"] > WAITS} == {}
+
+
+def test_what_a_gpu_has_measured_takes_the_place_of_each_constant(tmp_path):
+    file, own = tmp_path / "gpu.jsonl", {"name": "NVIDIA H100", "bandwidth": 2.9e12, "launch": 3e-6, "rate_own": 5e14}
+    for device, figures in (("cpu", {"bandwidth": 1e10}), ("cuda", own)):
+        write_line(file, {"kind": "environment"})
+        write_line(file, {"kind": "gpu-device", "device": device, **figures, "failed": {"clock": "no nvidia-smi"}})
+    machine, stated = with_measured(Machine(), file), Machine()
+    assert {name: getattr(machine, name) for name in own} == own
+    assert set(machine.measured) == set(own)
+    assert (machine.clock, machine.rate, machine.shown) == (stated.clock, stated.rate, stated.shown)
+    assert with_measured(stated, tmp_path / "none.jsonl") == stated
+
+
+def test_a_devices_figures_are_constants_of_a_prediction():
+    device = Device(Bench("cpu", time.monotonic() + 100), tiny=True)
+    found = device.measure()
+    assert set(device.steps()) <= {field.name for field in fields(Machine)}
+    assert set(found) | set(found["failed"]) == {*device.steps(), "failed"}
+    assert min(found[name] for name in ("launch", "bandwidth", "rate", "rate_tf32", "rate_fp32")) > 0
+    if not torch.cuda.is_available():
+        assert "launch_in_graph" in found["failed"]
 
 
 LOOP = """
