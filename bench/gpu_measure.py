@@ -11,13 +11,15 @@ import torch
 
 from bench.cases import Tensors
 from bench.gpu_device import Device
-from bench.gpu_rows import ROWS, Row, errors_of, make_operands, oracle
+from bench.gpu_rows import ROWS, Absent, Row, errors_of, make_operands, oracle
 from bench.harness import MB, Worker, WorkerError, environment, said
 from bench.peers import Method, Step
+from logitless.errors import BackendError
 
 GRACE = 55.0  # seconds for what has begun
 GROSS = 0.1  # an error of ours that no rounding makes: in nats, or of a gradient's largest entry
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes about this long
+NOT_HERE = (Absent, ModuleNotFoundError, BackendError)  # not installed, or not for this device: nothing went wrong
 Record = dict[str, Any]
 
 
@@ -122,7 +124,7 @@ class Subject:
         except Exception as error:  # reported as this method's result, beside the others'
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            record = {"status": "failed", "reason": reason[:200]}
+            record = {"status": "absent" if isinstance(error, NOT_HERE) else "failed", "reason": reason[:200]}
         self.bench.release()
         return record
 

@@ -14,6 +14,7 @@ from bench.cases import Tensors
 from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, methods, ours, with_weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RIVALS = {"loss": 17.33e-3}  # seconds on an H200 of QuACK 0.6.1, as Liger 0.8.5 states beside its own 18.06
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Call:
     build: Callable[[], Callable[[], Any]]
     bare: dict[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
     goal: float | None = None  # times the fastest kind of bare products that it may take
+    rival: float | None = None  # seconds that it is to be faster than
     capture: bool = False  # whether it is also counted inside a CUDA graph
     replayed: bool = False  # whether its goal is one of a CUDA graph: the benchmark replays one
     explained: Callable[[], str] | None = None  # what the library says of it before
@@ -55,6 +57,7 @@ def of_row(row: Row) -> Call:
         lambda: ours(row, None)(row.case, operands(row)),
         {name: lambda build=build: build(row.case, operands(row)) for name, build in floors.items()},
         row.time_limit,
+        RIVALS.get(row.name),
         capture=row.name in ("loss", "values", "sample"),
         replayed=row.name == "sample",
     )

@@ -87,6 +87,7 @@ def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> R
         said = call.explained() if call.explained else None
     return {
         "kind": "gpu-count", "call": call.name, "title": call.title, "shape": call.shape, "goal": call.goal,
+        "rival": call.rival,
         "launches": recording.launches,
         "kernels": Counter(x.name for x in recording.of(Launch)),
         "operators": Counter(x.name for x in recording.of(Operator)),

@@ -30,15 +30,22 @@ def times_table(records: list[Record]) -> str:
                 f"`{r['call']}`",
                 " x ".join(f"{x:,}" for x in r["shape"]),
                 "–" if bare is None else f"{_ms(bare)}{NARROW if 'narrow' in r['bare'] else ''}",
-                _ms(seconds),
+                f"**{_ms(seconds)}**" if r["rival"] is not None and seconds >= r["rival"] else _ms(seconds),
                 _ratio(seconds, bare, None if r["replayed"] else r["goal"]),
                 "–" if graph is None else _ms(graph["seconds"]),
                 "–" if graph is None else _ratio(graph["seconds"], bare, r["goal"]),
-                "–" if r["goal"] is None else f"{r['goal']:.2f} ×" + (" in a graph" if r["replayed"] else ""),
+                _goal(r),
             ]
         )
     head = ["work", "call", "shape", "bare products", "predicted", "ratio", "in a graph", "ratio", "goal"]
     return grid(head, rows)
+
+
+def _goal(r: Record) -> str:
+    if r["goal"] is None:
+        return "–"
+    faster = "" if r["rival"] is None else f", faster than QuACK's {_ms(r['rival'])}"
+    return f"{r['goal']:.2f} ×{' in a graph' if r['replayed'] else ''}{faster}"
 
 
 def _ratio(seconds: float, bare: float | None, goal: float | None) -> str:

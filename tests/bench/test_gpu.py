@@ -69,14 +69,15 @@ def test_a_dry_run(rows, tmp_path):
 def test_what_there_is_no_time_for_is_named(tmp_path):
     out = tmp_path / "gpu.jsonl"
     status, written = forked.module("bench.gpu", "--seconds", 0.1, "--rows", "values", "--out", out, "--tiny")
-    assert status == 0, written
+    assert status == 1, written
     about, check, *records = read_lines(out)
     assert about["kind"] == "environment"
     assert check["kind"] == "gpu-check"
     assert len(check["passed"]) == 1  # each process begins one
     assert len(check["left"]) > 50
-    assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
-    assert "| failed: no time left |" in written
+    assert {(r["status"], r["reason"]) for r in records} == {("not run", "no time left")}
+    assert "| not run: no time left |" in written
+    assert "not run: values: logitless: no time left" in written
     names, begun, ended, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
     assert [begun["begun"]] == [ended["ended"]] == names["names"][:1] == check["passed"]
     assert kernels["kernels"]
@@ -137,8 +138,10 @@ def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
     row = gpu.about(ROWS["loss"], tiny=False, device="cuda")
     times = {"median_s": 0.002, "to_bare": 1.0, "peak_mb": 1.0}
     gpu.write_line(out, row | {"method": "bare GEMMs", "method_kind": "floor", "status": "ok"} | times)
-    assert gpu.main(["--from", str(out)]) == 0
-    assert "4,096 x 4,096 x 128,256 | | failed: not in the file" in capsys.readouterr().out
+    assert gpu.main(["--from", str(out)]) == 1
+    written = capsys.readouterr().out
+    assert "4,096 x 4,096 x 128,256 | | not run: not in the file" in written
+    assert "not run: loss: logitless: not in the file" in written
     out.write_text("")
     assert gpu.main(["--from", str(out)]) == 1
 
@@ -170,6 +173,72 @@ def test_a_missed_target_is_named_and_the_exit_status(numbers, status, line, tmp
     assert line in written
     assert "missed:" in line or "missed:" not in written
     assert status == 1 or "2.00 ms" in written
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "status", "line"),
+    [
+        (
+            "logitless, fp32 dW",
+            {"status": "wrong", "reason": "grad_weight is off by 1"},
+            1,
+            "wrong: loss: logitless, fp32",
+        ),
+        ("logitless, weights", {"status": "failed", "reason": "no"}, 1, "failed: loss: logitless, weights: no"),
+        ("logitless, CUDA graph", {"status": "not run", "reason": "no time left"}, 1, "not run: loss: logitless, CUDA"),
+        ("logitless, QuACK", {"status": "absent", "reason": "BackendError: it needs quack-kernels"}, 0, ""),
+    ],
+)
+def test_all_of_ours_count(name, numbers, status, line, tmp_path, capsys):
+    out = tmp_path / "gpu.jsonl"
+    for one in (record("bare GEMMs", "floor"), record("logitless", "ours"), record(name, "ours", **numbers)):
+        gpu.write_line(out, one)
+    assert gpu.main(["--from", str(out)]) == status
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status", "line"),
+    [
+        ({"to_bare": 1.04}, 0, ""),
+        ({"to_bare": 0.99}, 2, "missed: loss: logitless 1.000 x, to be faster than QuACK's 0.990 x"),
+        ({"to_bare": 1.01}, 2, "missed: loss: logitless, fp32 dW 1.020 x, to be faster than QuACK's 1.010 x"),
+        ({"status": "absent", "reason": "not installed"}, 0, ""),
+    ],
+)
+def test_a_rival_is_to_be_slower_where_it_was_measured(numbers, status, line, tmp_path, capsys):
+    out, ours = (
+        tmp_path / "gpu.jsonl",
+        (record("logitless", "ours"), record("logitless, fp32 dW", "ours", to_bare=1.02)),
+    )
+    for one in (record("bare GEMMs", "floor"), *ours, record("QuACK", "peer", **numbers)):
+        gpu.write_line(out, one)
+    assert gpu.main(["--from", str(out)]) == status
+    written = capsys.readouterr().out
+    assert line in written
+    assert "| 1.06 x, faster than QuACK |" in written
+
+
+@pytest.mark.parametrize(("ended", "status"), [(("a", "b"), 0), (("a",), 1)])
+def test_a_check_of_which_a_case_was_not_run_has_not_passed(ended, status, monkeypatch, capsys):
+    class Cases:
+        """A process of the suite that ends well."""
+
+        def __init__(self, command):
+            report = Path(command[command.index("--report") + 1])
+            gpu.write_line(report, {"names": ["a", "b"]})
+            for name in ended:
+                gpu.write_line(report, {"begun": name})
+                gpu.write_line(report, {"ended": name, "error": ""})
+
+        def wait(self, timeout=None):
+            return 0
+
+        def kill(self): ...
+
+    monkeypatch.setattr(subprocess, "Popen", Cases)
+    assert gpu.check("cpu", 1.0, None) == status
+    assert f"{len(ended)} cases passed, 0 failed, {2 - len(ended)} not run" in capsys.readouterr().out
 
 
 def test_toy_shapes_have_nothing_to_reach():
