@@ -177,7 +177,7 @@ def targets_missed(records: list[Record]) -> Iterator[str]:
         if ours["status"] != "ok":
             continue
         if ours["time_limit"] is not None and ours["to_bare"] > ours["time_limit"]:
-            yield f"missed: {ours['case']}: {ours['to_bare']:.3f} x the bare GEMMs, to reach {ours['time_limit']:.2f} x"
+            yield f"missed: {ours['case']}: {ours['to_bare']:.3f} x the floor, to reach {ours['time_limit']:.2f} x"
         above, most = ours["peak_mb"] - ours["gradient_mb"], ours["memory_limit_mib"]
         if most is not None and above * MB > most * MIB:
             yield f"missed: {ours['case']}: {above:,.0f} MB above, to reach {most * MIB / MB:,.0f} MB"
@@ -193,8 +193,8 @@ def _slower_than_rival(rows: dict[str, Record]) -> Iterator[str]:
 
 
 def summary(records: list[Record]) -> Iterator[str]:
-    """A Markdown table: times the bare GEMMs, memory above inputs and fp32 gradients, errors of values and these."""
-    yield "| work | shape | bare GEMMs | logitless | to reach | memory above | errors | fastest other | its errors |"
+    """A Markdown table: times the fastest floor, memory above inputs and fp32 gradients, errors of values and these."""
+    yield "| work | shape | floor | logitless | to reach | memory above | errors | fastest other | its errors |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for rows in by_row(records):
         row, mine = next(iter(rows.values())), rows.pop("ours")
@@ -227,7 +227,7 @@ def _worst(errors: dict[str, float], gradients: bool) -> str:
 
 
 def draw_if_possible(records: list[Record], out: Path) -> None:
-    """A bar for each method of each row: time over the bare GEMMs."""
+    """A bar for each method of each row: time over the fastest floor."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"must not exist (default: {OUT}; of check alone: none)")
     parser.add_argument("--from", type=Path, dest="source", help="measure nothing: table and plot of this result file")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
-    parser.add_argument("--methods", default="", help="comma-separated beginnings of names; the bare GEMMs always run")
+    parser.add_argument("--methods", default="", help="comma-separated beginnings of names; floors always run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it; what is left then is named")
     parser.add_argument("--parts", default="", help="of the extras, comma-separated; all unless given")

@@ -81,7 +81,7 @@ def wrong(kind: str, expected: Tensors, errors: dict[str, float]) -> str:
 
 
 class Subject:
-    """A row's operands, its results in float64 and its bare GEMMs, with which each method takes turns.
+    """A row's operands, its results in float64 and its floors, with the fastest of which each method takes turns.
 
     `methods(row, backend)` yields who can be measured. Kept from call to call while the row is the same.
     """
@@ -97,7 +97,7 @@ class Subject:
         self.row: Row | None = None
         self.tensors: Tensors = {}
         self.expected: Tensors | None = None
-        self.floor: tuple[str, Step] | None = None  # the fastest of this row's bare GEMMs, by name
+        self.floor: tuple[str, Step] | None = None  # the fastest of this row's, by name
 
     def device(self) -> Record:
         """The device's own figures."""
@@ -144,7 +144,7 @@ class Subject:
         return record | self.turns(floor, step)
 
     def fastest_floor(self, row: Row) -> tuple[str, Step]:
-        """The bare GEMMs by which times are divided: those that take the least, of which there is one kind or more."""
+        """The floor by which times are divided: that which takes the least, of which there is one kind or more."""
         steps = {m.name: m.build(row.case, self.tensors) for m in self.methods(row, self.backend) if m.kind == "floor"}
         for step in steps.values():
             step()
@@ -152,7 +152,7 @@ class Subject:
         return min(steps.items(), key=lambda x: seconds[x[0]])
 
     def turns(self, floor: Step, step: Step) -> Record:
-        """Times of a method and of the bare GEMMs in turn, and their ratios within each round."""
+        """Times of a method and of the floor in turn, and their ratios within each round."""
         calls = {name: (run, self.bench.calls_of(run)) for name, run in (("bare", floor), ("step", step))}
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(self.rounds):

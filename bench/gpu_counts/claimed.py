@@ -36,6 +36,7 @@ ASKED: dict[Any, Any] = {
     Tensor.is_meta.__get__: False,
 }  # fmt: skip
 PRODUCTS = ("mm", "addmm", "addmm_", "mv", "addmv_", "bmm")
+GATHERS = {"index_select": 2, "_embedding_bag": 1, "_embedding_bag_forward_only": 1}  # and where ids are given
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "lift_fresh")
 
 
@@ -69,8 +70,13 @@ class Claims(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         if name in ASKS:
-            self.recording.add(Wait(f"{name} at {_caller()}"))
-            return func(*args, **kwargs) if self.home == "cpu" else self.answer(name, args[0])
+            asked = Wait(f"{name} at {_caller()}")
+            self.recording.add(asked)
+            return func(*args, **kwargs) if self.home == "cpu" else self.answer(name, args[0], asked.what)
+        if name == "repeat_interleave" and isinstance(args[1], Tensor) and "output_size" not in kwargs:
+            asked = Wait(f"{name} at {_caller()}")  # how many that makes
+            self.recording.add(asked)
+            kwargs |= {"output_size": self.recording.known[asked.what]} if self.home == "meta" else {}
         if name == "cuda":
             return args[0]
         if name == "pin_memory":
@@ -89,10 +95,14 @@ class Claims(TorchFunctionMode):
         """The device that a tensor lives on, for one that it says it is on."""
         return self.home if isinstance(x, str | torch.device) and str(x).startswith("cuda") else x
 
-    def answer(self, name: str, x: Tensor) -> Any:
+    def answer(self, name: str, x: Tensor, what: str) -> Any:
         """A number that the host asks for."""
+        known = self.recording.known.get(what)
         if name == "nonzero":
-            return x.new_empty(x.numel() - self.recording.ignored, x.dim(), dtype=torch.int64)
+            found = x.numel() - self.recording.ignored if known is None else known
+            return x.new_empty(found, x.dim(), dtype=torch.int64)
+        if known is not None:
+            return known
         if name == "cpu":
             return x
         if name == "tolist":
@@ -146,9 +156,8 @@ class Operators(TorchDispatchMode):
             adds = name.startswith("add") and kwargs.get("beta", 1) != 0
             self.recording.add(_product(a, b, out.dtype.itemsize, adds))
             return out
-        tensors = [*_tensors(args), *_tensors(kwargs.values()), *_tensors([out])]
         converts = name == "_to_copy" and out.dtype != args[0].dtype
-        self.recording.add(Operator(name, sum(_touched(x) for x in tensors), converts))
+        self.recording.add(Operator(name, _moved(name, args, kwargs, out), converts))
         return out
 
 
@@ -158,6 +167,16 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield x
         elif isinstance(x, list | tuple):
             yield from _tensors(x)
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operator reads and writes; of a table those rows that are asked for."""
+    tensors = [*_tensors(args), *_tensors(kwargs.values()), *_tensors([out])]
+    if name in GATHERS:
+        table, ids = args[0], args[GATHERS[name]]
+        row = _touched(table) // table.shape[args[1] if name == "index_select" else 0]
+        return ids.numel() * row + sum(_touched(x) for x in tensors if x is not table)
+    return sum(_touched(x) for x in tensors)
 
 
 def _touched(x: Tensor) -> int:
@@ -249,7 +268,7 @@ def _recorder(recording: Recording) -> Callable[..., None]:
         if not isinstance(x, Tensor):
             return x
         with torch._C.DisableTorchFunction():
-            return Argument(x.dtype, x.storage_offset() * x.dtype.itemsize)
+            return Argument(x.dtype, x.storage_offset() * x.dtype.itemsize, x.numel())
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, map(seen, args), strict=False)) | {name: seen(x) for name, x in kwargs.items()}

@@ -75,6 +75,7 @@ def captured(call: Call, recording: Recording) -> tuple[list[Event], list[str]]:
 def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> Record:
     """Everything that is known of a call."""
     with claimed(capability, machine.name, machine.gib, machine.processors) as recording:
+        recording.known = call.known
         graph, late = captured(call, recording) if call.capture else (None, None)
         if graph is not None:
             seen.add(call.name, recording)

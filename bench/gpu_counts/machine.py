@@ -116,9 +116,13 @@ def traffic(launch: Launch) -> tuple[int, int]:
         return launch.grid[0] * a["width"], launch.grid[0] * a["width"] * size("raw")
     if launch.name == "scaled":
         return a["count"], a["count"] * (size("x") + size("out"))
-    if launch.name in ("scatter", "add_weighted", "dot"):
-        numbers = launch.grid[0] * a["width"]
-        return numbers, numbers * (2 * size("into" if "into" in a else "x") + size("x" if "x" in a else "table"))
+    numbers = launch.grid[0] * a.get("width", 0)
+    if launch.name == "dot":  # a token's row, which a cache holds for all of its entries, and each entry's
+        return numbers, numbers * size("table") + a["x"].numbers * size("x")
+    if launch.name == "scatter":  # a row for each place, and those that it is added to once
+        return numbers, numbers * size("x") + 2 * min(numbers, a["into"].numbers) * size("into")
+    if launch.name == "add_weighted":
+        return numbers * a["k"], numbers * (2 * size("into") + a["k"] * size("table"))
     return 0, 0
 
 

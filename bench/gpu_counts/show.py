@@ -7,7 +7,6 @@ from typing import Any
 
 Record = dict[str, Any]
 SHOWN = 2  # calls that are named beside a kernel
-NARROW = ", narrow"  # beside a floor whose results are in the operands' dtype
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -20,7 +19,7 @@ def counts_of(records: list[Record]) -> list[Record]:
 
 
 def times_table(records: list[Record]) -> str:
-    """Each call's predicted time beside the bare products' and its goal; bold is what misses it."""
+    """Each call's predicted time beside its floor's and its goal; bold is what misses it."""
     rows = []
     for r in counts_of(records):
         seconds, bare, graph = r["seconds"]["all"], r["bare_seconds"], r["graph"]
@@ -29,7 +28,7 @@ def times_table(records: list[Record]) -> str:
                 r["title"],
                 f"`{r['call']}`",
                 " x ".join(f"{x:,}" for x in r["shape"]),
-                "–" if bare is None else f"{_ms(bare)}{NARROW if 'narrow' in r['bare'] else ''}",
+                "–" if bare is None else f"{_ms(bare)} {r['bare'].removeprefix('bare GEMMs, ')}",
                 f"**{_ms(seconds)}**" if r["rival"] is not None and seconds >= r["rival"] else _ms(seconds),
                 _ratio(seconds, bare, None if r["replayed"] else r["goal"]),
                 "–" if graph is None else _ms(graph["seconds"]),
@@ -37,7 +36,7 @@ def times_table(records: list[Record]) -> str:
                 _goal(r),
             ]
         )
-    head = ["work", "call", "shape", "bare products", "predicted", "ratio", "in a graph", "ratio", "goal"]
+    head = ["work", "call", "shape", "floor", "predicted", "ratio", "in a graph", "ratio", "goal"]
     return grid(head, rows)
 
 

@@ -40,7 +40,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(("loss", "sample"), id="two rows"),
         pytest.param(
-            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "long"), id="rest", marks=pytest.mark.slow
+            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "sets", "long"), id="rest", marks=pytest.mark.slow
         ),
     ],
 )
@@ -157,7 +157,7 @@ def record(method, kind, **numbers):
     ("numbers", "status", "line"),
     [
         ({"to_bare": 1.05}, 0, ""),
-        ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the bare GEMMs, to reach 1.06 x"),
+        ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the floor, to reach 1.06 x"),
         ({"peak_mb": 8192.0}, 2, "missed: loss: 6,024 MB above, to reach 1,181 MB"),
         ({"to_bare": 1.07, "status": "wrong", "reason": "loss is off by 1"}, 1, "wrong: loss is off by 1"),
     ],
