@@ -13,7 +13,6 @@ import torch
 import logitless as ll
 from bench.gpu_rows import with_weights
 from bench.harness import said
-from logitless.vocab.backends.triton import weights
 from logitless.vocab.backends.triton.device import processors
 from logitless.vocab.devices import tf32_products
 
@@ -118,11 +117,14 @@ class Device:
 
     def rate_own(self) -> float:
         """Flop a second of the library's kernel of products, what it does to their results included."""
+        from logitless.vocab.backends.triton.weights import weighing  # which needs Triton, as nothing else here
+
         n, h, v = (16, 16, 256) if self.tiny else (4096, 4096, 32_768)
         hidden, weight = (torch.randn(size, h, dtype=torch.bfloat16, device=self.kind) for size in (n, v))
         hidden.requires_grad_()
-        labels, timed = torch.zeros(n, dtype=torch.int64, device=self.kind), Timed(self.bench)
-        with patch.object(weights.weighing, "weigh_products", timed):
+        labels = torch.zeros(n, dtype=torch.int64, device=self.kind)
+        timed = Timed(self.bench, weighing.weigh_products)
+        with patch.object(weighing, "weigh_products", timed):
             for _ in range(4):
                 with_weights(partial(ll.linear_cross_entropy, hidden, ll.LMHead(weight), labels, backend="triton"))()
         return 2 * n * h * v / min(timed.seconds)
@@ -131,8 +133,8 @@ class Device:
 class Timed:
     """The kernel of products, each first launch of which is timed."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.kernel, self.seconds = bench, weights.weighing.weigh_products, list[float]()
+    def __init__(self, bench: Bench, kernel: Any) -> None:
+        self.bench, self.kernel, self.seconds = bench, kernel, list[float]()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:

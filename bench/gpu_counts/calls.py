@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Call:
     bare: dict[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
     goal: float | None = None  # times the fastest kind of bare products that it may take
     rival: float | None = None  # seconds that it is to be faster than
-    capture: bool = False  # whether it is also counted inside a CUDA graph
+    capture: bool = True  # whether a CUDA graph can have it
+    with_rows: Callable[[int], Callable[[], Any]] | None = None  # the step of so many tokens, where these change
     known: dict[str, Any] = field(default_factory=dict)  # what the host hears, by what a wait says
     replayed: bool = False  # whether its goal is one of a CUDA graph: the benchmark replays one
     explained: Callable[[], str] | None = None  # what the library says of it before
@@ -48,6 +49,11 @@ def operands(row: Row) -> Tensors:
     if "token_ids" in row.case.takes:
         out["token_ids"] = torch.empty(n, ENTRIES, dtype=torch.int64, device="cuda")
     return out | {"labels": torch.empty(n, dtype=torch.int64, device="cuda")}
+
+
+def of_tokens(row: Row, n: int) -> Row:
+    """The row with another number of tokens."""
+    return replace(row, shape=replace(row.shape, tokens=n))
 
 
 def heard_of_sets(n: int) -> dict[str, Any]:
@@ -72,7 +78,8 @@ def of_row(row: Row) -> Call:
         {name: lambda build=build: build(row.case, operands(row)) for name, build in floors.items()},
         row.time_limit,
         RIVALS.get(row.name),
-        capture=row.name in ("loss", "values", "sample"),
+        capture="token_ids" not in row.case.takes,
+        with_rows=(lambda n: ours(row, None)(row.case, operands(of_tokens(row, n)))) if row.name == "sample" else None,
         known=heard_of_sets(row.shape.tokens) if "token_ids" in row.case.takes else {},
         replayed=row.name == "sample",
     )
@@ -176,6 +183,7 @@ NOT_ROWS = (
     Call("jsd", "Jensen-Shannon divergence to a reference", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",))),
     Call("jsd-gradient", "the same, with gradients", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",), "hw")),
     Call("sets-gradient", "log-prob + entropy over sampling masks, with gradients", LLAMA_SHAPE,
-         stats_of(LLAMA_SHAPE, ("logprob", "entropy"), "hw", sets=True), known=heard_of_sets(LLAMA.tokens)),
+         stats_of(LLAMA_SHAPE, ("logprob", "entropy"), "hw", sets=True), capture=False,
+         known=heard_of_sets(LLAMA.tokens)),
 )  # fmt: skip
 CALLS = {call.name: call for call in (*map(of_row, ROWS.values()), *NOT_ROWS)}

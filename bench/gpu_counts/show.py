@@ -7,6 +7,7 @@ from typing import Any
 
 Record = dict[str, Any]
 SHOWN = 2  # calls that are named beside a kernel
+LONGEST = 4  # products that are named of a call
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -71,7 +72,7 @@ def launches_table(records: list[Record]) -> str:
             str(r["waits_before_products"]),
             str(r["specialisations"]),
             "–" if r["graph"] is None else str(r["graph"]["launches"]),
-            "–" if r["first_in_capture"] is None else str(len(r["first_in_capture"])),
+            _first(r),
             f"{r['converted_mb']:,.0f} MB",
         ]
         for r in counts_of(records)
@@ -80,15 +81,23 @@ def launches_table(records: list[Record]) -> str:
     return grid(head, rows)
 
 
+def _first(r: Record) -> str:
+    if r["first_in_capture"] is None:
+        return "–"
+    rows = r["first_with_rows"] or {}
+    more = "".join(f", {len(names)} of {name} rows" for name, names in rows.items() if names)
+    return f"{len(r['first_in_capture'])}{more}"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
 def products_table(records: list[Record]) -> str:
-    """The products of each call, the largest first: tiles, waves and how full these are."""
+    """The products of each call, those that take longest: tiles, waves and how full these are."""
     rows = []
     for r in counts_of(records):
-        for p in sorted(r["products"], key=lambda p: -p["many"] * p["seconds"])[:4]:
+        for p in sorted(r["products"], key=lambda p: -p["many"] * p["seconds"])[:LONGEST]:
             shape = " x ".join(f"{x:,}" for x in p["shape"])
             rows.append(
                 [
@@ -111,10 +120,10 @@ def bytes_table(records: list[Record]) -> str:
 
 
 def kernels_table(records: list[Record]) -> str:
-    """The kernels with a loop over slices or rows, for each device that they were compiled for."""
+    """Every kernel, for each device that it was compiled for."""
     found = [r for r in records if r["kind"] == "gpu-kernel"]
     first = found[0]["capability"]
-    rows = [_kernel_row(r, found) for r in found if r["capability"] == first and r["loop"]]
+    rows = [_kernel_row(r, found) for r in found if r["capability"] == first]
     head = [
         "kernel", "switches", "calls", "warps", "registers", "spills", "programs a processor", "instructions an entry",
         "of these at half rate", "barriers a block", "loads", "stores",
@@ -136,12 +145,14 @@ def _kernel_row(r: Record, every: list[Record]) -> list[str]:
         " / ".join(str(x.get("registers", "–")) for x in devices),
         " / ".join(str(x.get("spills", "–")) for x in devices),
         str(r["per_processor"]),
-        f"{r['instructions']:.1f}",
-        f"{loop['half_rate'] / r['entries']:.1f}",
-        str(loop["barriers"]),
+        *(("–",) * 3 if loop is None else _loop_cells(r, loop)),
         _widths(r["loads"]),
         _widths(r["stores"]),
     ]
+
+
+def _loop_cells(r: Record, loop: Record) -> tuple[str, str, str]:
+    return f"{r['instructions']:.1f}", f"{loop['half_rate'] / r['entries']:.1f}", str(loop["barriers"])
 
 
 def _widths(found: dict[str, int]) -> str:
