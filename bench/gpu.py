@@ -259,7 +259,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="bench/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "table", "extras", "tune"))
-    parser.add_argument("--out", type=Path, help=f"must not exist (default: {OUT}; of check alone: none)")
+    default = f"{OUT}; of check alone: none; of tune: the file of this GPU's sizes"
+    parser.add_argument("--out", type=Path, help=f"must not exist (default: {default})")
     parser.add_argument("--from", type=Path, dest="source", help="measure nothing: table and plot of this result file")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
     parser.add_argument("--methods", default="", help="comma-separated beginnings of names; floors always run")
@@ -273,11 +274,11 @@ def main(arguments: list[str] | None = None) -> int:
     options.rows = options.rows.split(",")
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; choose from {', '.join(ROWS)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.out is None and options.what != "check":
-        options.out = OUT
+        options.out = sizes_file(device) if options.what == "tune" else OUT
     if options.out is not None and options.out.exists():
         parser.error(f"{options.out} exists already; name another file")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
         parser.error("torch sees no GPU; on a CPU only --tiny makes sense, with TRITON_INTERPRET=1")
     if options.out is not None:
@@ -288,6 +289,12 @@ def main(arguments: list[str] | None = None) -> int:
         return run(options, parser, device)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def sizes_file(device: str) -> Path:
+    """Where the library looks for the launch sizes of this device."""
+    name = "interpreter" if device == "cpu" else torch.cuda.get_device_name()
+    return Path("src/logitless/vocab/backends/triton/sizes") / f"{name.lower().replace(' ', '-')}.json"
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, device: str) -> int:

@@ -366,6 +366,28 @@ def test_tuning_writes_sizes(tmp_path):
     assert set(sizes) == set(triton_tuned.table("default"))
 
 
+def test_a_tuning_that_is_ended_leaves_what_it_has_found(tmp_path, monkeypatch):
+    from bench import gpu_tune  # which needs Triton
+
+    def found(parts):
+        def ends():
+            parts.sizes["overlap"] = 2
+            raise KeyboardInterrupt
+
+        return {"first": lambda: parts.sizes.update(overlap=1), "second": ends}
+
+    monkeypatch.setattr(gpu_tune.Parts, "all", found)
+    out, before = tmp_path / "sizes.json", dict(triton_tuned.table("interpreter"))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_tune.tune(out, True, "cpu", 100.0)
+    sizes = json.loads(out.read_text("utf-8"))
+    assert sizes["overlap"] == 1
+    assert sizes["about"].endswith("tried: first")
+    assert triton_tuned.table("interpreter") == before
+    assert gpu_tune.tune(tmp_path / "none.json", True, "cpu", -1.0) == 0
+    assert not (tmp_path / "none.json").exists()
+
+
 def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
     (tmp_path / "sizes").mkdir()
     for name in ("default", "nvidia-h200"):
@@ -392,6 +414,7 @@ def test_the_correctness_suite_needs_no_pytest():
         (("--rows", "los"), "unknown row 'los'"),
         (("--out", __file__), "exists already"),
         (("--out", __file__, "check"), "exists already"),
+        (("tune", "--tiny"), "sizes/interpreter.json exists already"),
         (("check",), "torch sees no GPU"),
         (("--out", "nowhere.jsonl", "extras", "--tiny", "--parts", "logs"), "unknown part 'logs'"),
     ],
