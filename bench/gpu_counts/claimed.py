@@ -7,6 +7,7 @@ decides everything else: which operators run, and how a launch is specialised.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -198,11 +199,13 @@ def _caller() -> str:
 
 
 class Event:
-    """A mark on a stream."""
+    """A mark on a stream, by the host's clock."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at = 0.0
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        self.at = time.perf_counter()
 
     def wait(self, *_: Any) -> None: ...
 
@@ -211,8 +214,8 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: Any) -> float:
-        return 1.0
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
 
 
 class Stream:
@@ -228,6 +231,21 @@ class Stream:
         return event or Event()
 
     def synchronize(self) -> None: ...
+
+
+class Graph:
+    """A CUDA graph, whose step has run while it was captured: what it wrote stands there."""
+
+    def replay(self) -> None: ...
+
+
+@contextmanager
+def _capturing(recording: Recording) -> Iterator[None]:
+    recording.capturing = True
+    try:
+        yield
+    finally:
+        recording.capturing = False
 
 
 class OnDevice(nullcontext[None]):
@@ -308,6 +326,8 @@ def _cuda(capability: int, name: str, gib: float, processors: int, recording: Re
         "memory_reserved": lambda _=None: 0,
         "reset_peak_memory_stats": lambda _=None: None,
         "empty_cache": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": lambda *_, **__: _capturing(recording),
         "Event": Event,
         "Stream": Stream,
     }
