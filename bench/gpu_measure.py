@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from bench.cases import Tensors
-from bench.gpu_rows import ROWS, Row, errors_of, make_operands, oracle
+from bench.gpu_device import Device
+from bench.gpu_rows import ROWS, Absent, Row, errors_of, make_operands, oracle
 from bench.harness import MB, Worker, WorkerError, environment, said
 from bench.peers import Method, Step
+from logitless.errors import BackendError
 
 GRACE = 55.0  # seconds for what has begun
 GROSS = 0.1  # an error of ours that no rounding makes: in nats, or of a gradient's largest entry
 LEAST_SECONDS = 0.2  # a timing repeats its call until it takes about this long
+NOT_HERE = (Absent, ModuleNotFoundError, BackendError)  # not installed, or not for this device: nothing went wrong
 Record = dict[str, Any]
 
 
@@ -78,7 +81,7 @@ def wrong(kind: str, expected: Tensors, errors: dict[str, float]) -> str:
 
 
 class Subject:
-    """A row's operands, its results in float64 and its bare GEMMs, with which each method takes turns.
+    """A row's operands, its results in float64 and its floors, with the fastest of which each method takes turns.
 
     `methods(row, backend)` yields who can be measured. Kept from call to call while the row is the same.
     """
@@ -94,7 +97,11 @@ class Subject:
         self.row: Row | None = None
         self.tensors: Tensors = {}
         self.expected: Tensors | None = None
-        self.floor: tuple[str, Step] | None = None  # the fastest of this row's bare GEMMs, by name
+        self.floor: tuple[str, Step] | None = None  # the fastest of this row's, by name
+
+    def device(self) -> Record:
+        """The device's own figures."""
+        return Device(self.bench, self.tiny).measure()
 
     def open(self, row: Row) -> None:
         """The row in place of the one before."""
@@ -117,7 +124,7 @@ class Subject:
         except Exception as error:  # reported as this method's result, beside the others'
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            record = {"status": "failed", "reason": reason[:200]}
+            record = {"status": "absent" if isinstance(error, NOT_HERE) else "failed", "reason": reason[:200]}
         self.bench.release()
         return record
 
@@ -137,7 +144,7 @@ class Subject:
         return record | self.turns(floor, step)
 
     def fastest_floor(self, row: Row) -> tuple[str, Step]:
-        """The bare GEMMs by which times are divided: those that take the least, of which there is one kind or more."""
+        """The floor by which times are divided: that which takes the least, of which there is one kind or more."""
         steps = {m.name: m.build(row.case, self.tensors) for m in self.methods(row, self.backend) if m.kind == "floor"}
         for step in steps.values():
             step()
@@ -145,7 +152,7 @@ class Subject:
         return min(steps.items(), key=lambda x: seconds[x[0]])
 
     def turns(self, floor: Step, step: Step) -> Record:
-        """Times of a method and of the bare GEMMs in turn, and their ratios within each round."""
+        """Times of a method and of the floor in turn, and their ratios within each round."""
         calls = {name: (run, self.bench.calls_of(run)) for name, run in (("bare", floor), ("step", step))}
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(self.rounds):

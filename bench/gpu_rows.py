@@ -14,6 +14,7 @@ import logitless as ll
 from bench import peers
 from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
 from logitless.algebra.costs import fused_slices_of
+from logitless.sample import SamplingMask
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
 from logitless.vocab.backends.triton.tuned import table_for
 
@@ -23,9 +24,13 @@ ORACLE_CHUNK = 256  # tokens
 WHOLE = 4096 * MIB  # of results in the operands' dtype, which the fastest bare GEMMs may take
 
 
+class Absent(RuntimeError):
+    """A method that this machine does not have."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `time_limit` is times the bare GEMMs; `memory_limit` MiB above inputs and gradients."""
+    """One line of the table. `time_limit` is times the fastest floor; `memory_limit` MiB above inputs and gradients."""
 
     name: str
     title: str
@@ -53,6 +58,15 @@ def dense_sample(hidden: Tensor, weight: Tensor) -> Tensors:
     return {"top": best.values, "lse": z.logsumexp(-1), "entropy": -(p * logp).sum(-1)}
 
 
+def dense_sets(hidden: Tensor, weight: Tensor, labels: Tensor, token_ids: Tensor) -> Tensors:
+    """Log-prob and entropy over each token's set of entries."""
+    logp = torch.einsum("nh,nkh->nk", hidden, weight[token_ids]).log_softmax(-1)
+    return {"logprob": logp[token_ids == labels[:, None]], "entropy": -(logp.exp() * logp).sum(-1)}
+
+
+_SETS = ("hidden", "weight", "labels", "token_ids")
+SETS = Case("sets", "log-prob + entropy over sampling masks", 0, dense_sets, _SETS, (), 1.2, 96)
+ENTRIES = 64  # of each token's set
 SAMPLE = Case("sample", "sample + top-20 + log-sum-exp + entropy", 1, dense_sample, ("hidden", "weight"), (), 1.2, 96)
 LLAMA, QWEN = Shape(4096, 4096, 128_256), Shape(8192, 4096, 151_936)
 TINY, SMALL = Shape(48, 16, 301), Shape(40, 24, 517)
@@ -66,6 +80,7 @@ ROWS = {
         Row("frozen", "log-prob, any upstream, frozen head", CASES["frozen"], LLAMA, TINY, 1.12, budget=256 * MIB),
         Row("ppo", "PPO + entropy bonus + exact KL", CASES["ppo"], LLAMA, TINY, None),
         Row("sample", SAMPLE.title, SAMPLE, Shape(64, 4096, 151_936), Shape(5, 16, 301), 1.2, budget=256 * MIB),
+        Row("sets", SETS.title, SETS, LLAMA, TINY, 1.2, budget=256 * MIB),
         Row(
             *("long", "loss + gradients, 131,072 tokens", CASES["loss"], Shape(131_072, 2560, 151_936)),
             *(Shape(96, 8, 301), None, 2048.0, 1024 * MIB, False, False),
@@ -90,6 +105,9 @@ def make_operands(row: Row, shape: Shape, device: str, dtype: torch.dtype) -> Te
         label_logit = (out["hidden"].float() * out["weight"][out["labels"]].float()).sum(-1)
         out["old_logprob"] = label_logit - lse + 0.15 * torch.randn(n, generator=g, device=device)
         out["advantages"] = torch.randn(n, generator=g, device=device)
+    if "token_ids" in row.case.takes:  # a label first, and others as far apart as they can be
+        k = min(ENTRIES, v // 64)
+        out["token_ids"] = (out["labels"][:, None] + torch.arange(k, device=device) * (v // k)) % v
     if "ref_hidden" in row.case.takes:
         out["ref_hidden"] = out["hidden"] + randn(n, h, scale=0.2)
         out["ref_weight"] = out["weight"] + randn(v, h, scale=0.2 * LOGIT_STD / math.sqrt(h))
@@ -138,6 +156,28 @@ def bare_gemms(row: Row, t: Tensors) -> Step:
     if "weight" in row.case.wrt or "ref_weight" in row.case.takes:
         return _by_tokens(row, t, narrow)
     return _by_entries(row, t, narrow)
+
+
+def gathered(t: Tensors) -> Step:
+    """The rows of the weight that a call over sets needs, written end to end, and nothing else."""
+    weight, ids = t["weight"], t["token_ids"].flatten()
+    out = weight.new_empty(len(ids), weight.shape[1])
+
+    def run() -> Tensors:
+        torch.index_select(weight, 0, ids, out=out)
+        return {}
+
+    return run
+
+
+def gathered_sums(t: Tensors) -> Step:
+    """The same rows added up by token, so that next to nothing is written."""
+
+    def run() -> Tensors:
+        F.embedding_bag(t["token_ids"], t["weight"], mode="sum")
+        return {}
+
+    return run
 
 
 def processors(device: torch.device) -> int:
@@ -240,6 +280,11 @@ def ours(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
         if row.case.name == "sample":
             record = ll.sample_tokens(hidden, head, keep=min(20, len(weight)), memory_budget=row.budget)
             return {"top": record.topk_logits, "lse": record.logsumexp, "entropy": record.entropy}
+        if row.case.name == "sets":
+            ids = t["token_ids"]
+            mask = SamplingMask(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device))
+            stats = ll.token_stats(hidden, head, labels, want=("logprob", "entropy"), sampling_mask=mask, **same)
+            return {"logprob": stats.logprob, "entropy": stats.entropy}
         if row.case.name == "loss":
             return {"loss": ll.linear_cross_entropy(hidden, head, labels, **same)}
         if row.case.name == "ppo":
@@ -289,13 +334,14 @@ def ours_with_weights(row: Row, backend: str | None) -> Callable[[Case, Tensors]
 
     def build(case: Case, tensors: Tensors) -> Step:
         if tensors["hidden"].device.type != "cuda":
-            raise RuntimeError("the kernel that writes weights needs a GPU")
+            raise Absent("the kernel that writes weights needs a GPU")
         return with_weights(ours(row, backend)(case, tensors))
 
     return build
 
 
-IN_A_GRAPH = "logitless, CUDA graph"
+IN_A_GRAPH, IN_FP32 = "logitless, CUDA graph", "logitless, fp32 dW"
+RIVAL, FASTER = "QuACK", ("logitless", IN_FP32)  # whose time each of these is to beat, where it is measured
 
 
 def ours_in_a_graph(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
@@ -303,7 +349,7 @@ def ours_in_a_graph(row: Row, backend: str | None) -> Callable[[Case, Tensors], 
 
     def build(case: Case, tensors: Tensors) -> Step:
         if not torch.cuda.is_available():
-            raise RuntimeError("CUDA graphs need a GPU")
+            raise Absent("CUDA graphs need a GPU")
         plain, stream = ours(row, backend)(case, tensors), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -378,13 +424,17 @@ def quack(case: Case, tensors: Tensors) -> Step:
 def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     """Who is measured, the most telling first."""
     name = row.case.name
-    yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
-    yield peers.Method("bare GEMMs, narrow results", lambda _, t: narrow_gemms(row, t), "floor")
+    if name == "sets":
+        yield peers.Method("rows gathered", lambda _, t: gathered(t), "floor")
+        yield peers.Method("rows gathered and added up", lambda _, t: gathered_sums(t), "floor")
+    else:
+        yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
+        yield peers.Method("bare GEMMs, narrow results", lambda _, t: narrow_gemms(row, t), "floor")
     yield peers.Method("logitless", ours(row, backend), "ours")
     if name == "sample":
         yield peers.Method(IN_A_GRAPH, ours_in_a_graph(row, backend), "ours")
     if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
-        yield peers.Method("logitless, fp32 dW", ours_in_fp32(row, backend), "ours")
+        yield peers.Method(IN_FP32, ours_in_fp32(row, backend), "ours")
     if name == "loss":
         yield peers.Method("logitless, weights", ours_with_weights(row, backend), "ours")
         yield peers.Method("logitless, QuACK", ours(row, "quack"), "ours")
@@ -395,13 +445,13 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     if name == "loss":
         yield peers.Method("Liger", liger)
         yield peers.Method("Liger, CuTe", liger_cute)
-        yield peers.Method("QuACK", quack)
+        yield peers.Method(RIVAL, quack)
     if name in ("entropy", "frozen"):
         yield peers.Method("Liger, scaled cross-entropy", liger_scaled)
     if name in ("loss", "frozen"):
         yield peers.Method("cut-cross-entropy", cut_cross_entropy)
         yield peers.Method("F.linear_cross_entropy, chunked", peers.torch_chunked)
-    if name != "sample":
+    if name not in ("sample", "sets"):
         yield peers.Method("TRL chunked", peers.trl_chunked)
     if row.dense:
         yield peers.Method("torch.compile", peers.compiled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,29 +11,29 @@ from torch import Tensor
 
 import logitless as ll
 from bench.cases import Tensors
-from bench.gpu_rows import LLAMA, QWEN, ROWS, Row, bare_gemms, ours, with_weights
+from bench.gpu_rows import ENTRIES, LLAMA, QWEN, ROWS, Row, methods, ours, with_weights
+from logitless.sample import SamplingMask
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-GOALS = {"loss": 1.06, "loss-qwen": 1.10, "values": 1 / 0.88, "values-qwen": 1 / 0.88, "frozen": 1.12, "sample": 1.2}
+RIVALS = {"loss": 17.33e-3}  # seconds on an H200 of QuACK 0.6.1, as Liger 0.8.5 states beside its own 18.06
 
 
 @dataclass(frozen=True)
 class Call:
-    """A step to be counted. build: the step, on the claimed device; bare: the same products and nothing else."""
+    """A step to be counted. build: the step, on the claimed device; bare: its products and nothing else, by kind."""
 
     name: str
     title: str
     shape: tuple[int, int, int]  # tokens, hidden size, vocabulary
     build: Callable[[], Callable[[], Any]]
-    bare: Callable[[], Callable[[], Any]] | None = None
-    capture: bool = False  # whether it is also counted inside a CUDA graph
+    bare: dict[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
+    goal: float | None = None  # times the fastest kind of bare products that it may take
+    rival: float | None = None  # seconds that it is to be faster than
+    capture: bool = True  # whether a CUDA graph can have it
+    with_rows: Callable[[int], Callable[[], Any]] | None = None  # the step of so many tokens, where these change
+    known: dict[str, Any] = field(default_factory=dict)  # what the host hears, by what a wait says
     replayed: bool = False  # whether its goal is one of a CUDA graph: the benchmark replays one
     explained: Callable[[], str] | None = None  # what the library says of it before
-
-    @property
-    def goal(self) -> float | None:
-        """Times the bare products that it may take."""
-        return GOALS.get(self.name)
 
 
 def operands(row: Row) -> Tensors:
@@ -46,18 +46,41 @@ def operands(row: Row) -> Tensors:
     matrices = ("hidden", "weight", "ref_hidden", "ref_weight")
     out = {k: torch.empty(s, device="cuda", dtype=BF16 if k in matrices else FP32) for k, s in sizes.items()}
     out = {k: x for k, x in out.items() if k in row.case.takes or k in ("hidden", "weight", "cotangent")}
+    if "token_ids" in row.case.takes:
+        out["token_ids"] = torch.empty(n, ENTRIES, dtype=torch.int64, device="cuda")
     return out | {"labels": torch.empty(n, dtype=torch.int64, device="cuda")}
 
 
+def of_tokens(row: Row, n: int) -> Row:
+    """The row with another number of tokens."""
+    return replace(row, shape=replace(row.shape, tokens=n))
+
+
+def heard_of_sets(n: int) -> dict[str, Any]:
+    """What the host hears of sampling masks with ENTRIES entries a token: nothing wrong, and where each set begins."""
+    count, mask, kept = n * ENTRIES, "vocab/call/sampling_mask.py", "vocab/passes/kept.py"
+    return {
+        f"tolist at {mask}, check_layout": [0, count], f"__bool__ at {mask}, check_layout": False,
+        f"nonzero at {mask}, check_sets": 0, f"nonzero at {mask}, places_of": n,
+        f"repeat_interleave at {mask}, tokens": count, f"tolist at {kept}, chunks": list(range(0, count + 1, ENTRIES)),
+    }  # fmt: skip
+
+
 def of_row(row: Row) -> Call:
+    """The row as the benchmark has it, with its goal and its floors."""
     shape = row.shape.tokens, row.shape.hidden, row.shape.vocab
+    floors = {m.name: m.build for m in methods(row, None) if m.kind == "floor"}
     return Call(
         row.name,
         row.title,
         shape,
         lambda: ours(row, None)(row.case, operands(row)),
-        lambda: bare_gemms(row, operands(row)),
-        capture=row.name in ("loss", "values", "sample"),
+        {name: lambda build=build: build(row.case, operands(row)) for name, build in floors.items()},
+        row.time_limit,
+        RIVALS.get(row.name),
+        capture="token_ids" not in row.case.takes,
+        with_rows=(lambda n: ours(row, None)(row.case, operands(of_tokens(row, n)))) if row.name == "sample" else None,
+        known=heard_of_sets(row.shape.tokens) if "token_ids" in row.case.takes else {},
         replayed=row.name == "sample",
     )
 
@@ -108,12 +131,17 @@ def explained(shape: tuple[int, int, int], dtype: torch.dtype = BF16, autocast: 
 
 
 def stats_of(
-    shape: tuple[int, int, int], want: tuple[str, ...], grad: str = "", **options: Any
+    shape: tuple[int, int, int], want: tuple[str, ...], grad: str = "", sets: bool = False, **options: Any
 ) -> Callable[[], Callable[[], Any]]:
-    """Statistics, with the gradient of their sum."""
+    """Statistics, over sets of entries or all of them, with the gradient of their sum."""
 
     def build() -> Callable[[], Any]:
         hidden, head, labels = _made(*shape, grad=grad)
+        if sets:
+            sizes = shape[0] * ENTRIES, shape[0] + 1
+            options["sampling_mask"] = SamplingMask(
+                *(torch.empty(size, dtype=torch.int64, device="cuda") for size in sizes)
+            )
         if {"kl", "jsd"} & set(want):
             options["reference"] = _made(*shape, grad="")[:2]
 
@@ -154,5 +182,8 @@ NOT_ROWS = (
     Call("frozen-kl", "log-prob + KL, frozen head", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("logprob", "kl"), "h")),
     Call("jsd", "Jensen-Shannon divergence to a reference", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",))),
     Call("jsd-gradient", "the same, with gradients", LLAMA_SHAPE, stats_of(LLAMA_SHAPE, ("jsd",), "hw")),
+    Call("sets-gradient", "log-prob + entropy over sampling masks, with gradients", LLAMA_SHAPE,
+         stats_of(LLAMA_SHAPE, ("logprob", "entropy"), "hw", sets=True), capture=False,
+         known=heard_of_sets(LLAMA.tokens)),
 )  # fmt: skip
 CALLS = {call.name: call for call in (*map(of_row, ROWS.values()), *NOT_ROWS)}

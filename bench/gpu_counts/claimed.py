@@ -7,6 +7,7 @@ decides everything else: which operators run, and how a launch is specialised.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -36,6 +37,7 @@ ASKED: dict[Any, Any] = {
     Tensor.is_meta.__get__: False,
 }  # fmt: skip
 PRODUCTS = ("mm", "addmm", "addmm_", "mv", "addmv_", "bmm")
+GATHERS = {"index_select": 2, "_embedding_bag": 1, "_embedding_bag_forward_only": 1}  # and where ids are given
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "lift_fresh")
 
 
@@ -69,8 +71,13 @@ class Claims(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         if name in ASKS:
-            self.recording.add(Wait(f"{name} at {_caller()}"))
-            return func(*args, **kwargs) if self.home == "cpu" else self.answer(name, args[0])
+            asked = Wait(f"{name} at {_caller()}")
+            self.recording.add(asked)
+            return func(*args, **kwargs) if self.home == "cpu" else self.answer(name, args[0], asked.what)
+        if name == "repeat_interleave" and isinstance(args[1], Tensor) and "output_size" not in kwargs:
+            asked = Wait(f"{name} at {_caller()}")  # how many that makes
+            self.recording.add(asked)
+            kwargs |= {"output_size": self.recording.known[asked.what]} if self.home == "meta" else {}
         if name == "cuda":
             return args[0]
         if name == "pin_memory":
@@ -89,10 +96,14 @@ class Claims(TorchFunctionMode):
         """The device that a tensor lives on, for one that it says it is on."""
         return self.home if isinstance(x, str | torch.device) and str(x).startswith("cuda") else x
 
-    def answer(self, name: str, x: Tensor) -> Any:
+    def answer(self, name: str, x: Tensor, what: str) -> Any:
         """A number that the host asks for."""
+        known = self.recording.known.get(what)
         if name == "nonzero":
-            return x.new_empty(x.numel() - self.recording.ignored, x.dim(), dtype=torch.int64)
+            found = x.numel() - self.recording.ignored if known is None else known
+            return x.new_empty(found, x.dim(), dtype=torch.int64)
+        if known is not None:
+            return known
         if name == "cpu":
             return x
         if name == "tolist":
@@ -143,11 +154,11 @@ class Operators(TorchDispatchMode):
             return out
         if name in PRODUCTS:
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]
-            self.recording.add(_product(a, b, out.dtype.itemsize, name.startswith("add")))
+            adds = name.startswith("add") and kwargs.get("beta", 1) != 0
+            self.recording.add(_product(a, b, out.dtype.itemsize, adds))
             return out
-        tensors = [*_tensors(args), *_tensors(kwargs.values()), *_tensors([out])]
         converts = name == "_to_copy" and out.dtype != args[0].dtype
-        self.recording.add(Operator(name, sum(_touched(x) for x in tensors), converts))
+        self.recording.add(Operator(name, _moved(name, args, kwargs, out), converts))
         return out
 
 
@@ -157,6 +168,16 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield x
         elif isinstance(x, list | tuple):
             yield from _tensors(x)
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operator reads and writes; of a table those rows that are asked for."""
+    tensors = [*_tensors(args), *_tensors(kwargs.values()), *_tensors([out])]
+    if name in GATHERS:
+        table, ids = args[0], args[GATHERS[name]]
+        row = _touched(table) // table.shape[args[1] if name == "index_select" else 0]
+        return ids.numel() * row + sum(_touched(x) for x in tensors if x is not table)
+    return sum(_touched(x) for x in tensors)
 
 
 def _touched(x: Tensor) -> int:
@@ -178,11 +199,13 @@ def _caller() -> str:
 
 
 class Event:
-    """A mark on a stream."""
+    """A mark on a stream, by the host's clock."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at = 0.0
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        self.at = time.perf_counter()
 
     def wait(self, *_: Any) -> None: ...
 
@@ -191,8 +214,8 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: Any) -> float:
-        return 1.0
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
 
 
 class Stream:
@@ -208,6 +231,21 @@ class Stream:
         return event or Event()
 
     def synchronize(self) -> None: ...
+
+
+class Graph:
+    """A CUDA graph, whose step has run while it was captured: what it wrote stands there."""
+
+    def replay(self) -> None: ...
+
+
+@contextmanager
+def _capturing(recording: Recording) -> Iterator[None]:
+    recording.capturing = True
+    try:
+        yield
+    finally:
+        recording.capturing = False
 
 
 class OnDevice(nullcontext[None]):
@@ -248,7 +286,7 @@ def _recorder(recording: Recording) -> Callable[..., None]:
         if not isinstance(x, Tensor):
             return x
         with torch._C.DisableTorchFunction():
-            return Argument(x.dtype, x.storage_offset() * x.dtype.itemsize)
+            return Argument(x.dtype, x.storage_offset() * x.dtype.itemsize, x.numel())
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, map(seen, args), strict=False)) | {name: seen(x) for name, x in kwargs.items()}
@@ -288,6 +326,8 @@ def _cuda(capability: int, name: str, gib: float, processors: int, recording: Re
         "memory_reserved": lambda _=None: 0,
         "reset_peak_memory_stats": lambda _=None: None,
         "empty_cache": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": lambda *_, **__: _capturing(recording),
         "Event": Event,
         "Stream": Stream,
     }

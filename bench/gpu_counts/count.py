@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench.gpu_counts.machine import Machine, shared_bytes, traffic
 from bench.gpu_counts.recording import Event, Operator, Product, Recording, Wait
 
 IGNORED = 3  # tokens without a label in the calls that go before a capture: another number of tokens than in it
+OTHER_ROWS = ((64, 1), (64, 2), (64, 3), (63, 62))  # tokens of the call that goes before, and of the one in a graph
 Record = dict[str, Any]
 
 
@@ -41,7 +43,7 @@ class Seen:
 
 def recorded(call: Call, recording: Recording) -> list[Event]:
     """The events of one step of the call, once everything that happens but once has happened."""
-    step = call.build()
+    step, recording.known = call.build(), call.known
     for _ in range(2):
         recording.events.clear()
         step()
@@ -54,15 +56,30 @@ def captured(call: Call, recording: Recording) -> tuple[list[Event], list[str]]:
     That is after steps with some tokens ignored.
     """
     step = call.build()
-    recording.events.clear()
     recording.ignored = IGNORED
     try:
-        step()
+        return _captured(step, step, recording)
     finally:
         recording.ignored = 0
+
+
+def late_with_rows(call: Call, recording: Recording) -> Record | None:
+    """The kernels that a CUDA graph would have to compile after steps with other numbers of tokens."""
+    if call.with_rows is None:
+        return None
+    steps = {n: call.with_rows(n) for n in {n for pair in OTHER_ROWS for n in pair}}
+    return {f"{n} after {m}": _captured(steps[m], steps[n], recording)[1] for m, n in OTHER_ROWS}
+
+
+def _captured(
+    before: Callable[[], Any], step: Callable[[], Any], recording: Recording
+) -> tuple[list[Event], list[str]]:
+    """A graph's events, and those of its kernels that the step before it does not launch."""
+    recording.events.clear()
+    before()
     known = {launch.key for launch in recording.of(Launch)}
     recording.events.clear()
-    recording.capturing = True
+    recording.ignored, recording.capturing = 0, True
     try:
         step()
     finally:
@@ -73,36 +90,42 @@ def captured(call: Call, recording: Recording) -> tuple[list[Event], list[str]]:
 
 def counted(call: Call, machine: Machine, seen: Seen, capability: int = 90) -> Record:
     """Everything that is known of a call."""
-    with claimed(capability, machine.name, processors=machine.processors) as recording:
+    with claimed(capability, machine.name, machine.gib, machine.processors) as recording:
         graph, late = captured(call, recording) if call.capture else (None, None)
         if graph is not None:
             seen.add(call.name, recording)
+        late_rows = late_with_rows(call, recording)
         recording.events = recorded(call, recording)
         seen.add(call.name, recording)
         events = list(recording.events)
-        bare: list[Product] = []
-        if call.bare is not None:
-            step = call.bare()
-            recording.events.clear()
-            step()
-            bare = list(recording.of(Product))
+        bare = {name: _floor(build(), recording, machine) for name, build in call.bare.items()}
         recording.events = events
         before = recording.waits_before_products
         said = call.explained() if call.explained else None
     return {
         "kind": "gpu-count", "call": call.name, "title": call.title, "shape": call.shape, "goal": call.goal,
+        "rival": call.rival,
         "launches": recording.launches,
         "kernels": Counter(x.name for x in recording.of(Launch)),
         "operators": Counter(x.name for x in recording.of(Operator)),
         "waits": [x.what for x in recording.of(Wait)], "waits_before_products": before,
         "explained": said,
-        "specialisations": len({x.key for x in recording.of(Launch)}), "first_in_capture": late,
+        "specialisations": len({x.key for x in recording.of(Launch)}),
+        "first_in_capture": late, "first_with_rows": late_rows,
         "converted_mb": sum(x.nbytes for x in recording.of(Operator) if x.converts) / 1e6,
         "products": [_product(p, many, machine) for p, many in Counter(recording.of(Product)).items()],
         "bytes": _bytes(events, machine), "seconds": _seconds(events, machine, seen.kernels),
-        "bare_seconds": sum(map(machine.product, bare)) or None,
+        "bare": min(bare, key=bare.__getitem__, default=None), "bare_seconds": min(bare.values(), default=None),
+        "floors": bare,
         "graph": None if graph is None else _in_graph(graph, machine, seen.kernels), "replayed": call.replayed,
     }  # fmt: skip
+
+
+def _floor(step: Callable[[], Any], recording: Recording, machine: Machine) -> float:
+    """Predicted seconds of a floor, in which there is no kernel of ours."""
+    recording.events = []
+    step()
+    return sum(machine.seconds(event, {}) for event in recording.events)
 
 
 def _product(p: Product, many: int, machine: Machine) -> Record:
@@ -125,8 +148,13 @@ def _bytes(events: list[Event], machine: Machine) -> Record:
 
 
 def _in_graph(events: list[Event], machine: Machine, kernels: dict[str, Counted]) -> Record:
-    """Launches and predicted seconds of a CUDA graph."""
-    return {"launches": len(events), "seconds": _seconds(events, machine.in_graph(), kernels)["all"]}
+    """Launches, waits, of which there must be none, and predicted seconds of a CUDA graph."""
+    waits = [x.what for x in events if isinstance(x, Wait)]
+    return {
+        "launches": len(events) - len(waits),
+        "waits": waits,
+        "seconds": _seconds(events, machine.in_graph(), kernels)["all"],
+    }
 
 
 def _seconds(events: list[Event], machine: Machine, kernels: dict[str, Counted]) -> Record:

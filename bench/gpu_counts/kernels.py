@@ -24,10 +24,11 @@ PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor as a kernel's launch sees it: its dtype, and where it lies relative to an aligned address."""
+    """A tensor as a kernel's launch sees it, its dtype and where it lies relative to an aligned address; its size."""
 
     dtype: Any
     offset: int
+    numbers: int = 0
 
     def data_ptr(self) -> int:
         return self.offset

@@ -1,13 +1,13 @@
 """The device that times are predicted for, and what a product, a kernel or an operator takes on it.
 
-Constants are stated here and stand in every result; once a GPU was there, `with_measured` puts the rate of its bare
-products in the place of the one below.
+Constants are stated here and stand in every result; once a GPU was there, `with_measured` puts what it measured in the
+place of those below.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class Machine:
 
     name: str = "NVIDIA H200"
     processors: int = 132
+    gib: float = 141  # of memory
     clock: float = 1.7e9  # Hz, while tensor cores are busy
     rate: float = 739e12  # flop a second of bf16 products in whole waves
     rate_own: float = 630e12  # of bf16 products in a kernel of Triton's: assumed, 85 % of the library's
@@ -35,6 +36,7 @@ class Machine:
     launch: float = 2.5e-6  # seconds, at least, of whatever is launched
     launch_in_graph: float = 1.3e-6  # of the same as a part of a CUDA graph
     wait: float = 25e-6  # seconds that the device idles after the host has waited
+    measured: tuple[str, ...] = ()  # names of those that a GPU has given
 
     def tiling(self, p: Product) -> tuple[int, int, float]:
         """(tiles, waves, seconds) of a product in the tiles that suit it best."""
@@ -114,9 +116,13 @@ def traffic(launch: Launch) -> tuple[int, int]:
         return launch.grid[0] * a["width"], launch.grid[0] * a["width"] * size("raw")
     if launch.name == "scaled":
         return a["count"], a["count"] * (size("x") + size("out"))
-    if launch.name in ("scatter", "add_weighted", "dot"):
-        numbers = launch.grid[0] * a["width"]
-        return numbers, numbers * (2 * size("into" if "into" in a else "x") + size("x" if "x" in a else "table"))
+    numbers = launch.grid[0] * a.get("width", 0)
+    if launch.name == "dot":  # a token's row, which a cache holds for all of its entries, and each entry's
+        return numbers, numbers * size("table") + a["x"].numbers * size("x")
+    if launch.name == "scatter":  # a row for each place, and those that it is added to once
+        return numbers, numbers * size("x") + 2 * min(numbers, a["into"].numbers) * size("into")
+    if launch.name == "add_weighted":
+        return numbers * a["k"], numbers * (2 * size("into") + a["k"] * size("table"))
     return 0, 0
 
 
@@ -128,13 +134,8 @@ def shared_bytes(p: Product, machine: Machine) -> int:
 
 
 def with_measured(machine: Machine, file: Path) -> Machine:
-    """The machine with the rate at which a result file's bare products ran, where there is one."""
-    if not file.is_file():
-        return machine
-    lines: list[dict[str, Any]] = read_lines(file)
-    bare = [r for r in lines if r.get("method") == "bare GEMMs" and r["case"] == "loss" and r["status"] == "ok"]
-    if not bare:
-        return machine
-    n, h, v = bare[0]["shape"]
-    seconds = bare[0]["median_s"] - machine.shown * 4 * (3 * v * h + n * v) / machine.bandwidth
-    return replace(machine, name=lines[0].get("gpu", machine.name), rate=6 * n * h * v / seconds)
+    """The machine with each constant that a result file of `bench/gpu.sh` has measured, where there is one."""
+    lines: list[dict[str, Any]] = read_lines(file) if file.is_file() else []
+    found = next((r for r in lines if r["kind"] == "gpu-device" and r["device"] == "cuda"), {})
+    own = {name: found[name] for name in (f.name for f in fields(Machine)) if name in found}
+    return replace(machine, **own, measured=tuple(own))

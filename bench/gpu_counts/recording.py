@@ -55,11 +55,15 @@ Event = Product | Operator | Wait | Launch
 
 @dataclass
 class Recording:
-    """The events of a step. capturing: a CUDA graph is being captured; ignored: so many tokens have no label."""
+    """The events of a step. capturing: a CUDA graph is being captured; ignored: so many tokens have no label.
+
+    known: what the host hears where it asks, by what a wait says; elsewhere every number is 1.
+    """
 
     events: list[Event] = field(default_factory=list)
     capturing: bool = False
     ignored: int = 0
+    known: dict[str, Any] = field(default_factory=dict)
     quiet: int = 0  # while it is not 0 nothing is recorded: what stands for one product is several operators
 
     def add(self, event: Event) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 Record = dict[str, Any]
 SHOWN = 2  # calls that are named beside a kernel
+LONGEST = 4  # products that are named of a call
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,7 +20,7 @@ def counts_of(records: list[Record]) -> list[Record]:
 
 
 def times_table(records: list[Record]) -> str:
-    """Each call's predicted time beside the bare products' and its goal; bold is what misses it."""
+    """Each call's predicted time beside its floor's and its goal; bold is what misses it."""
     rows = []
     for r in counts_of(records):
         seconds, bare, graph = r["seconds"]["all"], r["bare_seconds"], r["graph"]
@@ -28,16 +29,23 @@ def times_table(records: list[Record]) -> str:
                 r["title"],
                 f"`{r['call']}`",
                 " x ".join(f"{x:,}" for x in r["shape"]),
-                "–" if bare is None else _ms(bare),
-                _ms(seconds),
+                "–" if bare is None else f"{_ms(bare)} {r['bare'].removeprefix('bare GEMMs, ')}",
+                f"**{_ms(seconds)}**" if r["rival"] is not None and seconds >= r["rival"] else _ms(seconds),
                 _ratio(seconds, bare, None if r["replayed"] else r["goal"]),
                 "–" if graph is None else _ms(graph["seconds"]),
                 "–" if graph is None else _ratio(graph["seconds"], bare, r["goal"]),
-                "–" if r["goal"] is None else f"{r['goal']:.2f} ×" + (" in a graph" if r["replayed"] else ""),
+                _goal(r),
             ]
         )
-    head = ["work", "call", "shape", "bare products", "predicted", "ratio", "in a graph", "ratio", "goal"]
+    head = ["work", "call", "shape", "floor", "predicted", "ratio", "in a graph", "ratio", "goal"]
     return grid(head, rows)
+
+
+def _goal(r: Record) -> str:
+    if r["goal"] is None:
+        return "–"
+    faster = "" if r["rival"] is None else f", faster than QuACK's {_ms(r['rival'])}"
+    return f"{r['goal']:.2f} ×{' in a graph' if r['replayed'] else ''}{faster}"
 
 
 def _ratio(seconds: float, bare: float | None, goal: float | None) -> str:
@@ -64,7 +72,7 @@ def launches_table(records: list[Record]) -> str:
             str(r["waits_before_products"]),
             str(r["specialisations"]),
             "–" if r["graph"] is None else str(r["graph"]["launches"]),
-            "–" if r["first_in_capture"] is None else str(len(r["first_in_capture"])),
+            _first(r),
             f"{r['converted_mb']:,.0f} MB",
         ]
         for r in counts_of(records)
@@ -73,15 +81,23 @@ def launches_table(records: list[Record]) -> str:
     return grid(head, rows)
 
 
+def _first(r: Record) -> str:
+    if r["first_in_capture"] is None:
+        return "–"
+    rows = r["first_with_rows"] or {}
+    more = "".join(f", {len(names)} of {name} rows" for name, names in rows.items() if names)
+    return f"{len(r['first_in_capture'])}{more}"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
 def products_table(records: list[Record]) -> str:
-    """The products of each call, the largest first: tiles, waves and how full these are."""
+    """The products of each call, those that take longest: tiles, waves and how full these are."""
     rows = []
     for r in counts_of(records):
-        for p in sorted(r["products"], key=lambda p: -p["many"] * p["seconds"])[:4]:
+        for p in sorted(r["products"], key=lambda p: -p["many"] * p["seconds"])[:LONGEST]:
             shape = " x ".join(f"{x:,}" for x in p["shape"])
             rows.append(
                 [
@@ -104,10 +120,10 @@ def bytes_table(records: list[Record]) -> str:
 
 
 def kernels_table(records: list[Record]) -> str:
-    """The kernels with a loop over slices or rows, for each device that they were compiled for."""
+    """Every kernel, for each device that it was compiled for."""
     found = [r for r in records if r["kind"] == "gpu-kernel"]
     first = found[0]["capability"]
-    rows = [_kernel_row(r, found) for r in found if r["capability"] == first and r["loop"]]
+    rows = [_kernel_row(r, found) for r in found if r["capability"] == first]
     head = [
         "kernel", "switches", "calls", "warps", "registers", "spills", "programs a processor", "instructions an entry",
         "of these at half rate", "barriers a block", "loads", "stores",
@@ -129,12 +145,14 @@ def _kernel_row(r: Record, every: list[Record]) -> list[str]:
         " / ".join(str(x.get("registers", "–")) for x in devices),
         " / ".join(str(x.get("spills", "–")) for x in devices),
         str(r["per_processor"]),
-        f"{r['instructions']:.1f}",
-        f"{loop['half_rate'] / r['entries']:.1f}",
-        str(loop["barriers"]),
+        *(("–",) * 3 if loop is None else _loop_cells(r, loop)),
         _widths(r["loads"]),
         _widths(r["stores"]),
     ]
+
+
+def _loop_cells(r: Record, loop: Record) -> tuple[str, str, str]:
+    return f"{r['instructions']:.1f}", f"{loop['half_rate'] / r['entries']:.1f}", str(loop["barriers"])
 
 
 def _widths(found: dict[str, int]) -> str:
@@ -145,12 +163,13 @@ def machine_line(records: list[Record]) -> str:
     """The constants of the predictions, and who counted."""
     m = next(r for r in records if r["kind"] == "gpu-machine")
     versions = records[0]["versions"]
+    own = f"Measured on it: {', '.join(m['measured'])}." if m["measured"] else "None of these is measured here."
     return (
         f"Predicted for one {m['name']}: {m['processors']} processors at {m['clock'] / 1e9:g} GHz, products at "
         f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves ({m['rate_tf32'] / 1e12:.0f} in TF32, "
         f"{m['rate_own'] / 1e12:.0f} in a kernel of Triton's) with {100 * m['shown']:.0f} % of what they write or add "
         f"to not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that "
         f"a processor could issue, {1e6 * m['launch']:g} µs a launch at least ({1e6 * m['launch_in_graph']:g} in a "
-        f"CUDA graph), {1e6 * m['wait']:g} µs for each time the host waits. Compiled with Triton {versions['triton']}, "
-        f"torch {versions['torch']}, {records[0]['date'][:10]}."
+        f"CUDA graph), {1e6 * m['wait']:g} µs for each time the host waits. {own} Compiled with Triton "
+        f"{versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
     )

@@ -40,7 +40,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(("loss", "sample"), id="two rows"),
         pytest.param(
-            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "long"), id="rest", marks=pytest.mark.slow
+            ("loss-qwen", "values", "values-qwen", "frozen", "ppo", "sets", "long"), id="rest", marks=pytest.mark.slow
         ),
     ],
 )
@@ -48,7 +48,9 @@ def test_a_dry_run(rows, tmp_path):
     out = tmp_path / "gpu.jsonl"
     same = ("table", "--rounds", "1", "--methods", "logitless,Liger")
     done = run(*same, "--rows", ",".join(rows), "--out", str(out))
-    about, *records = read_lines(out)
+    about, device, *records = read_lines(out)
+    assert device["kind"] == "gpu-device"
+    assert device["rate"] > 0
     assert about["versions"]["torch"] == torch.__version__
     assert about["threads"] == torch.get_num_threads()
     ours = {r["case"]: r for r in records if r["method"] == "logitless"}
@@ -67,14 +69,15 @@ def test_a_dry_run(rows, tmp_path):
 def test_what_there_is_no_time_for_is_named(tmp_path):
     out = tmp_path / "gpu.jsonl"
     status, written = forked.module("bench.gpu", "--seconds", 0.1, "--rows", "values", "--out", out, "--tiny")
-    assert status == 0, written
+    assert status == 1, written
     about, check, *records = read_lines(out)
     assert about["kind"] == "environment"
     assert check["kind"] == "gpu-check"
     assert len(check["passed"]) == 1  # each process begins one
     assert len(check["left"]) > 50
-    assert {(r["status"], r["reason"]) for r in records} == {("failed", "no time left")}
-    assert "| failed: no time left |" in written
+    assert {(r["status"], r["reason"]) for r in records} == {("not run", "no time left")}
+    assert "| not run: no time left |" in written
+    assert "not run: values: logitless: no time left" in written
     names, begun, ended, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
     assert [begun["begun"]] == [ended["ended"]] == names["names"][:1] == check["passed"]
     assert kernels["kernels"]
@@ -111,7 +114,7 @@ def test_one_failing_peer_costs_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "methods", wrong_methods.gpu_methods)
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["table", "--tiny", "--rows", "values,values-qwen", "--rounds", "2", "--out", str(out)]) == 0
-    records = read_lines(out)[1:]
+    records = read_lines(out)[2:]
     assert [r["method"] for r in records[:4]] == ["bare GEMMs", "logitless"] * 2
     assert [r["case"] for r in records] == [c for n in (2, 4) for c in ["values"] * n + ["values-qwen"] * n]
     found = {r["method"]: r for r in records if r["case"] == "values-qwen"}
@@ -135,8 +138,10 @@ def test_a_file_that_ends_early_still_gives_a_table(tmp_path, capsys):
     row = gpu.about(ROWS["loss"], tiny=False, device="cuda")
     times = {"median_s": 0.002, "to_bare": 1.0, "peak_mb": 1.0}
     gpu.write_line(out, row | {"method": "bare GEMMs", "method_kind": "floor", "status": "ok"} | times)
-    assert gpu.main(["--from", str(out)]) == 0
-    assert "4,096 x 4,096 x 128,256 | | failed: not in the file" in capsys.readouterr().out
+    assert gpu.main(["--from", str(out)]) == 1
+    written = capsys.readouterr().out
+    assert "4,096 x 4,096 x 128,256 | | not run: not in the file" in written
+    assert "not run: loss: logitless: not in the file" in written
     out.write_text("")
     assert gpu.main(["--from", str(out)]) == 1
 
@@ -152,7 +157,7 @@ def record(method, kind, **numbers):
     ("numbers", "status", "line"),
     [
         ({"to_bare": 1.05}, 0, ""),
-        ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the bare GEMMs, to reach 1.06 x"),
+        ({"to_bare": 1.07}, 2, "missed: loss: 1.070 x the floor, to reach 1.06 x"),
         ({"peak_mb": 8192.0}, 2, "missed: loss: 6,024 MB above, to reach 1,181 MB"),
         ({"to_bare": 1.07, "status": "wrong", "reason": "loss is off by 1"}, 1, "wrong: loss is off by 1"),
     ],
@@ -168,6 +173,72 @@ def test_a_missed_target_is_named_and_the_exit_status(numbers, status, line, tmp
     assert line in written
     assert "missed:" in line or "missed:" not in written
     assert status == 1 or "2.00 ms" in written
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "status", "line"),
+    [
+        (
+            "logitless, fp32 dW",
+            {"status": "wrong", "reason": "grad_weight is off by 1"},
+            1,
+            "wrong: loss: logitless, fp32",
+        ),
+        ("logitless, weights", {"status": "failed", "reason": "no"}, 1, "failed: loss: logitless, weights: no"),
+        ("logitless, CUDA graph", {"status": "not run", "reason": "no time left"}, 1, "not run: loss: logitless, CUDA"),
+        ("logitless, QuACK", {"status": "absent", "reason": "BackendError: it needs quack-kernels"}, 0, ""),
+    ],
+)
+def test_all_of_ours_count(name, numbers, status, line, tmp_path, capsys):
+    out = tmp_path / "gpu.jsonl"
+    for one in (record("bare GEMMs", "floor"), record("logitless", "ours"), record(name, "ours", **numbers)):
+        gpu.write_line(out, one)
+    assert gpu.main(["--from", str(out)]) == status
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status", "line"),
+    [
+        ({"to_bare": 1.04}, 0, ""),
+        ({"to_bare": 0.99}, 2, "missed: loss: logitless 1.000 x, to be faster than QuACK's 0.990 x"),
+        ({"to_bare": 1.01}, 2, "missed: loss: logitless, fp32 dW 1.020 x, to be faster than QuACK's 1.010 x"),
+        ({"status": "absent", "reason": "not installed"}, 0, ""),
+    ],
+)
+def test_a_rival_is_to_be_slower_where_it_was_measured(numbers, status, line, tmp_path, capsys):
+    out, ours = (
+        tmp_path / "gpu.jsonl",
+        (record("logitless", "ours"), record("logitless, fp32 dW", "ours", to_bare=1.02)),
+    )
+    for one in (record("bare GEMMs", "floor"), *ours, record("QuACK", "peer", **numbers)):
+        gpu.write_line(out, one)
+    assert gpu.main(["--from", str(out)]) == status
+    written = capsys.readouterr().out
+    assert line in written
+    assert "| 1.06 x, faster than QuACK |" in written
+
+
+@pytest.mark.parametrize(("ended", "status"), [(("a", "b"), 0), (("a",), 1)])
+def test_a_check_of_which_a_case_was_not_run_has_not_passed(ended, status, monkeypatch, capsys):
+    class Cases:
+        """A process of the suite that ends well."""
+
+        def __init__(self, command):
+            report = Path(command[command.index("--report") + 1])
+            gpu.write_line(report, {"names": ["a", "b"]})
+            for name in ended:
+                gpu.write_line(report, {"begun": name})
+                gpu.write_line(report, {"ended": name, "error": ""})
+
+        def wait(self, timeout=None):
+            return 0
+
+        def kill(self): ...
+
+    monkeypatch.setattr(subprocess, "Popen", Cases)
+    assert gpu.check("cpu", 1.0, None) == status
+    assert f"{len(ended)} cases passed, 0 failed, {2 - len(ended)} not run" in capsys.readouterr().out
 
 
 def test_toy_shapes_have_nothing_to_reach():
@@ -295,6 +366,28 @@ def test_tuning_writes_sizes(tmp_path):
     assert set(sizes) == set(triton_tuned.table("default"))
 
 
+def test_a_tuning_that_is_ended_leaves_what_it_has_found(tmp_path, monkeypatch):
+    from bench import gpu_tune  # which needs Triton
+
+    def found(parts):
+        def ends():
+            parts.sizes["overlap"] = 2
+            raise KeyboardInterrupt
+
+        return {"first": lambda: parts.sizes.update(overlap=1), "second": ends}
+
+    monkeypatch.setattr(gpu_tune.Parts, "all", found)
+    out, before = tmp_path / "sizes.json", dict(triton_tuned.table("interpreter"))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_tune.tune(out, True, "cpu", 100.0)
+    sizes = json.loads(out.read_text("utf-8"))
+    assert sizes["overlap"] == 1
+    assert sizes["about"].endswith("tried: first")
+    assert triton_tuned.table("interpreter") == before
+    assert gpu_tune.tune(tmp_path / "none.json", True, "cpu", -1.0) == 0
+    assert not (tmp_path / "none.json").exists()
+
+
 def test_sizes_are_those_of_the_gpu(tmp_path, monkeypatch):
     (tmp_path / "sizes").mkdir()
     for name in ("default", "nvidia-h200"):
@@ -321,6 +414,7 @@ def test_the_correctness_suite_needs_no_pytest():
         (("--rows", "los"), "unknown row 'los'"),
         (("--out", __file__), "exists already"),
         (("--out", __file__, "check"), "exists already"),
+        (("tune", "--tiny"), "sizes/interpreter.json exists already"),
         (("check",), "torch sees no GPU"),
         (("--out", "nowhere.jsonl", "extras", "--tiny", "--parts", "logs"), "unknown part 'logs'"),
     ],

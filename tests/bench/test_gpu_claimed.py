@@ -13,6 +13,7 @@ import torch
 
 from bench import gpu_extras
 from bench.harness import read_lines
+from logitless.vocab.backends.triton.tuned import table
 from tests.support.workbench.micro import CONTEXT, micro_corpus, micro_directory
 
 ROOT = Path(__file__).parents[2]
@@ -24,17 +25,17 @@ pytestmark = [
 ]
 
 
-def on_cuda(*arguments: object) -> str:
+def on_cuda(*arguments: object, status: int = 0) -> str:
     """What a module prints, which must end well."""
-    return printed("tests.support.bench.on_claimed_cuda", *arguments)
+    return printed("tests.support.bench.on_claimed_cuda", *arguments, status=status)
 
 
-def printed(*arguments: object) -> str:
+def printed(*arguments: object, status: int = 0) -> str:
     """The same of a module that is run as it is."""
     command = [sys.executable, "-W", "ignore", "-m", *map(str, arguments)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    assert done.returncode == status, done.stderr[-2000:] + done.stdout[-2000:]
     return done.stdout
 
 
@@ -62,6 +63,48 @@ def test_the_table_of_log_probs(tmp_path):
     assert about["device"] == "cuda"
     assert {row["status"] for row in rows} == {"ok"}
     assert all(row["grad_seconds"] > 0 for row in rows)
+
+
+def test_the_benchmarks_table(tmp_path):
+    """But for times, which are the interpreter's, and for peers, of which most want a real device.
+
+    Weights that the kernel of the products writes are wrong here: the interpreter multiplies the bits of bf16 numbers.
+    """
+    out = tmp_path / "gpu.jsonl"
+    same = ("table", "--tiny", "--rounds", 1, "--methods", "logitless,torch")
+    written = on_cuda("bench.gpu", *same, "--rows", "loss,frozen,sample", "--out", out, status=1)
+    about, device, *records = read_lines(out)
+    assert (about["device"], device["name"]) == ("cuda", "NVIDIA H200")
+    assert set(device["failed"]) == {"clock"}
+    status = {(r["case"], r["method"]): r["status"] for r in records}
+    assert status.pop(("loss", "logitless, weights")) in ("wrong", "failed")
+    assert status.pop(("loss", "logitless, QuACK")) == "absent"
+    compiled = {key: status.pop(key) for key in list(status) if key[1] == "torch.compile"}  # for a device, if at all
+    assert len(compiled) == 3
+    assert set(status.values()) == {"ok"}, status
+    assert ("sample", "logitless, CUDA graph") in status
+    assert {r["dtype"] for r in records} == {"bfloat16"}
+    faults = [line for line in written.splitlines() if line.startswith(("wrong:", "failed:", "not run:", "missed:"))]
+    assert [line.partition(": ")[2][:24] for line in faults] == ["loss: logitless, weights"]
+
+
+def test_tuning(tmp_path):
+    out = tmp_path / "sizes.json"
+    written = on_cuda("bench.gpu", "tune", "--tiny", "--out", out)
+    sizes = json.loads(out.read_text())
+    assert sizes["about"].startswith("NVIDIA H200, by bench/gpu.sh tune")
+    assert sizes["about"].endswith("products and fold in one kernel")
+    assert set(sizes) == set(table("default"))
+    assert "passed over" not in written
+
+
+def test_a_part_of_the_check():
+    """As `bench/gpu.sh check` runs it, in this process; all cases would take the interpreter an hour."""
+    names = ("test_drawn[noise alone]", "in_a_cuda_graph", "any_width[2-whole rows]", "test_ties", "mean_logit-fp32")
+    written = on_cuda("tests.support.vocab.triton_run", "--device", "cuda", *names)
+    passed = [line for line in written.splitlines() if line.startswith("ok ")]
+    assert len(passed) > len(names)
+    assert "0 failed, 0 not run" in written
 
 
 @pytest.fixture(scope="module")
