@@ -21,8 +21,8 @@ from .rules import Rules
 kernels: Any = draw_kernels
 BLOCK = 256  # of one warp: what a block finds out needs no barrier
 COUNTED = 1024  # entries that a warp counts at a time
-LANES = 64  # best entries whose noise bounds that of others
-PROGRAMS = 3168  # that a GPU's processors hold at once, or nearly
+LANES = 32  # best entries whose noise bounds that of others
+PROGRAMS = 3300  # that a GPU's processors hold at once, or nearly
 
 
 def suits(chunk: Chunk) -> bool:
@@ -66,7 +66,7 @@ def recorded(
     if looks and kept is not None and not bool((rules.decided(kept, n_topk, width) | (temperature == 0)).all()):
         return None
     with on_device(top_logits.device):
-        whole, real = look.tokens(kept)
+        whole, real, shown = look.tokens(kept, keep)
     if not capturing(top_logits):
         check_logits(totals.logsumexp)
     return SampleRecord(
@@ -74,7 +74,7 @@ def recorded(
         token_logit=real[0],
         rank=whole[1],
         topk_logits=top_logits[:, :keep],
-        topk_ids=top_ids[:, :keep].int(),
+        topk_ids=shown,
         logsumexp=totals.logsumexp,
         mean_logit=totals.mean_logit,
         entropy=totals.entropy,
@@ -129,11 +129,15 @@ class _Look:
                 enable_fp_fusion=False,
             )
 
-    def tokens(self, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each."""
+    def tokens(self, kept: Tensor | None, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each.
+
+        And the ids of the `keep` best entries, (n, keep).
+        """
         n, width = self.z.shape
         whole = torch.empty(3, n, dtype=torch.int32, device=self.z.device)
         real = torch.empty(3, n, dtype=self.z.dtype, device=self.z.device)
+        shown = torch.empty(n, keep, dtype=torch.int32, device=self.z.device)
         lanes = triton.next_power_of_2(self.parts)
         if n and self.alone:  # whoever is among the best has its rank there
             kernels.count_above[(n, self.parts)](
@@ -168,8 +172,10 @@ class _Look:
                 self.parts,
                 self.n_topk,
                 n,
+                keep,
                 whole,
                 real,
+                shown,
                 RULES=kept is not None,
                 MASKED=self.masked,
                 PARTS=lanes,
@@ -177,4 +183,4 @@ class _Look:
                 num_warps=1,
                 enable_fp_fusion=False,
             )
-        return whole, real
+        return whole, real, shown

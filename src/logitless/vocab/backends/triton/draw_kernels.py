@@ -234,7 +234,7 @@ def count_above(
     tl.store(aboves + row * n_parts + part, tl.sum(above, 0))
 
 
-@triton.jit(do_not_specialize=["n_parts", "n"])
+@triton.jit(do_not_specialize=["n_parts", "n", "keep"])
 def draw_tokens(
     raw,
     raw_stride,
@@ -254,8 +254,10 @@ def draw_tokens(
     n_parts,
     n_topk,
     n,
+    keep,
     whole,
     real,
+    shown,
     RULES: tl.constexpr,
     MASKED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -264,6 +266,7 @@ def draw_tokens(
     """Each row's token, and what is recorded of it.
 
     whole: (3, n) int32, token, rank, n_kept; real: (3, n), the token's logit, log Σ e^(z/T), log of the kept share.
+    shown: (n, keep) int32, the ids of the best entries.
     RULES: from the first `kept` of the best entries; else the best after noise of all parts.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -278,10 +281,11 @@ def draw_tokens(
     lane = tl.arange(0, LANES)
     inside = lane < n_topk
     z = tl.load(best + row * n_topk + lane, mask=inside, other=-float("inf"))
+    ids = tl.load(best_ids + row * n_topk + lane, mask=inside, other=0)
+    tl.store(shown + row * keep + lane, ids.to(tl.int32), mask=lane < keep)
     share = log_sum * 0.0
     if RULES:
         n_kept = tl.load(kept + row).to(tl.int32)
-        ids = tl.load(best_ids + row * n_topk + lane, mask=inside, other=0)
         seed = tl.load(seeds + row)
         token, mass = among_the_best(z, ids, top, divisor, seed, tl.load(positions + row), n_kept, lane, inside)
         share = tl.minimum(mass - log_sum, 0.0)
