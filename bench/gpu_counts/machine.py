@@ -16,8 +16,8 @@ from bench.gpu_counts.kernels import Counted, Launch
 from bench.gpu_counts.recording import Event, Operator, Product, Wait
 from bench.harness import read_lines
 
-# What programs of some kernels do one after another: (turns of each loop, reads of memory in one, reads outside; those of
-# what the program has just written, or read, count half). The selection's loops that look for a limit take 3 turns and
+# What programs of some kernels do one after another: (turns of each loop, reads of memory in one, reads outside;
+# those of what the program has just written count half). The selection's loops that look for a limit take 3 turns and
 # none, those that store what is taken 4 and 2: means over rows of normal logits.
 CHAINS: dict[str, Callable[[dict[str, Any]], tuple[float, int, int]]] = {
     "look_for_tokens": lambda a: (a["part_width"] / a["BLOCK"], 1, 1),
@@ -43,7 +43,7 @@ class Machine:
     bandwidth: float = 4.3e12  # bytes a second of memory
     shown: float = 0.4  # of a product's result, read and written: what the multiplying does not hide
     issued: float = 0.8  # of the instructions that a processor could issue
-    barrier: float = 100.0  # cycles that a program's warps wait for one another, with shuffles and shared memory: assumed
+    barrier: float = 100.0  # cycles of a barrier, with the shuffles and shared memory beside it: assumed
     read: float = 600.0  # cycles that a warp waits for memory: assumed
     launch: float = 2.5e-6  # seconds, at least, of whatever is launched
     launch_in_graph: float = 1.3e-6  # of the same as a part of a CUDA graph

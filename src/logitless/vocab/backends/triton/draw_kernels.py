@@ -34,7 +34,7 @@ def words_of(seed, position, blocks):
     d = a * 0
     first = (seed & 0xFFFFFFFF).to(tl.uint32)
     second = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    for i in tl.static_range(ROUNDS):
+    for _ in tl.static_range(ROUNDS):
         p = a.to(tl.uint64) * MULTIPLIER_0
         q = c.to(tl.uint64) * MULTIPLIER_1
         a, b = (q >> 32).to(tl.uint32) ^ b ^ first, q.to(tl.uint32)
@@ -86,7 +86,20 @@ def reach_of_the_best(best, ids, top, scale, seed, position, inside):
 
 
 @triton.jit
-def look_at_part(raw, begin, stop, top, divisor, scale, seed, position, reach, NOISE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def look_at_part(
+    raw,
+    begin,
+    stop,
+    top,
+    divisor,
+    scale,
+    seed,
+    position,
+    reach,
+    NOISE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """(Σ e^((z-m)/T), how many logits are finite, the best one after noise, its id) of a part of a row.
 
     The best after noise has the highest e^x/-log u, x = (z-m)/T. 1 - u is below -log u, so that an entry can only win
@@ -168,7 +181,9 @@ def look_for_tokens(
         tl.store(noisy + at, most)
         tl.store(places + at, place)
     else:
-        total, live, most, place = look_at_part(raw, begin, stop, top, divisor, scale, seed, position, 0.0, False, MASKED, BLOCK)
+        total, live, most, place = look_at_part(
+            raw, begin, stop, top, divisor, scale, seed, position, 0.0, False, MASKED, BLOCK
+        )
     tl.store(sums + at, total)
     tl.store(lives + at, live)
 

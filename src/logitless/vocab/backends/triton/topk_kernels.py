@@ -16,8 +16,8 @@ LOWEST = tl.constexpr(-(2**31))  # below every logit's number
 def best_places(x, low, high, k, room, BLOCK: tl.constexpr, ROOM: tl.constexpr):
     """(how many, the lowest) of what is taken of x: its k largest and few more, whose places go to `room` in order.
 
-    x: (BLOCK,) int32, none above `high` and at least k not below `low`. Up to ROOM are taken, the first of equal ones. By
-    bisection, which ends once they fit: a few counts, unless many are equal or nearly so.
+    x: (BLOCK,) int32, none above `high` and at least k not below `low`. Up to ROOM are taken, the first of equal ones.
+    By bisection, which ends once they fit: a few counts, unless many are equal or nearly so.
     """
     count = tl.sum((x >= low).to(tl.int32), 0)
     while (count > ROOM) & (low < high):
@@ -87,8 +87,8 @@ def best_of_groups(
     high = tl.max(peak, 0)
     count, low = best_places(x, tl.min(peak, 0), high, n_best, groups, GROUPS, ROOM)
     columns = tl.load(groups + lane, mask=lane < count, other=n_groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    z = tl.load(raw + columns, mask=columns < width, other=0.0)
-    y = tl.reshape(tl.where(columns < width, ordered(z), LOWEST), (ROOM * GROUP,))
+    z = tl.load(raw + columns, mask=columns < width, other=-float("inf"))
+    y = tl.reshape(ordered(z), (ROOM * GROUP,))
     count, low = best_places(y, tl.where(n_best < k, LOWEST, low), high, k, places, ROOM * GROUP, ROOM)
     place = tl.load(places + lane, mask=lane < count, other=0)
     column = tl.load(groups + place // GROUP) * GROUP + place % GROUP
