@@ -83,6 +83,7 @@ class Counted:
     per_processor: int  # programs that a processor holds at once
     entries: float  # of a block that one thread has
     loop: sass.Loop | None
+    way: sass.Way
     loads: dict[str, int]  # bits -> instructions
     stores: dict[str, int]
     tensor_cores: int
@@ -118,6 +119,7 @@ def compiled(launch: Launch) -> Counted:
         per_processor=per_processor(used["REG"], warps, shared),
         entries=_block(launch.arguments) / threads,
         loop=sass.hot_loop(instructions),
+        way=sass.way(instructions),
         loads=sass.widths(instructions, ("LDG", "LDGSTS")),
         stores=sass.widths(instructions, ("STG",)),
         tensor_cores=sum(i.opcode in ("HGMMA", "HMMA", "UTCHMMA") for i in instructions),

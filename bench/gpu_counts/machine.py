@@ -7,6 +7,7 @@ place of those below.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ from bench.gpu_counts.kernels import Counted, Launch
 from bench.gpu_counts.recording import Event, Operator, Product, Wait
 from bench.harness import read_lines
 
+# What programs of some kernels do one after another: (turns of each loop, reads of memory in one, reads outside;
+# those of what the program has just written count half). The selection's loops that look for a limit take 3 turns and
+# none, those that store what is taken 4 and 2: means over rows of normal logits.
+CHAINS: dict[str, Callable[[dict[str, Any]], tuple[float, int, int]]] = {
+    "look_for_tokens": lambda a: (a["part_width"] / a["BLOCK"], 1, 1),
+    "count_above": lambda a: (a["part_width"] / a["BLOCK"], 1, 2),
+    "draw_tokens": lambda _: (0, 0, 3),
+    "best_of_groups": lambda _: (9 / 4, 0, 4),
+}
+COUNTED_ROWS = 0.91  # whose token is not among the best 64: of normal logits with the benchmark's deviation of 2
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 256, 0.75), (64, 128, 0.65), (64, 64, 0.45))
 
 
@@ -33,6 +44,8 @@ class Machine:
     bandwidth: float = 4.3e12  # bytes a second of memory
     shown: float = 0.4  # of a product's result, read and written: what the multiplying does not hide
     issued: float = 0.8  # of the instructions that a processor could issue
+    barrier: float = 100.0  # cycles of a barrier, with the shuffles and shared memory beside it: assumed
+    read: float = 600.0  # cycles that a warp waits for memory: assumed
     launch: float = 2.5e-6  # seconds, at least, of whatever is launched
     launch_in_graph: float = 1.3e-6  # of the same as a part of a CUDA graph
     wait: float = 25e-6  # seconds that the device idles after the host has waited
@@ -67,7 +80,20 @@ class Machine:
             slots = self.processors * counted.per_processor
             full = -(-launch.programs // slots) / (launch.programs / slots)
             seconds = max(seconds, each * cycles * full / (self.processors * self.clock))
+        if counted is not None and launch.name in CHAINS:
+            seconds = self.chained(launch, counted, seconds)
         return max(self.launch, seconds)
+
+    def chained(self, launch: Launch, counted: Counted, seconds: float) -> float:
+        """Seconds of a kernel whose loops take `seconds`, with what its programs do one after another."""
+        turns, reads_a_turn, reads_once = CHAINS[launch.name](launch.arguments)
+        held = min(counted.per_processor, -(-launch.programs // self.processors))  # programs side by side
+        waves = -(-launch.programs // (self.processors * held))
+        issue, way = max(1, counted.warps / 4) / self.issued, counted.way
+        turn = way.turn * issue + way.barriers_a_turn * self.barrier + reads_a_turn * self.read
+        once = way.once * max(1, held * counted.warps / 4) / self.issued
+        once += way.barriers_once * self.barrier + reads_once * self.read
+        return max(seconds, waves * turns * turn / self.clock) + waves * once / self.clock
 
     def weighing(self, a: dict[str, Any]) -> float:
         """Seconds of a product that writes weights in the place of its result; the second launch does nothing."""
@@ -114,6 +140,11 @@ def traffic(launch: Launch) -> tuple[int, int]:
         return rows * a["width"], rows * a["width"] * 2 * size("raw")
     if launch.name == "look_for_tokens":
         return launch.grid[0] * a["width"], launch.grid[0] * a["width"] * size("raw")
+    if launch.name == "count_above":
+        return launch.grid[0] * a["width"], int(COUNTED_ROWS * launch.grid[0] * a["width"] * size("raw"))
+    if launch.name == "best_of_groups":
+        looked_at = 2 * a["LANES"] * a["GROUP"]
+        return launch.grid[0] * a["GROUPS"], launch.grid[0] * (a["n_groups"] * size("peaks") + looked_at * size("raw"))
     if launch.name == "scaled":
         return a["count"], a["count"] * (size("x") + size("out"))
     numbers = launch.grid[0] * a.get("width", 0)

@@ -41,6 +41,16 @@ class Loop:
     functions: int  # e^x, 1/x, log: a quarter of the rate of `half_rate`
 
 
+@dataclass(frozen=True)
+class Way:
+    """What a warp runs from a kernel's beginning to its end, without what branches mostly skip."""
+
+    once: int  # instructions outside of loops
+    barriers_once: int
+    turn: int  # instructions of one turn of every loop
+    barriers_a_turn: int
+
+
 def parse(code: str) -> list[Instruction]:
     """The instructions in order."""
     found: list[tuple[str, str, bool, str]] = []
@@ -64,8 +74,8 @@ def resources(text: str) -> dict[str, int]:
 
 
 def _loops(code: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each loop."""
-    for last, instruction in enumerate(code):
+    """(first, last) of each loop; what comes back from behind a kernel's end, where it waits for threads, is none."""
+    for last, instruction in enumerate(code[: _end(code)]):
         first = instruction.target
         if first is not None and first <= last and last - first >= LEAST_LOOP:
             yield first, last
@@ -95,6 +105,36 @@ def hot_loop(code: Sequence[Instruction]) -> Loop | None:
         half_rate=sum(i.opcode in HALF_RATE for i in always),
         functions=sum(i.opcode == "MUFU" for i in always),
     )
+
+
+def _end(code: Sequence[Instruction]) -> int:
+    ends = [at for at, i in enumerate(code) if i.opcode == "EXIT" and not i.conditional]
+    return ends[-1] if ends else len(code)
+
+
+def way(code: Sequence[Instruction]) -> Way:
+    """A kernel's way: of two arms of a branch the longer one, of what a branch can skip an outermost loop alone."""
+    code = code[: _end(code)]
+    loops = list(_loops(code))
+    inside = {at for first, last in loops for at in range(first, last + 1)}
+    skipped: set[int] = set()
+    for at, instruction in enumerate(code):
+        to = instruction.target
+        if to is None or not instruction.conditional or to <= at:
+            continue
+        last = code[min(to, len(code)) - 1]
+        end = last.target if last.target is not None and not last.conditional else to
+        if end > to:
+            skipped.update(range(to, end) if to - at > end - to else range(at + 1, to))
+        elif at in inside or not any(at < first < to for first, _ in loops):
+            skipped.update(range(at + 1, to))
+    once = [i for at, i in enumerate(code) if at not in skipped | inside]
+    turn = [code[at] for at in sorted(inside - skipped)]
+    return Way(len(once), _barriers(once), len(turn), _barriers(turn))
+
+
+def _barriers(code: Sequence[Instruction]) -> int:
+    return sum(i.opcode == "BAR" for i in code)
 
 
 def widths(code: Sequence[Instruction], opcodes: Sequence[str]) -> dict[str, int]:

@@ -100,7 +100,7 @@ def draw_tokens(
     def arguments() -> tuple[Call, Tensor, Noise, SampleRecord]:
         call = flatten(hidden, head, None, want=("logsumexp", "entropy"), memory_budget=memory_budget)
         lead, n = tuple(hidden.shape[:-1]), call.inputs.hidden.shape[0]
-        temperatures = _temperatures(temperature, lead, hidden).reshape(n)
+        temperatures = _temperatures(temperature, lead, hidden, call.compute).reshape(n)
         given = Noise(*(x.reshape(n) for x in Noise.of(lead, hidden.device, noise, generator)))
         record = SampleRecord.empty((0,), keep=keep, vocab_size=head.rows, dtype=call.compute, device=hidden.device)
         return call, temperatures, given, replace(record, processed=change is not None)
@@ -149,12 +149,12 @@ def _parts(
             yield rows, part
 
 
-def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor) -> Tensor:
+def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
             raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
-        return torch.full(lead, float(temperature), dtype=torch.float64, device=hidden.device)
+        return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
     if not capturing(hidden) and not bool(((temperature >= 0) & temperature.isfinite()).all()):
         raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
     try:

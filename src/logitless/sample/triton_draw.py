@@ -1,4 +1,4 @@
-"""Drawing on a GPU: a chunk's tokens and their record in two launches, no number read by the host.
+"""Drawing on a GPU: a chunk's tokens and their record in three launches, no number read by the host.
 
 A greedy token, one by noise alone, or one among the best entries of a row: what reaches past these is `draw`'s.
 """
@@ -19,8 +19,10 @@ from .record import SampleRecord
 from .rules import Rules
 
 kernels: Any = draw_kernels
-BLOCK = 2048
-PROGRAMS = 1056  # a few for each of a GPU's processors
+BLOCK = 256  # of one warp: what a block finds out needs no barrier
+COUNTED = 1024  # entries that a warp counts at a time
+LANES = 32  # best entries whose noise bounds that of others
+PROGRAMS = 3300  # that a GPU's processors hold at once, or nearly
 
 
 def suits(chunk: Chunk) -> bool:
@@ -59,12 +61,12 @@ def recorded(
         )
     temperature = temperature.contiguous()
     with on_device(top_logits.device):
-        look = _Look(chunk.materialised[0].z, totals.m, temperature, noise, rules.none)
+        look = _Look(chunk, totals.m, temperature, noise, top_logits, top_ids, rules.none)
     kept = None if rules.none else _kept(rules, top_logits, totals.m, temperature, look.sums)
     if looks and kept is not None and not bool((rules.decided(kept, n_topk, width) | (temperature == 0)).all()):
         return None
     with on_device(top_logits.device):
-        whole, real = look.tokens(top_logits, top_ids, kept)
+        whole, real, shown = look.tokens(kept, keep)
     if not capturing(top_logits):
         check_logits(totals.logsumexp)
     return SampleRecord(
@@ -72,7 +74,7 @@ def recorded(
         token_logit=real[0],
         rank=whole[1],
         topk_logits=top_logits[:, :keep],
-        topk_ids=top_ids[:, :keep].int(),
+        topk_ids=shown,
         logsumexp=totals.logsumexp,
         mean_logit=totals.mean_logit,
         entropy=totals.entropy,
@@ -93,50 +95,92 @@ def _kept(rules: Rules, top_logits: Tensor, m: Tensor, temperature: Tensor, sums
 class _Look:
     """One look at rows of logits z (n, V), in parts: what temperature and noise make of them."""
 
-    def __init__(self, z: Tensor, m: Tensor, temperature: Tensor, noise: Noise, alone: bool) -> None:
-        n, width = z.shape
-        self.z, self.alone = z, alone
-        self.parts = max(1, min(PROGRAMS // max(1, n), triton.cdiv(width, BLOCK)))
-        blocks = triton.cdiv(triton.cdiv(width, self.parts), BLOCK)
-        self.sums, noisy = torch.empty(2, n, self.parts, dtype=z.dtype, device=z.device)
-        lives = torch.empty(n, self.parts, dtype=torch.int32, device=z.device)
-        places = torch.empty(n, self.parts, dtype=torch.int64, device=z.device)
-        rows = (z, z.stride(0), m, temperature, noise.seeds.contiguous(), noise.positions.contiguous())
-        self.common = (*rows, noisy, places, self.sums, lives)
+    def __init__(
+        self, chunk: Chunk, m: Tensor, temperature: Tensor, noise: Noise, best: Tensor, ids: Tensor, alone: bool
+    ) -> None:
+        self.z = z = chunk.materialised[0].z
+        self.best, self.ids, self.temperature = best, ids, temperature
+        self.alone, self.masked = alone, chunk.may_be_infinite
+        (n, width), self.n_topk = z.shape, best.shape[1]
+        parts = max(1, min(PROGRAMS // max(1, n), triton.cdiv(width, BLOCK)))
+        self.part_width = triton.cdiv(triton.cdiv(width, parts), BLOCK) * BLOCK
+        self.parts = triton.cdiv(width, self.part_width)
+        self.sums, self.noisy = torch.empty(2, n, self.parts, dtype=z.dtype, device=z.device)
+        self.lives, self.places, self.aboves = torch.empty(3, n, self.parts, dtype=torch.int32, device=z.device)
+        self.rows = (z, z.stride(0), m, temperature, noise.seeds.contiguous(), noise.positions.contiguous())
         if n:
             kernels.look_for_tokens[(n, self.parts)](
-                *self.common,
+                *self.rows,
+                self.noisy,
+                self.places,
+                self.sums,
+                self.lives,
+                best,
+                ids,
+                self.n_topk,
                 width,
                 self.parts,
-                blocks * BLOCK,
+                self.part_width,
                 NOISE=alone,
+                MASKED=self.masked,
+                LANES=triton.next_power_of_2(min(LANES, self.n_topk)),
                 BLOCK=BLOCK,
-                num_warps=8,
+                num_warps=1,
                 enable_fp_fusion=False,
             )
 
-    def tokens(self, top_logits: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each."""
-        (n, width), n_topk = self.z.shape, top_logits.shape[1]
-        whole = torch.empty(3, n, dtype=torch.int32, device=top_logits.device)
-        real = torch.empty(3, n, dtype=top_logits.dtype, device=top_logits.device)
-        if n:
-            kernels.draw_tokens[(n,)](
-                *self.common,
-                top_logits,
-                ids,
-                ids if kept is None else kept,
+    def tokens(self, kept: Tensor | None, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(token, rank, n_kept) and (logit, log-sum-exp at the temperature, log of the kept share), (3, n) each.
+
+        And the ids of the `keep` best entries, (n, keep).
+        """
+        n, width = self.z.shape
+        whole = torch.empty(3, n, dtype=torch.int32, device=self.z.device)
+        real = torch.empty(3, n, dtype=self.z.dtype, device=self.z.device)
+        shown = torch.empty(n, keep, dtype=torch.int32, device=self.z.device)
+        lanes = triton.next_power_of_2(self.parts)
+        if n and self.alone:  # whoever is among the best has its rank there
+            kernels.count_above[(n, self.parts)](
+                self.z,
+                self.z.stride(0),
+                self.temperature,
+                self.noisy,
+                self.places,
+                self.best,
+                self.ids,
+                self.aboves,
                 width,
                 self.parts,
-                n_topk,
+                self.part_width,
+                self.n_topk,
+                PARTS=lanes,
+                BLOCK=COUNTED,
+                num_warps=1,
+            )
+        if n:
+            kernels.draw_tokens[(n,)](
+                *self.rows,
+                self.noisy,
+                self.places,
+                self.sums,
+                self.lives,
+                self.aboves,
+                self.best,
+                self.ids,
+                self.ids if kept is None else kept,
+                width,
+                self.parts,
+                self.n_topk,
                 n,
+                keep,
                 whole,
                 real,
+                shown,
                 RULES=kept is not None,
-                PARTS=triton.next_power_of_2(self.parts),
-                LANES=triton.next_power_of_2(n_topk),
-                BLOCK=4096,
-                num_warps=8,
+                MASKED=self.masked,
+                PARTS=lanes,
+                LANES=triton.next_power_of_2(self.n_topk),
+                num_warps=1,
                 enable_fp_fusion=False,
             )
-        return whole, real
+        return whole, real, shown

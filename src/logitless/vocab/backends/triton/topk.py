@@ -86,7 +86,7 @@ class TopK:
         z, (n, groups) = self.tile, self.keys.shape
         logits = torch.empty(n, self.k, dtype=torch.float32, device=z.device)
         ids = torch.empty(n, self.k, dtype=torch.int64, device=z.device)
-        room = torch.empty(n, self.lanes, dtype=torch.int64, device=z.device)
+        room = torch.empty(n, 4 * self.lanes, dtype=torch.int32, device=z.device)
         if n:
             kernels.best_of_groups[(n,)](
                 z,
@@ -99,7 +99,7 @@ class TopK:
                 room,
                 logits,
                 ids,
-                GROUPS=triton.next_power_of_2(max(groups, self.lanes)),
+                GROUPS=triton.next_power_of_2(max(groups, self.lanes, 16)),
                 GROUP=GROUP,
                 LANES=self.lanes,
                 num_warps=8,

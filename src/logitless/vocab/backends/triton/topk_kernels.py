@@ -13,22 +13,38 @@ LOWEST = tl.constexpr(-(2**31))  # below every logit's number
 
 
 @triton.jit
-def best_places(x, k):
-    """(which are among the k largest of x, their places among those from left to right); the first of equal ones.
+def best_places(x, low, high, k, room, BLOCK: tl.constexpr, ROOM: tl.constexpr):
+    """(how many, the lowest) of what is taken of x: its k largest and few more, whose places go to `room` in order.
 
-    x: (BLOCK,) int32. By bisection: 32 counts, whatever k is.
+    x: (BLOCK,) int32, none above `high` and at least k not below `low`. Up to ROOM are taken, the first of equal ones.
+    By bisection, which ends once they fit: a few counts, unless many are equal or nearly so.
     """
-    low = tl.full((), -(2**31), tl.int64)
-    high = tl.full((), 2**31 - 1, tl.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        enough = tl.sum((x >= middle).to(tl.int32), 0) >= k
+    count = tl.sum((x >= low).to(tl.int32), 0)
+    while (count > ROOM) & (low < high):
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up
+        above = tl.sum((x >= middle).to(tl.int32), 0)
+        enough = above >= k
         low = tl.where(enough, middle, low)
+        count = tl.where(enough, above, count)
         high = tl.where(enough, high, middle - 1)
-    more = x > low
-    same = x == low
-    taken = more | (same & (tl.cumsum(same.to(tl.int32), 0) <= k - tl.sum(more.to(tl.int32), 0)))
-    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+    taken = x >= low
+    if count > ROOM:
+        same = x == low
+        taken = (x > low) | (same & (tl.cumsum(same.to(tl.int32), 0) <= ROOM - tl.sum((x > low).to(tl.int32), 0)))
+    # 16 neighbours are a word: a scan over all, and a store of each, would take ten times as many instructions
+    bit = tl.arange(0, 16)[None, :]
+    word = tl.sum(tl.where(tl.reshape(taken, (BLOCK // 16, 16)), 0x10000 + (1 << bit), 0), 1)
+    word = tl.gather(word, tl.arange(0, BLOCK // 16), 0)  # to the threads that store, at once and not in each turn
+    many = word >> 16
+    at = tl.cumsum(many, 0) - many
+    for _ in range(tl.max(many, 0)):
+        lowest = word & -word & 0xFFFF
+        place = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its logarithm
+        tl.store(room + at, tl.arange(0, BLOCK // 16) * 16 + place, mask=lowest != 0)
+        word -= lowest
+        at += 1
+    tl.debug_barrier()
+    return tl.minimum(count, ROOM), low
 
 
 @triton.jit
@@ -54,29 +70,34 @@ def best_of_groups(
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The k best entries of a row of logits, (n, k), from the highest of each group; room: (n, LANES)."""
+    """The k best entries of a row of logits, (n, k), from the highest of each group; room: (n, 4·LANES), LANES ≥ k.
+
+    LANES groups at least are as high as the lowest of LANES maxima, of every LANES-th group each; and as many entries
+    as the lowest group that is taken.
+    """
+    ROOM: tl.constexpr = 2 * LANES
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, ROOM)
+    raw += row * raw_stride
+    groups = room + row * 2 * ROOM
+    places = groups + ROOM
     group = tl.arange(0, GROUPS)
     x = tl.load(peaks + row * n_groups + group, mask=group < n_groups, other=LOWEST)
-    taken, place = best_places(x, n_best)
-    tl.store(room + row * LANES + place, group.to(tl.int64), mask=taken)
-    tl.debug_barrier()
-    mine = tl.load(room + row * LANES + lane, mask=lane < n_best, other=0)
-    columns = mine[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    seen = (lane < n_best)[:, None] & (columns < width)
-    z = tl.load(raw + row * raw_stride + columns, mask=seen, other=0.0)
-    y = tl.reshape(tl.where(seen, ordered(z), LOWEST), (LANES * GROUP,))
-    flat = tl.reshape(columns, (LANES * GROUP,))
-    tl.debug_barrier()
-    taken, place = best_places(y, k)
-    key = (y.to(tl.int64) << 32) | (0xFFFFFFFF - flat)
-    tl.store(room + row * LANES + place, key, mask=taken)
-    tl.debug_barrier()
-    keys = tl.load(room + row * LANES + lane, mask=lane < k, other=-(2**63))
-    rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    tl.store(logits + row * k + rank, logit_of((keys >> 32).to(tl.int32)), mask=lane < k)
-    tl.store(ids + row * k + rank, 0xFFFFFFFF - (keys & 0xFFFFFFFF), mask=lane < k)
+    peak = tl.max(tl.reshape(x, (GROUPS // LANES, LANES)), 0)
+    high = tl.max(peak, 0)
+    count, low = best_places(x, tl.min(peak, 0), high, n_best, groups, GROUPS, ROOM)
+    columns = tl.load(groups + lane, mask=lane < count, other=n_groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    z = tl.load(raw + columns, mask=columns < width, other=-float("inf"))
+    y = tl.reshape(ordered(z), (ROOM * GROUP,))
+    count, low = best_places(y, tl.where(n_best < k, LOWEST, low), high, k, places, ROOM * GROUP, ROOM)
+    place = tl.load(places + lane, mask=lane < count, other=0)
+    column = tl.load(groups + place // GROUP) * GROUP + place % GROUP
+    there = (lane < count) & (column < width)
+    z = tl.load(raw + column, mask=there, other=0.0)
+    key = tl.where(there, (ordered(z).to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64)), -(2**63))
+    key = tl.sort(key, descending=True)
+    tl.store(logits + row * k + lane, logit_of((key >> 32).to(tl.int32)), mask=lane < k)
+    tl.store(ids + row * k + lane, 0xFFFFFFFF - (key & 0xFFFFFFFF), mask=lane < k)
 
 
 @triton.jit(do_not_specialize=["count"])
