@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.table import Table
 
 from ...units import one_unit
 from .recording import CATEGORIES, LARGEST, Recording
+from .storages import Allocation
 
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
 WIDE = 110  # columns of a console
@@ -79,16 +82,30 @@ def _categories(at_peak: dict[str, dict[str, int]], size: Callable[[int], str]) 
     return table
 
 
+def _any_layer(module: str) -> str:
+    """The name of a module with its layer left open: "model.layers.*.mlp"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
 def _largest(recording: Recording, units: str, width: int) -> Table:
-    """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
+    """A line for each tensor and those alike of other layers, or two where the console is narrow.
+
+    Names of modules are never broken.
+    """
     wide = width >= WIDE
     table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
-    largest = recording.alive(recording.peak.event)[:LARGEST]
-    size = one_unit((a.nbytes for a in largest), units)
-    for a in largest:
+    alike: dict[tuple[Any, ...], list[Allocation]] = {}
+    for a in recording.alive(recording.peak.event):
+        alike.setdefault((a.nbytes, a.shape, a.dtype, a.category, a.op, _any_layer(a.module)), []).append(a)
+    largest = list(alike.values())[:LARGEST]
+    size = one_unit((some[0].nbytes for some in largest), units)
+    for some in largest:
+        a = some[0]
         shape = " × ".join(f"{n:,}" for n in a.shape)
-        cells = size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
-        module = a.module.removeprefix("model.") or "the model"
+        times = f"{len(some)} × " if len(some) > 1 else ""
+        cells = times + size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
+        several = len({one.module for one in some}) > 1
+        module = (_any_layer(a.module) if several else a.module).removeprefix("model.") or "the model"
         if wide:
             table.add_row(*cells, a.category, module, a.op)
         else:
