@@ -1,4 +1,4 @@
-"""Pretrain a causal language model on text, with its loss streamed: the (tokens, vocabulary) logits never exist.
+"""Pretrain a causal language model on text, with the logitless loss: the (tokens, vocabulary) logits never exist.
 
     python recipes/pretrain.py                      # a tiny model on Python's own library, less than a minute on a CPU
     python recipes/pretrain.py --model Qwen/Qwen3-0.6B-Base --data books/*.txt --length 4096 --batch-size 4 --lr 2e-5

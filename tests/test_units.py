@@ -3,7 +3,7 @@
 import pytest
 
 from logitless.errors import OptionError
-from logitless.units import format_bytes, parse_bytes, plural
+from logitless.units import format_bytes, one_unit, parse_bytes, plural
 
 GIB = 1 << 30
 
@@ -17,8 +17,8 @@ GIB = 1 << 30
         (GIB - 1, "1024 MiB"),
         (5 * GIB // 4, "1.25 GiB"),
         (-3 * GIB, "-3.00 GiB"),
-        (1 << 55, "32,768.00 TiB"),
-        ((1 << 63) - 1, "8,388,608.00 TiB"),
+        (1 << 55, "33,554,432.00 GiB"),
+        ((1 << 63) - 1, "8,589,934,592.00 GiB"),
         (2.5 * GIB, "2.50 GiB"),
     ],
 )
@@ -37,7 +37,29 @@ def test_gb():
 
 def test_halves_round_up_in_whole_numbers():
     assert format_bytes(2 * GIB + GIB // 8) == "2.13 GiB"
-    assert format_bytes(10**18 + 5 * 10**9, "GB") == "1,000,000.01 TB"  # no float knows this one
+    assert format_bytes(10**18 + 5 * 10**6, "GB") == "1,000,000,000.01 GB"  # no float knows this one
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ((1147 * GIB, 15 * GIB // 2, GIB // 2), ["1,147.00 GiB", "7.50 GiB", "0.50 GiB"]),  # the last does not matter
+        ((12 * GIB, GIB // 16, GIB // 64, 0, 1), ["12,288 MiB", "64 MiB", "16 MiB", "0 MiB", "<1 MiB"]),
+        ((GIB, GIB // 8), ["1.00 GiB", "0.13 GiB"]),
+        ((GIB - 1, GIB // 4), ["1,024 MiB", "256 MiB"]),
+        ((500 << 20, -(3 << 20), 1), ["500.00 MiB", "-3.00 MiB", "<0.01 MiB"]),
+        ((900, 3), ["900 B", "3 B"]),
+        ((0,), ["0 B"]),
+    ],
+)
+def test_the_smallest_row_that_matters_keeps_its_digits(sizes, shown):
+    assert list(map(one_unit(sizes), sizes)) == shown
+
+
+def test_gb_stay_gb():
+    sizes = (302_200_000_000, 79_900_000_000)
+    assert list(map(one_unit(sizes, "GB"), sizes)) == ["302.20 GB", "79.90 GB"]
+    assert format_bytes(3 * 10**12, "GB") == "3,000.00 GB"
 
 
 @pytest.mark.parametrize("text", ["1e999GiB", "9223372036854775808", "8388608TiB"])

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from .errors import OptionError
 
 LARGEST = 2**63 - 1  # what torch and every file format can count
-UNITS = {  # name, bytes, whether hundredths are shown
-    "GiB": (("TiB", 1 << 40, True), ("GiB", 1 << 30, True), ("MiB", 1 << 20, False), ("KiB", 1 << 10, False)),
-    "GB": (("TB", 10**12, True), ("GB", 10**9, True), ("MB", 10**6, False), ("kB", 10**3, False)),
+UNITS = {  # name, bytes, whether hundredths are shown; none above what a GPU's memory is given in
+    "GiB": (("GiB", 1 << 30, True), ("MiB", 1 << 20, False), ("KiB", 1 << 10, False)),
+    "GB": (("GB", 10**9, True), ("MB", 10**6, False), ("kB", 10**3, False)),
 }
+MATTERS = 200  # a size of less than this part of the largest does not choose a table's unit
 _FACTORS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -43,18 +44,23 @@ def plural(count: int, what: str) -> str:
 
 
 def one_unit(counts: Iterable[int], units: str = "GiB") -> Callable[[int], str]:
-    """`format_bytes` in the unit of the largest of `counts`, for all cells of a table."""
-    most = max(map(abs, counts), default=0)
-    name, size = next(((name, size) for name, size, _ in UNITS[units] if most >= size), ("B", 1))
+    """`format_bytes` in one unit, for all cells of a table and the sentences about them.
+
+    The unit is the largest of which the largest of `counts` has one, and the smallest that matters a tenth.
+    """
+    sizes = [abs(count) for count in counts]
+    most = max(sizes, default=0)
+    least = min((size for size in sizes if size and MATTERS * size >= most), default=0)
+    fitting = (row for row in UNITS[units] if row[1] <= min(most, 10 * least))
+    name, unit, hundredths = next(fitting, ("B", 1, False))
+    parts = 100 if hundredths or (unit > 1 and least < 10 * unit) else 1
 
     def shown(count: int) -> str:
-        hundredths = (200 * abs(count) + size) // (2 * size)
+        whole, rest = divmod((2 * parts * abs(count) + unit) // (2 * unit), parts)
         sign = "-" if count < 0 else ""
-        if size == 1:
-            return f"{count} B"
-        if count and not hundredths:
-            return f"{sign}<0.01 {name}"
-        return f"{sign}{hundredths // 100:,}.{hundredths % 100:02d} {name}"
+        if count and not whole and not rest:
+            return f"{sign}<{'1' if parts == 1 else '0.01'} {name}"
+        return f"{sign}{whole:,}{'' if parts == 1 or not count else f'.{rest:02d}'} {name}"
 
     return shown
 

@@ -23,7 +23,7 @@ NUMBERS = {
     ],
     "profile": ["--context-length", "--batch-size", "--mlp-tiles", "--lora-rank", "--memory-budget", "--savings"],
     "doctor": ["--tokens", "--hidden-size", "--vocab-size", "--memory-budget", "--device"],
-    "verify": ["--vocab-size", "--sequence-lengths", "--threshold", "--seed"],
+    "verify": ["--vocab-size", "--sequence-lengths", "--loss-threshold", "--seed"],
     "train": [
         "--max-steps",
         "--batch-size",

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
 from yaml import safe_load
@@ -16,8 +17,9 @@ from yaml import safe_load
 from logitless.cli.align import parse_grade as parse
 from logitless.cli.main import main
 from logitless.cli.options import method_of
+from logitless.workbench.align.config import METHODS
 from logitless.workbench.common.options import SMALL_MODEL
-from logitless.workbench.grade.config import EMBEDDED, GradeConfig
+from logitless.workbench.grade.config import EMBEDDED, GRADE_METHODS, GradeConfig
 from tests.support.workbench.micro import line_corpus, micro_model
 
 
@@ -34,6 +36,25 @@ def test_whose_options_these_are(tmp_path):
         (tmp_path / name).write_text(text)
         assert method_of(["--config", str(tmp_path / name)]) == "ppo"
         assert method_of(["--config", str(tmp_path / name), "--method", "ste"]) == "ste"
+
+
+def test_seeds_are_of_all_methods_alone(capsys):
+    assert parse(["--method", "all", "--seeds", "3"]).seeds == 3
+    assert main(["align", "--method", "ste", "--seeds", "3"]) == 2
+    assert "--seeds is of --method all, got it with --method ste" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "meant"), [("ppoo", "ppo"), ("gumbel_topk", "gumbel")])
+def test_a_method_of_another_name(given, meant, capsys):
+    assert main(["align", "--method", given]) == 2
+    assert capsys.readouterr().err.endswith(f", got {given}; did you mean {meant}?\n")
+
+
+def test_the_help_names_every_method(capsys):
+    with pytest.raises(SystemExit):
+        main(["align", "--help"])
+    text = capsys.readouterr().out.partition("--model")[0]
+    assert [name for name in (*METHODS, *GRADE_METHODS) if name not in text] == []
 
 
 def test_a_file_alone_says_the_method(tmp_path, capsys):

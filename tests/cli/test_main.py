@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from logitless.cli.main import COMMANDS, main
+from logitless.cli.main import COMMANDS, SAID, main
 from logitless.versions import installing
+from logitless.workbench.align.config import METHODS
+from logitless.workbench.grade.config import GRADE_METHODS
 from logitless.workbench.runs.rundir import Interrupted, OutOfSpace
 
 
@@ -35,6 +37,31 @@ def test_an_unknown_command(capsys):
     assert "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert "commands are plan, profile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("help", "--help"),
+        ("--verion", "--version"),
+        ("generate", "sample"),
+        ("grpo", "align --method grpo"),
+        ("ppo", "align --method ppo"),
+        ("gumbel", "align --method gumbel"),
+        ("Finetune", "train"),
+        ("infer", "sample"),
+        ("serve", None),
+    ],
+)
+def test_what_people_type_leads_to_the_command(word, meant, capsys):
+    assert main([word]) == 2
+    assert (f"; did you mean {meant}?" if meant else "; commands are plan, ") in capsys.readouterr().err
+
+
+def test_other_words_lead_to_what_is_there():
+    for words in map(str.split, SAID.values()):
+        assert words[0] in (*COMMANDS, "--help", "--version")
+        assert words[2:] == [] or words[2] in (*METHODS, *GRADE_METHODS)
 
 
 def test_an_interruption_before_the_command_begins_is_one_line(monkeypatch, capsys):

@@ -14,6 +14,7 @@ from logitless.units import format_bytes
 from logitless.workbench.plan.algorithms import PHASES
 from logitless.workbench.plan.plots import CATEGORIES, category
 from logitless.workbench.plan.setting import CHOICES, GIB
+from tests.support.workbench.units import assert_one_unit
 
 RUN = [
     "plan",
@@ -52,11 +53,12 @@ def test_tables(capsys):
         "largest single allocation: logits in fp32, 27.82 GiB",
         "dense does not fit",
         "GiB too much",
-        "peak on each GPU by sequence length",
+        "peak on each GPU: qwen2.5-1.5b",
         "gradient-checkpointing=true",
         "conservative",
         "aggressive",
-        "trl grpo",
+        "accelerate launch",
+        "--responses-per-prompt 4 plans what commands can run",
         "a group of one has no advantage",
     ):
         assert text in out, text
@@ -78,6 +80,31 @@ def test_a_table_has_one_unit(capsys):
     tables = [row for row in rows if "largest" not in row]
     assert any("<0.01 GiB" in row for row in tables)
     assert not any(f" {unit} " in row for row in tables for unit in ("MiB", "KiB", "TiB"))
+    assert main(["plan", "--batch-size", "256", "--units", "GB"]) == 0
+    assert_one_unit(capsys.readouterr().out, "does not fit", "--components")
+
+
+def test_a_sweep_stands_alone_with_both_ratios(capsys):
+    sweep = ["--sweep", "ppo", "intuitor", "2048", "8192", "--units", "GB"]
+    assert main([*RUN, *sweep, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    peaks = [[row[way]["peak_bytes"] for way in ("dense", "logitless")] for row in json.loads(out)["sweep"]]
+    assert "loss backward" not in err
+    assert "TB" not in err
+    assert "/ ppo's" in err
+    second = next(line for line in err.splitlines() if "2,048  intuitor" in line)
+    assert f" {peaks[1][0] / peaks[1][1]:.2f} " in second
+    assert f" {peaks[1][0] / peaks[0][0]:.2f}, {peaks[1][1] / peaks[0][1]:.2f} " in second
+    assert main([*RUN, *sweep, "--components"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("peak on each GPU") < out.index("component ")
+
+
+def test_a_fit_shows_lines_that_run_or_says_what_to_fill_in(capsys):
+    assert main(["plan", "--model", "qwen3-4b", "--gpus", "1x24GiB", "--fit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("logitless train --model Qwen/Qwen3-4B ") for line in lines)
+    assert "to be filled in: DATASET, SCRIPT" in lines
 
 
 def test_sweep_over_algorithms(capsys):
@@ -200,6 +227,8 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--response-length 9000000000000000000", "more than 2^63-1: give smaller sizes"),
         ("--model_size 4b", "Unrecognized options: --model_size, 4b; did you mean --model?"),
         ("--model-size 4b", "did you mean --model?"),
+        ("--vocab_size 7", "did you mean --model?"),
+        ("--bs 4", "did you mean --batch-size?"),
         ("--attention_type nsa --model_size 4b", "did you mean --attention or --model?"),
         ("--bogus 3", "Unrecognized options: --bogus, 3 (see"),
         ("--sweep rppo", "--sweep expects tokens or one of sft, dpo, ppo"),

@@ -43,7 +43,7 @@ def test_json_into_a_file(monkeypatch, tmp_path, capsys):
 
 
 def test_equal_losses_pass(capsys):
-    assert main(["verify", *SMALL, "--sequence-lengths", "8", "100000", "--threshold", "100MB"]) == 0
+    assert main(["verify", *SMALL, "--sequence-lengths", "8", "100000", "--loss-threshold", "100MB"]) == 0
     out = capsys.readouterr().out
     assert "value and gradients agree" in out
     assert out.count("equal") == 12
@@ -77,7 +77,7 @@ def test_the_check_fits_for_any_vocabulary():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--threshold", "lots"], "--threshold must be a size"),
+        (["--loss-threshold", "lots"], "--loss-threshold must be a size"),
         (["--json"], "Expected 1 value (see logitless verify --help)"),
         (["--vocab-size", "1"], "--vocab-size must be at least 2"),
         (["--json", "/nowhere/v.json"], "the folder /nowhere does not exist"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..workbench.align.config import METHODS, AlignConfig
@@ -15,7 +16,9 @@ from .output import deliver
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
 
 Without options: the model of `logitless train` (trained first if need be), on prompts from the same text.
---method ste, gumbel, reinforce, ppo and all have options of their own: logitless align --method all --help."""
+Methods: intuitor, grpo, rloo and dpo, whose options follow. Seven more have options of their own, which logitless
+align --method all --help lists: ste and gumbel (through the generated tokens), reinforce and ppo (the score function),
+ste_legacy and gumbel_legacy (to compare with), and all, which runs and compares these."""
 
 THROUGH_TOKENS = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by
 the score function on the same rewards (reinforce, ppo); all compares them.
@@ -29,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     if method in GRADE_METHODS:
         return _grade(arguments)
     every = (*METHODS, *GRADE_METHODS)
-    require(method is None or method in every, "method", f"one of {', '.join(every)}", method)
+    near = get_close_matches(method or "", every, n=1, cutoff=0.6)
+    got = f"{method}; did you mean {near[0]}?" if near else method
+    require(method is None or method in every, "method", f"one of {', '.join(every)}", got)
     config = parse(arguments)
     check_inputs(config.model, "align", config.data)
     from ..workbench.align.report import show

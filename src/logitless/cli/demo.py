@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """A small real model, before and after a little training, on one page.
 
-SmolLM2 answers questions, is fine-tuned on this package's own questions and answers with the streamed loss, and answers
-again: under four minutes on two processor cores."""
+SmolLM2 answers questions, is fine-tuned on this package's own questions and answers with the logitless loss, and
+answers again: under four minutes on two processor cores."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,6 +26,21 @@ COMMANDS = {
     "doctor": "what this machine has, which backends can run on it, and what typical calls would cost",
     "verify": "check the logitless loss against the dense one, and show where each is used",
 }
+SAID = {  # other words for a command, and what they ask for
+    "help": "--help",
+    "version": "--version",
+    "check": "verify",
+    "evaluate": "eval",
+    "perplexity": "eval",
+    "memory": "profile",
+    **dict.fromkeys(("finetune", "fine-tune", "pretrain", "sft"), "train"),
+    **dict.fromkeys(("generate", "infer", "inference", "complete", "chat"), "sample"),
+    **dict.fromkeys(("rl", "rlhf"), "align"),
+    **{
+        name: f"align --method {name}"
+        for name in ("intuitor", "grpo", "rloo", "dpo", "ste", "gumbel", "reinforce", "ppo")
+    },
+}
 DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 
@@ -78,8 +93,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     if command not in COMMANDS:
         from difflib import get_close_matches
 
-        near = get_close_matches(command.lower(), COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+        near = get_close_matches(command.lower(), [*COMMANDS, "--help", "--version", *SAID], n=1, cutoff=0.7)
+        hint = f"did you mean {SAID.get(near[0], near[0])}?" if near else f"commands are {', '.join(COMMANDS)}"
         raise OptionError(f"unknown command {command!r}; {hint}")
     return import_module(f"{__package__}.{command}").main(arguments)
 

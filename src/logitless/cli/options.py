@@ -26,6 +26,16 @@ from ..workbench.runs.rundir import RUN_FILE, stored
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
+SAID = {  # other names of options, of which a command may have the second
+    "bs": "batch-size",
+    "lr": "learning-rate",
+    "steps": "max-steps",
+    "output": "output-dir",
+    "vocab-size": "model",
+    "hidden-size": "model",
+    **dict.fromkeys(("seq-len", "seq-length", "sequence-length", "max-length", "ctx"), "context-length"),
+    **dict.fromkeys(("max-tokens", "max-new-tokens"), "completion-length"),
+}
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
 
 
@@ -160,4 +170,5 @@ def _similar(word: str, names: Sequence[str]) -> list[str]:
     """The option that a word may have meant: one that it begins with, else the nearest."""
     text, known = word[2:].replace("_", "-"), [name.replace("_", "-") for name in names]
     begins = [name for name in known if text.startswith(f"{name}-")]
-    return [f"--{name}" for name in begins[:1] or get_close_matches(text, known, n=1, cutoff=0.7)]
+    near = begins[:1] or get_close_matches(text, known, n=1, cutoff=0.7) or [SAID.get(text)]
+    return [f"--{name}" for name in near if name in known]

@@ -104,12 +104,13 @@ class PlanConfig:
     reward_shape: str | None = None
     """A reward model of another model's shape."""
     top_k: int = 256
-    """Entries of grade's soft tokens."""
+    """Entries of grade's soft tokens. 0: all of them, whose weights are never kept."""
     memory_budget: PlannedBudget = MEMORY_BUDGET
     dense_logits: Literal["all", "response"] = "all"
     """Tokens whose logits the dense way makes: all (transformers, verl), or the response's (TRL's RL trainers)."""
     sweep: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    """Sequence lengths, algorithms or both to plan as well: --sweep ppo intuitor 2048 8192."""
+    """Sequence lengths, algorithms or both to plan, shown in the place of the one plan: --sweep ppo intuitor 2048 8192.
+    """
     what_if: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     """KEY=VALUE: plan again with this option changed; several are planned one by one."""
     fit: bool = False
@@ -174,9 +175,10 @@ def main(arguments: Sequence[str]) -> int:
     from ..workbench.plan import report
 
     def show(console: Console) -> None:
-        report.show(dense, logitless, console, config.units, components=config.components)
         if lengths:
             report.show_sweep(lengths, console, config.units)
+        if not lengths or config.components:
+            report.show(dense, logitless, console, config.units, components=config.components)
         if changes:
             report.show_changes([("as given", dense, logitless), *changes], console, config.units)
         report.show_fits(found, console, config.units)

@@ -32,8 +32,8 @@ class VerifyConfig:
     """Tokens per sequence. Default: 512 4096 40000 131072."""
     vocab_size: int = 151_936
     """Entries of the vocabulary; the check runs with all of them."""
-    threshold: str = MEMORY_BUDGET
-    """Logits larger than this get the logitless loss; the default is that of train's --memory-budget."""
+    loss_threshold: str = MEMORY_BUDGET
+    """Logits larger than this get the logitless loss, as with train's option; the default is its --memory-budget's."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
     config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
     check_outputs({"json": config.json})
-    threshold = parse_bytes(config.threshold, "--threshold")
+    threshold = parse_bytes(config.loss_threshold, "--loss-threshold")
     lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
     for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):
         require(2 <= value < MOST, name, "at least 2 and less than 2^31", value)
@@ -73,7 +73,7 @@ def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any],
     return {
         "schema": 1,
         "vocab_size": config.vocab_size,
-        "threshold_bytes": parse_bytes(config.threshold),
+        "threshold_bytes": parse_bytes(config.loss_threshold),
         "choices": [asdict(choice) for choice in chosen],
         "checks": [{**asdict(check), "holds": check.holds} for check in checks],
         "passed": passed,
@@ -83,7 +83,7 @@ def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any],
 def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int, console: Console) -> None:
     size = one_unit(c.logits_bytes for c in chosen)
     rows = [(f"{c.length:,}", size(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no") for c in chosen]
-    title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {config.threshold}"
+    title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {config.loss_threshold}"
     _table(console, title, (">length", ">logits' size", "<method", "<logits made"), rows)
     rows = [
         (c.what, f"{c.error:.1e}", f"{c.allowed:.0e}", "[green]equal[/]" if c.holds else "[bold red]DIFFERENT[/]")

@@ -33,7 +33,7 @@ HOST.require()
 
 from axolotl.integrations.base import BasePlugin
 
-# Settings of axolotl that replace the loss that is streamed, or ask for its logits.
+# Settings of axolotl that replace the logitless loss, or ask for its logits.
 OTHER_LOSSES = (
     "rl", "orpo_alpha", "chunked_cross_entropy", "use_eaft", "cut_cross_entropy", "liger_fused_linear_cross_entropy",
     "liger_cross_entropy", "kd_trainer", "reward_model", "process_reward_model", "use_dft", "diffusion_lm",
@@ -48,7 +48,7 @@ class LogitlessArgs(BaseModel):
 
 
 class LogitlessPlugin(BasePlugin):
-    """Installs the streamed loss on the model that axolotl loaded, adapters and quantised weights included.
+    """Installs the logitless loss on the model that axolotl loaded, adapters and quantised weights included.
 
     Raises ConfigError where the configuration asks for another loss, and what `logitless.install` raises.
     """

@@ -137,7 +137,7 @@ def test_switched_off_and_taken_back(tmp_path):
     assert "eval_accuracy" not in made.evaluate()
     logitless.install(made, loss="dense")
     assert made.predict(made.eval_dataset).predictions.shape[-1] == VOCAB
-    with pytest.raises(OptionError, match="metrics: expected a Trainer whose loss is streamed, got Qwen3ForCausalLM"):
+    with pytest.raises(OptionError, match="metrics: expected a Trainer whose loss is logitless, got Qwen3ForCausalLM"):
         logitless.install(made.model, metrics=True)
     with pytest.raises(OptionError, match="got loss='dense', which has logits"):
         logitless.install(made, loss="dense", metrics=True)

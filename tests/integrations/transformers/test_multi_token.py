@@ -349,7 +349,7 @@ def test_what_modules_cannot_be_beside():
         model(ids, labels=ids, attention_mask=mask)
     others = {"loss='auto'": {"loss": "auto"}, "label smoothing": {"label_smoothing": 0.1}}
     for got, more in others.items():
-        with pytest.raises(OptionError, match=f"expected a causal model's own streamed loss, got {got}; leave out"):
+        with pytest.raises(OptionError, match=f"expected a causal model's own logitless loss, got {got}; leave out"):
             ll.install(model, **more)
     masked = AutoModelForMaskedLM.from_config(BertConfig(**TINY))
     with pytest.raises(OptionError, match="got a masked language model; leave out"):

@@ -53,7 +53,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (0, 0, 16),
     "critic_shape": (None, shape_of("qwen2.5-0.5b")),
     "reward_shape": (None, shape_of("gemma-3-1b")),
-    "top_k": (256, 1_000_000),
+    "top_k": (256, 1_000_000, 0),
     "memory_budget": (256 << 20, 1, 1 << 34),
 }
 

@@ -63,6 +63,27 @@ def steps(place: Path) -> list[dict]:
     return [record for record in read_lines(place / "metrics.jsonl") if "loss" in record]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_without_architectures_has_a_reference_too(start, tmp_path, monkeypatch, method):
+    """TRL loads it from the model's directory, by the class that its config.json names."""
+    model = tmp_path / "model"
+    shutil.copytree(start.model, model)
+    config = json.loads((model / "config.json").read_text())
+    del config["architectures"]
+    (model / "config.json").write_text(json.dumps(config))
+    made = []
+
+    def stop(parts, policy):
+        made.append(trainer_of(parts, policy))
+        raise OptionError("far enough")
+
+    monkeypatch.setattr(align, "trainer_of", stop)
+    given = {"method": method, "model": str(model), "rewards": None, "repetition_guard": None, "beta": None}
+    with pytest.raises(OptionError, match="far enough"):
+        run(replace(start, **given, output_dir=tmp_path / "run"), QUIET)
+    assert type(made[0].ref_model) is type(made[0].model)
+
+
 @pytest.fixture(scope="module")
 def finished(start, tmp_path_factory) -> tuple[Path, dict]:
     place = tmp_path_factory.mktemp("runs") / "intuitor"

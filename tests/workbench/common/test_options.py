@@ -45,7 +45,7 @@ def test_sizes_without_a_meaning(text):
 
 def test_sizes_for_people():
     shown = [format_bytes(n) for n in (3 * 2**29, 2**28, 2048, 5, 3 * 2**40)]
-    assert shown == ["1.50 GiB", "256 MiB", "2 KiB", "5 B", "3.00 TiB"]
+    assert shown == ["1.50 GiB", "256 MiB", "2 KiB", "5 B", "3,072.00 GiB"]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_curves_have_intervals_over_seeds():
     assert not any("low" in x for of in curves(records(1)).values() for points in of.values() for x in points)
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("seeds", [1, 2, 3])
 def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     summary = {
         "method": "all",
@@ -149,16 +149,19 @@ def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     runs = [one(m, n, **less.get(m, {}), test=0.8 + 0.01 * n * len(m)) for m in METHODS for n in range(seeds)]
     summary |= table(runs)
     draw(tmp_path / PLOT_FILE, records(seeds))
-    write_page(tmp_path / PAGE_FILE, tmp_path / PLOT_FILE, summary)
+    made = {"prompt": "once", "tokens": [{"text": " <up>", "special": False, "logprob": -1.0}], "reward": 0.25}
+    write_page(tmp_path / PAGE_FILE, tmp_path / PLOT_FILE, summary, {"ste": {"before": made, "after": made}})
     console = Console(file=io.StringIO(), width=80)
     show(summary, console)
     text, page = console.file.getvalue(), (tmp_path / PAGE_FILE).read_text()
     assert "…" not in text
     assert "m&lt;b&gt;" in page
-    for said in ("ste / ste_legacy", "gumbel / gumbel_legacy", "0.167 ×", "120.00 MiB", "not met"):
+    for said in ("ste / ste_legacy", "gumbel / gumbel_legacy", "0.167 ×", "120 MiB", "not met"):
         assert said in text
         assert said in page
     ends = re.findall(r"\([-+.\d]+ to [-+.\d]+\)", text)
-    assert bool(ends) == bool(re.search(r"\([-+.\d]+ to ", page)) == (seeds > 1)
-    assert ("intervals: none of one seed" in text) == (seeds == 1)
+    assert bool(ends) == bool(re.search(r"\([-+.\d]+ to ", page)) == (seeds > 2)  # of two they would be 13 errors wide
+    assert ("intervals: not shown: " in text) == (seeds < 3)
+    assert "<td>ste</td><td>after</td><td>0.250</td><td>once</td><td> &lt;up&gt;</td>" in page
+    assert "±0.000" not in text
     assert json.loads(json.dumps(summary)) == summary

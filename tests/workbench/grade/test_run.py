@@ -208,7 +208,7 @@ def test_bad_input_is_refused(small, tmp_path):
         ({"tau_end": 0.0}, "--tau-end must be positive"),
         ({"top_k": -1}, "--top-k must be 0 or more"),
         ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
-        ({"prompt_length": 60}, "has positions up to 64"),
+        ({"prompt_length": 60}, "^--prompt-length and --completion-length, together 6[0-9]: .* has positions up to 64"),
         ({"beta": -1.0}, "--beta must be 0 or more"),
     ):
         with pytest.raises(OptionError, match=words):

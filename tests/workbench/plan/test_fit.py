@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from logitless.models.catalog import from_config, shape_of
+from logitless.models.catalog import HUB, from_config, shape_of
 from logitless.models.presets import PRESETS
 from logitless.workbench.plan.commands import (
     ALIGN,
@@ -180,13 +180,16 @@ def test_a_model_is_what_the_command_can_start_from(tmp_path):
 
     for name, trained, aligned in (
         ("tiny", "tiny", "runs/tiny/model"),
-        ("qwen3-4b", "qwen3-4b", "Qwen/Qwen3-4B"),
+        ("qwen3-4b", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
         ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
         ("gemma-3-1b", "google/gemma-3-1b-pt", "google/gemma-3-1b-pt"),
     ):
         short = {"gpus": 1, "prompt_length": 64, "response_length": 64}
         assert model(logitless_train(replace(TRAIN, model=shape_of(name)))) == trained
         assert model(logitless_align(replace(ALIGNED, model=shape_of(name), **short))) == aligned
+    adapted = replace(TRAIN, lora_rank=8, optimizer="adamw-fp32")  # whose other weights stay what they are
+    assert model(logitless_train(replace(adapted, model=shape_of("qwen3-4b")))) == "Qwen/Qwen3-4B"
+    assert logitless_train(replace(adapted, model=shape_of("tiny"))) is None
     assert logitless_align(replace(ALIGNED, model=shape_of("small"), **short)) is None
     place = tmp_path / "a model"
     place.mkdir()
@@ -258,6 +261,8 @@ def test_command_lines_of_others():
     line = flags(replace(INTUITOR, tensor_parallel=2, context_parallel=2, sharding="fsdp2"))["accelerate"]
     assert "dp_shard_size 2 --parallelism_config_tp_size 2 --parallelism_config_cp_size 2" in line
     assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
+    assert flags(INTUITOR)["accelerate"].endswith(" SCRIPT")
+    assert "--responses-per-prompt 4" in hint(replace(INTUITOR, responses_per_prompt=1))
 
 
 def own_lines():
@@ -337,9 +342,14 @@ def test_trl_knows_its_flags(algorithm):
     import trl as package
 
     configs = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "reinforce": "RLOOConfig"}
-    known = {f.name for kind in (configs[algorithm], "ModelConfig") for f in fields(getattr(package, kind))}
+    kinds = [getattr(package, kind) for kind in (configs[algorithm], "ModelConfig", "ScriptArguments")]
+    known = {f.name for kind in kinds for f in fields(kind)}
     line = trl(replace(INTUITOR, algorithm=algorithm, lora_rank=16))
-    assert set(re.findall(r"--(\w+)", line)) <= known
+    online = algorithm in ("grpo", "reinforce")
+    assert ("--reward_funcs REWARDS" in line) == online
+    assert set(re.findall(r"--(\w+)", line)) <= known | {"reward_funcs"}
+    assert f"--model_name_or_path {HUB[INTUITOR.model.name]} --dataset_name DATASET " in line
+    assert (trl(replace(INTUITOR, algorithm=algorithm, responses_per_prompt=1)) is None) == online
 
 
 def test_accelerate_knows_its_flags():

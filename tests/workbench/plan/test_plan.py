@@ -262,6 +262,10 @@ def test_soft_tokens():
     assert whole["soft tokens"] == 64 * SHAPE.vocab * 4
     assert few["soft tokens"] == 64 * 256 * 4
     assert few["soft tokens' ids"] == 64 * 256 * 8
+    full = {c.name: c.nbytes for c in both(replace(setting, top_k=0).check())[1].components}
+    for name in ("soft rows of all tables", "gradient of the soft rows of all tables"):
+        assert full[name] == 64 * 2 * SHAPE.hidden * 4
+    assert not any("soft tokens" in name for name in full)
     # without a cache each step passes all before it again: 64·32 + 64·65/2 tokens
     ratio = whole["activations of the layers"] / few["activations of the layers"]
     assert ratio == pytest.approx((64 * 32 + 64 * 65 / 2) / 96)

@@ -36,6 +36,21 @@ def test_names_are_never_broken(width):
     assert len(table.splitlines()) < 16
 
 
+def test_tensors_alike_of_several_layers_are_one_line():
+    layers = [f"model.layers.{i}.mlp" for i in range(3)]
+    made = [
+        Allocation(2 * GIB, (7, 2), "bfloat16", "mul", module, "activations", i)
+        for i, module in enumerate([*layers, "model.norm"])
+    ]
+    found = Recording(made, [2 * GIB * i for i in range(5)], [("backward", 4)])
+    written = io.StringIO()
+    show({"dense": found}, "dense", Console(file=written, width=120, color_system=None))
+    table = written.getvalue().partition("largest tensors")[2]
+    (row,) = [line.split() for line in table.splitlines() if "layers" in line]
+    assert row == ["3", "×", "2.00", "GiB", "7", "×", "2", "bf16", "activations", "layers.*.mlp", "mul"]
+    assert " norm " in table
+
+
 def test_a_timeline_keeps_the_steps_of_short_stages():
     forward, loss = [event % 7 for event in range(20_000)], [85, 159, 233, 159, 12]
     ends = [("parameters", 0), ("after full forward", 20_000), ("loss", 20_005)]

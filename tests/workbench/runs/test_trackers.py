@@ -1,6 +1,7 @@
 """`--report-to`: what each tracker's own files hold after a run; `make test-trackers` brings the trackers."""
 
 import json
+import os
 import shutil
 import sqlite3
 import struct
@@ -18,6 +19,7 @@ from transformers.integrations import integration_utils
 from logitless.cli.main import main
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.grade.config import GradeConfig
+from logitless.workbench.runs.trackers import project
 from logitless.workbench.sft.run import run
 from tests.support.workbench.micro import micro_model
 from tests.support.workbench.processes import finished, flags
@@ -135,6 +137,8 @@ def tracker(monkeypatch) -> list[tuple[str, float | None]]:
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Told)
     monkeypatch.setattr("logitless.workbench.runs.trackers.find_spec", lambda name: name)
+    monkeypatch.setattr("logitless.workbench.runs.trackers.log_in", lambda: None)
+    monkeypatch.setenv("WANDB_PROJECT", "")  # which is put back as it was
     return told
 
 
@@ -156,6 +160,28 @@ def test_a_tracker_that_does_not_start_is_one_line(tracker, micro, start, tmp_pa
     error = capsys.readouterr().err
     assert error.endswith("logitless: --report-to wandb: No API key configured. Use `wandb login`.\n")
     assert "Traceback" not in error
+
+
+def test_a_login_is_asked_for_before_anything_is_read(tracker, monkeypatch, capsys, micro, tmp_path):
+    def refuse():
+        raise RuntimeError("No API key configured.")
+
+    monkeypatch.setattr("logitless.workbench.runs.trackers.log_in", refuse)
+    monkeypatch.delenv("WANDB_PROJECT")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = replace(micro.config, report_to="wandb", output_dir=tmp_path / "run")
+    assert main(["train", *flags(config)]) == 2
+    assert capsys.readouterr().err == "logitless: --report-to wandb: No API key configured.\n"
+    assert not config.output_dir.exists()
+    assert os.environ["WANDB_PROJECT"] == "logitless"  # for transformers' callback
+
+
+def test_runs_are_in_a_project_of_our_name_unless_the_environment_says_otherwise(monkeypatch):
+    for name in ("wandb", "trackio"):
+        monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
+        assert project(name) == "logitless"
+        monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
+        assert project(name) == "mine"
 
 
 @pytest.mark.parametrize("command", [["train"], ["align"], ["align", "--method", "ste"], ["align", "--method", "all"]])

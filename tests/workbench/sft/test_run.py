@@ -135,6 +135,17 @@ class TestShortRuns:
         assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").exists()
         assert dense_held_out_loss(tmp_path / "lora") == pytest.approx(summary["held_out_loss_after"], rel=1e-5)
 
+    def test_adapters_on_random_weights_are_warned_of(self, micro, tmp_path, monkeypatch, capsys):
+        def stop(*parts):
+            raise OptionError("far enough")
+
+        monkeypatch.setattr("logitless.workbench.sft.run._set_up", stop)
+        for config, warned in ((replace(micro.config, lora_rank=2), True), (micro.config, False)):
+            with pytest.raises(OptionError, match="far enough"):
+                run(replace(config, output_dir=tmp_path / str(warned)), Console(stderr=True))
+            warning = f"warning: --lora-rank 2 trains adapters alone, and --model {config.model} is a configuration"
+            assert (warning in capsys.readouterr().err) == warned
+
     def test_bfloat16(self, micro, tmp_path):
         summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)
         assert summary["dtype"] == "bfloat16"

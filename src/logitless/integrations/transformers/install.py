@@ -1,4 +1,4 @@
-"""`install`: a transformers model whose loss is streamed through its own head, and which is otherwise itself."""
+"""`install`: a transformers model whose loss is logitless, through its own head, and which is otherwise itself."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def install(
     hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
     Of a masked language model (BERT, ModernBERT, XLM-R, ...) only labelled tokens meet the head's matrix.
     model: a causal, masked or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or
-    a transformers Trainer, whose label smoothing is then streamed too. loss: "logitless", "dense", or "auto": dense
+    a transformers Trainer, whose label smoothing is then logitless too. loss: "logitless", "dense", or "auto": dense
     where the logits fit the threshold, in bytes; the budget unless given. memory_budget: bytes of slices, 256 MiB
     unless given. label_smoothing: in 0..1. metrics, of a Trainer: `evaluate` and `predict` give perplexity, accuracy
     and entropy, and `compute_metrics` gets statistics of each token, never logits; False: both gather logits as the
@@ -138,7 +138,7 @@ def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: An
     got = next((name for name, is_so in (wrong | {"label smoothing": smoothing}).items() if is_so), None)
     if got:
         raise OptionError(
-            f"multi_token: expected a causal model's own streamed loss, got {got}; leave out one of the two"
+            f"multi_token: expected a causal model's own logitless loss, got {got}; leave out one of the two"
         )
     if multi_token is not None:
         attach(model, multi_token)
@@ -196,7 +196,7 @@ def _has_metrics(asked: bool | None, model: Any, loss: str) -> bool:
     streamed = loss != "dense" and not isinstance(model, nn.Module)
     if asked and not streamed:
         got = "loss='dense', which has logits" if loss == "dense" else type(model).__name__
-        raise OptionError(f"metrics: expected a Trainer whose loss is streamed, got {got}; leave metrics out")
+        raise OptionError(f"metrics: expected a Trainer whose loss is logitless, got {got}; leave metrics out")
     if asked is not None:
         return asked
     generates = getattr(getattr(model, "args", None), "predict_with_generate", False)

@@ -28,7 +28,7 @@ class SelfCertaintyReward:
         (z.logsumexp(-1) - z.mean(-1) - math.log(V)).mean()
 
     That is KL(uniform || policy), in nats, over the V rows of the head; higher is surer. It is computed without
-    gradient, in eval mode, in one streamed product with the head per `micro_batch` completions (None: all at once),
+    gradient, in eval mode, in one product with the head, in slices, per `micro_batch` completions (None: all at once),
     so that memory holds their hidden states and slices within `memory_budget` bytes, never their logits.
     The end-of-text token that ends a completion is a token of it; padding never is. A token that `completion_mask`
     turns off is read but not counted. temperature: None takes the trainer's.

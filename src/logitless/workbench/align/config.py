@@ -39,7 +39,8 @@ class AlignConfig(RunOptions):
     """
 
     method: Literal["intuitor", "grpo", "rloo", "dpo"] = "intuitor"
-    """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs."""
+    """intuitor learns from self-certainty, grpo and rloo from reward functions, dpo from pairs. ste, gumbel, reinforce,
+    ppo, ste_legacy, gumbel_legacy and all: see --method all --help."""
     model: TrainedModel = DEFAULT_MODEL
     data: str | None = None
     """Prompts (pairs, for dpo) of text or of messages, in a jsonl, parquet or `datasets` directory, or text to cut them

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -16,7 +20,7 @@ from transformers import TrainingArguments
 from ...algebra.costs import dense_loss_bytes
 from ...errors import OptionError
 from ...versions import installing
-from ..runs.trackers import check_tracker
+from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
 from ..sources.corpus import Row
 from ..sources.tokenizer import TextTokenizer
@@ -45,6 +49,7 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
     shared = {
         "beta": config.kl_weight,
         "report_to": config.report_to,
+        "project": project(config.report_to),
         "bf16": False if config.device == "cpu" else torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         CHECKPOINTING: False,  # `build` did it already
         "per_device_eval_batch_size": config.batch_size,
@@ -52,9 +57,23 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
     }
     data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
     made = _of_pairs if config.method == "dpo" else _of_rollouts
-    trainer = made(parts, model, shared, data)
+    with _reference_like_the_policy():
+        trainer = made(parts, model, shared, data)
     trainer.create_model_card = lambda **_: None  # TRL's, beside each checkpoint: it names a model [None]
     return trainer
+
+
+@contextmanager
+def _reference_like_the_policy() -> Iterator[None]:
+    """Has TRL load its reference by the class that loaded the policy: config.json may name none, or another."""
+    from transformers import AutoModelForCausalLM
+    from trl.trainer import dpo_trainer, grpo_trainer, rloo_trainer
+
+    with ExitStack() as patches:
+        for module in (dpo_trainer, grpo_trainer, rloo_trainer):
+            made = partial(module.create_model_from_path, architecture=AutoModelForCausalLM)
+            patches.enter_context(patch.object(module, "create_model_from_path", made))
+        yield
 
 
 def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ class DemoConfig:
     model: ModelName = "smollm2"
     """smollm2, or any model whose tokenizer has a chat template: a directory, a hub id (owner/name) or a GGUF file."""
     max_steps: Count = 12
-    """Optimiser steps."""
+    """Optimizer steps."""
     max_new_tokens: Count = 64
     """Of an answer, at most."""
     learning_rate: float = 2e-3

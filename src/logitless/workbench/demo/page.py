@@ -99,7 +99,7 @@ def _tile(what: str, number: str, meaning: str) -> str:
 
 def _picture(name: str, path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
-    alt = {"loss": "the loss of each step", "memory": "memory of one step, streamed and dense"}[name]
+    alt = {"loss": "the loss of each step", "memory": "memory of one step, logitless and dense"}[name]
     return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 

@@ -110,4 +110,6 @@ class GradeConfig(RunOptions):
         if self.token_reward is not None and self.reward_model is not None:
             raise OptionError("--token-reward stands in the place of --reward-model: give one of them")
         require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
+        if self.seeds > 1 and self.method != "all":
+            raise OptionError(f"--seeds is of --method all, got it with --method {self.method}: give --seed, or all")
         return self

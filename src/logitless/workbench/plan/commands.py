@@ -28,7 +28,9 @@ ACCELERATE = {
     "zero3": ("--use_deepspeed", "--zero_stage 3", "--zero3_init_flag true"),
     "fsdp2": ("--use_fsdp", "--fsdp_version 2", "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
 }
+FILLED_IN = ("MODEL", "DATASET", "REWARDS", "SCRIPT")  # what other tools need, and a plan does not know
 ALWAYS = ("algorithm", "batch_size", "prompt_length", "response_length")  # whose defaults depend on one another
+GROUP = 4  # responses of a prompt that `logitless align` compares unless told otherwise
 BETA = 0.04  # of the KL to a reference model (Shao et al., arXiv 2402.03300); 0: no reference model
 
 
@@ -45,7 +47,7 @@ def launcher(setting: Setting) -> str:
         parts.append("--use_parallelism_config")
         sizes = {kind: ranks, **split}
         parts += [f"--parallelism_config_{name}_size {size}" for name, size in sizes.items() if size > 1]
-    return " ".join(parts)
+    return " ".join([*parts, "SCRIPT"])
 
 
 def logitless_train(setting: Setting) -> str | None:
@@ -58,9 +60,10 @@ def logitless_train(setting: Setting) -> str | None:
         if not shape.stretches:
             return None
         stretched.append(f"--rope-scaling yarn:{ceil_div(setting.length, shape.positions)}")
-    fresh = shape.vocab >= TEKKEN_VOCAB and (shape.name in PRESETS or Path(shape.name).is_file())
+    named = shape.name in PRESETS or Path(shape.name).is_file()
+    fresh = named and shape.name not in HUB and shape.vocab >= TEKKEN_VOCAB and not setting.lora_rank  # from scratch
     parts = [f"--context-length {setting.length}", *stretched, "--loss logitless", *_lighter(setting)]
-    return _own("train", _named(shape, fresh), setting, parts, "fsdp2")
+    return _own("train", shlex.quote(shape.name) if fresh else _named(shape), setting, parts, "fsdp2")
 
 
 def _lighter(setting: Setting) -> Iterator[str]:
@@ -104,19 +107,19 @@ def logitless_align(setting: Setting) -> str | None:
         if not setting.keeps("reference"):
             return None
     else:
-        if each < 2 or setting.micro_rows * setting.accumulation % each or setting.rollout_sequences < setting.rows:
+        whole = setting.micro_rows * setting.accumulation % each == 0
+        if _alone(setting) or not whole or setting.rollout_sequences < setting.rows:
             return None
         parts += [f"--generations-per-prompt {each}", f"--beta {BETA if setting.keeps('reference') else 0.0}"]
-    return _own("align", _named(shape), setting, parts)
+    model = DEFAULT_MODEL if shape.name == "tiny" else _named(shape)  # the first is trained where there is none
+    return _own("align", model, setting, parts)
 
 
-def _named(shape: ModelShape, fresh: bool = False) -> str | None:
-    """--model: what a command can start from; None where the name is of a shape alone."""
+def _named(shape: ModelShape) -> str | None:
+    """--model: weights to start from; None where the name is of a shape alone."""
     path = Path(shape.name)
     saved = any(path.glob("*.safetensors")) or (shape.name.count("/") == 1 and not path.exists())
-    if fresh or saved:
-        return shlex.quote(shape.name)
-    return DEFAULT_MODEL if shape.name == "tiny" else HUB.get(shape.name)  # the first is trained where there is none
+    return shlex.quote(shape.name) if saved else HUB.get(shape.name)
 
 
 def _own(command: str, model: str | None, setting: Setting, parts: list[str], *shardings: str) -> str | None:
@@ -146,15 +149,19 @@ def _size(count: int) -> str:
 
 
 def trl(setting: Setting) -> str | None:
-    """The flags of TRL's trainer, or None where it has none for the algorithm."""
+    """The line of TRL's trainer, or None where it has none for the algorithm."""
     name = TRL.get(setting.algorithm)
     online = name in ("grpo", "rloo")
-    if name is None or setting.mlp_tiles > 1 or setting.attention == "nsa" or (setting.offload_activations and online):
+    if name is None or _alone(setting) or setting.mlp_tiles > 1 or setting.attention == "nsa":
+        return None
+    if setting.offload_activations and online:
         return None
     # TRL's master weights are fp32 parameters under bf16 autocast
     wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"
     parts = [
         f"trl {name}",
+        f"--model_name_or_path {_named(setting.model) or 'MODEL'} --dataset_name DATASET",
+        *(["--reward_funcs REWARDS"] if online else []),
         f"--dtype {'float32' if wide else 'bfloat16'}",
         f"--attn_implementation {'sdpa' if setting.attention == 'flash' else setting.attention}",
         f"--per_device_train_batch_size {setting.micro_rows}",
@@ -171,6 +178,11 @@ def trl(setting: Setting) -> str | None:
         rank = setting.lora_rank
         parts.append(f"--use_peft true --lora_r {rank} --lora_alpha {2 * rank} --lora_target_modules all-linear")
     return " ".join(parts)
+
+
+def _alone(setting: Setting) -> bool:
+    """Whether a response is to be compared with others of its prompt, and there are none."""
+    return TRL.get(setting.algorithm) in ("grpo", "rloo") and setting.responses_per_prompt < 2
 
 
 def _rollouts(setting: Setting) -> list[str]:
@@ -199,7 +211,7 @@ def _yes(on: bool) -> str:
 
 
 def flags(setting: Setting) -> dict[str, str]:
-    """The command lines by tool, those that exist; none of them quantises a head."""
+    """The command lines by tool, those that exist, with words of FILLED_IN; none of them quantises a head."""
     if setting.quantised_head:
         return {}
     lines = {
@@ -230,7 +242,9 @@ def planned(setting: Setting) -> str:
 
 
 def hint(setting: Setting) -> str | None:
-    """The options by which the plan would be of what a command of logitless runs, where its optimizer alone differs."""
+    """The options by which the plan would be of what a command of logitless runs, where these alone differ."""
+    if _alone(setting):
+        return f"a group of one has no advantage: --responses-per-prompt {GROUP} plans what commands can run"
     own = _stepped(setting)
     there = replace(own, model=replace(own.model, name=next(iter(HUB.values()))))
     if set(flags(there)) - set(flags(own)):

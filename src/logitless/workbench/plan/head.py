@@ -71,14 +71,28 @@ def soft_dense(setting: Setting) -> Iterator[Row]:
 
 
 def soft_logitless(setting: Setting) -> Iterator[Row]:
-    """Soft tokens with k entries, their weights and ids; the KL from slices of both heads' logits."""
+    """Soft tokens with k entries, their weights and ids; the KL from slices of both heads' logits.
+
+    With all entries (k=0) no weights are kept, but the fp32 rows that they make of each table that is read.
+    """
     n, k = setting.response_tokens, min(setting.top_k, setting.model.vocab)
+    width = k or setting.model.hidden + _read_width(setting)
+    what = "soft tokens" if k else "soft rows of all tables"
     held = (FORWARD, LOSS, LOSS_BACKWARD, BACKWARD)
-    yield "soft tokens", f"({n:,}, {k}) fp32", n * k * FP32, held, n * k * FP32
-    yield "soft tokens' ids", f"({n:,}, {k}) int64", n * k * 8, held, n * k * 8
-    yield "gradient of the soft tokens", f"({n:,}, {k}) fp32", n * k * FP32, (LOSS_BACKWARD, BACKWARD), n * k * FP32
+    size = n * width * FP32
+    yield what, f"({n:,}, {width}) fp32", size, held, size
+    if k:
+        yield "soft tokens' ids", f"({n:,}, {k}) int64", n * k * 8, held, n * k * 8
+    yield f"gradient of the {what}", f"({n:,}, {width}) fp32", size, (LOSS_BACKWARD, BACKWARD), size
     yield _slices(setting, (FORWARD, LOSS_BACKWARD), whole=False, name="slices of both heads' logits", heads=2)
     yield from _soft_rows(setting, (LOSS_BACKWARD,))
+
+
+def _read_width(setting: Setting) -> int:
+    """Of the reward model's table, which reads the soft tokens beside the policy's."""
+    if not setting.keeps("reward_model"):
+        return 0
+    return (setting.reward_shape or setting.model).hidden
 
 
 def _soft_rows(setting: Setting, summed: tuple[str, ...]) -> Iterator[Row]:

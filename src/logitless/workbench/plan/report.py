@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import format_bytes, one_unit, plural
-from .commands import flags, hint, planned, with_its_own_step
+from .commands import FILLED_IN, flags, hint, planned, with_its_own_step
 from .components import Component
 from .fit import Fit
 from .plan import Plan
@@ -42,11 +42,12 @@ def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB", *, 
         f"{plural(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",
         highlight=False,
     )
+    size = one_unit((n for plan in (dense, logitless) for n in (plan.margin, *plan.peaks.values())), units)
     for plan in (dense, logitless):
         top = plan.largest
-        console.print(verdict(plan, units), highlight=False)
-        console.print(f"  largest single allocation: {top.name}, {format_bytes(top.largest, units)}", highlight=False)
-    console.print(_phases(dense, logitless, units), highlight=False)
+        console.print(verdict(plan, size), highlight=False)
+        console.print(f"  largest single allocation: {top.name}, {size(top.largest)}", highlight=False)
+    console.print(_phases(dense, logitless, size), highlight=False)
     if components:
         console.print(_components(dense, logitless, units), highlight=False)
     for note in notes(setting):
@@ -79,14 +80,12 @@ def notes(setting: Setting) -> list[str]:
     return found
 
 
-def verdict(plan: Plan, units: str = "GiB") -> str:
+def verdict(plan: Plan, size: Callable[[int], str]) -> str:
     """Whether a plan fits, with its margin, as a line of rich markup."""
-    peak = f"peak {format_bytes(plan.peak, units)} in {plan.peak_phase}"
+    peak = f"peak {size(plan.peak)} in {plan.peak_phase}"
     if plan.fits:
-        return (
-            f"[bold]{plan.way}[/bold] [green]fits[/green]: {peak}, {format_bytes(plan.margin, units)} left on each GPU"
-        )
-    return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {format_bytes(-plan.margin, units)} too much"
+        return f"[bold]{plan.way}[/bold] [green]fits[/green]: {peak}, {size(plan.margin)} left on each GPU"
+    return f"[bold]{plan.way}[/bold] [red]does not fit[/red]: {peak}, {size(-plan.margin)} too much"
 
 
 def _table(*columns: str) -> Table:
@@ -127,9 +126,8 @@ def _components(dense: Plan, logitless: Plan, units: str) -> Table:
     return table
 
 
-def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
+def _phases(dense: Plan, logitless: Plan, size: Callable[[int], str]) -> Table:
     table = _table("<phase", ">dense", ">logitless", ">saved")
-    size = one_unit((dense.peak, logitless.peak), units)
     for phase, nbytes in logitless.peaks.items():
         before = dense.peaks[phase]
         saved = size(before - nbytes) if before != nbytes else "–"
@@ -142,15 +140,26 @@ def _phases(dense: Plan, logitless: Plan, units: str) -> Table:
 
 
 def show_sweep(rows: Sequence[tuple[int, Plan, Plan]], console: Console, units: str = "GiB") -> None:
-    """Peaks over sequence lengths and algorithms."""
-    table = _table(">tokens", "<algorithm", ">dense", ">logitless", ">ratio", "<fits")
+    """Peaks over sequence lengths and algorithms: dense over logitless, and each algorithm over the first one."""
+    setting = rows[0][1].setting
+    first = {length: ways for length, *ways in reversed(rows)}  # of each length the first row
+    several = len(rows) > len(first)
+    over = [f">dense,\nlogitless\n/ {setting.algorithm}'s"] if several else []
+    table = _table(">tokens", "<algorithm", ">dense", ">logitless", ">dense /\nlogitless", *over, "<fits")
     size = one_unit((plan.peak for _, *ways in rows for plan in ways), units)
-    for length, dense, logitless in rows:
-        fits = " and ".join(plan.way for plan in (dense, logitless) if plan.fits) or "neither"
-        ratio = f"{dense.peak / logitless.peak:.1f} ×"
-        algorithm = logitless.setting.algorithm
-        table.add_row(f"{length:,}", algorithm, size(dense.peak), size(logitless.peak), ratio, fits)
-    console.print("[bold]peak on each GPU by sequence length[/bold]")
+    for length, *ways in rows:
+        dense, logitless = ways
+        fits = " and ".join(plan.way for plan in ways if plan.fits) or "neither"
+        cells = [size(dense.peak), size(logitless.peak), f"{dense.peak / logitless.peak:.2f}"]
+        if several:
+            parts = (f"{way.peak / before.peak:.2f}" for way, before in zip(ways, first[length], strict=True))
+            cells.append(", ".join(parts))
+        table.add_row(f"{length:,}", logitless.setting.algorithm, *cells, fits)
+    console.print(
+        f"[bold]peak on each GPU: {setting.model.name} · batch {setting.batch_size} × {setting.responses_per_prompt} · "
+        f"{setting.gpus} × {format_bytes(setting.gpu_bytes, units)} · {setting.sharding}[/bold]",
+        highlight=False,
+    )
     console.print(table, highlight=False)
 
 
@@ -185,18 +194,28 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             console.print(f"[bold]{name}[/bold]: as {same[0]}, one prompt more a step would not fit")
             continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
-        console.print(verdict(fit.plan, units), highlight=False)
+        console.print(verdict(fit.plan, one_unit((fit.plan.peak, fit.plan.margin), units)), highlight=False)
         table = _table("<option", "<value", "<why")
         for row in fit.reasons:
             table.add_row(*row)
         console.print(table, highlight=False)
-        for tool, line in {"plan": planned(fit.plan.setting), **flags(fit.plan.setting)}.items():
-            console.print(f"[dim]{tool}[/dim]  {line}", highlight=False, soft_wrap=True)
-        if (other := hint(fit.plan.setting)) is not None:
-            console.print(f"[dim]{other}[/dim]", highlight=False, soft_wrap=True)
-        for tool, line in with_its_own_step(fit.plan.setting).items():
-            console.print(f"[dim]{tool}, which takes no more[/dim]  {line}", highlight=False, soft_wrap=True)
+        for line in _lines(fit.plan.setting):
+            console.print(line, highlight=False, soft_wrap=True)
         console.print()
+
+
+def _lines(setting: Setting) -> Iterator[str]:
+    """The command lines of a setting, what is to be filled in, and those that would run it with another optimizer."""
+    lines = flags(setting).values()
+    yield planned(setting)
+    yield from lines
+    if names := [name for name in FILLED_IN if any(name in line.split() for line in lines)]:
+        yield f"[dim]to be filled in: {', '.join(names)}[/dim]"
+    if (other := hint(setting)) is not None:
+        yield f"[dim]{other}[/dim]"
+    if own := with_its_own_step(setting):
+        yield "[dim]with its own optimizer it takes no more:[/dim]"
+        yield from own.values()
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -52,11 +52,10 @@ AT_LEAST_ONE = (
     "gpu_bytes",
     "tensor_parallel",
     "context_parallel",
-    "top_k",
     "memory_budget",
     "mlp_tiles",
 )
-AT_LEAST_ZERO = ("prompt_length", "validation_length", "micro_batch", "rollout_batch", "lora_rank", "reserve")
+AT_LEAST_ZERO = ("prompt_length", "validation_length", "micro_batch", "rollout_batch", "lora_rank", "top_k", "reserve")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Setting:
     reward_model: str = "auto"
     critic_shape: ModelShape | None = None  # None: the model's
     reward_shape: ModelShape | None = None
-    top_k: int = 256  # entries of a soft token
+    top_k: int = 256  # entries of a soft token; 0: all
     memory_budget: int = DEFAULT_BUDGET
     dense_logits: str = "all"
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...units import format_bytes, one_unit
+from ...units import one_unit
 from .recording import CATEGORIES, LARGEST, Recording
+from .storages import Allocation
 
 SHOWN_ON_HOST = 1 << 20  # bytes: scalars and masks made there are nothing to report
 WIDE = 110  # columns of a console
@@ -18,17 +22,19 @@ NARROW = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 def show(recordings: dict[str, Recording], main: str, console: Console, units: str = "GiB") -> None:
     """Stages and categories of every recording side by side; the largest tensors of `main`; findings."""
-    console.print(_stages(recordings, units), highlight=False)
+    at_peak = {name: recording.categories(recording.peak.event) for name, recording in recordings.items()}
+    size = one_unit((n for r in recordings.values() for stage in r.stages for n in (stage.nbytes, stage.peak)), units)
+    console.print(_stages(recordings, size), highlight=False)
     for name, recording in recordings.items():
         peak = recording.peak
         console.print(
-            f"[bold]{name}[/bold] peaks at [bold]{format_bytes(peak.nbytes, units)}[/bold] in {peak.stage}: "
+            f"[bold]{name}[/bold] peaks at [bold]{size(peak.nbytes)}[/bold] in {peak.stage}: "
             f"{peak.op} of {peak.module or 'the model'}",
             highlight=False,
         )
         if recording.host > SHOWN_ON_HOST:
-            console.print(f"{name} keeps {format_bytes(recording.host, units)} on the host", highlight=False)
-    console.print(_categories(recordings, units), highlight=False)
+            console.print(f"{name} keeps {size(recording.host)} on the host", highlight=False)
+    console.print(_categories(at_peak, size), highlight=False)
     console.print(f"[bold]largest tensors at the peak, {main}[/bold]")
     console.print(_largest(recordings[main], units, console.width), highlight=False)
     findings = dict.fromkeys(f for recording in recordings.values() for f in recording.findings)
@@ -52,10 +58,9 @@ def columns(*names: str) -> Table:
     return table
 
 
-def _stages(recordings: dict[str, Recording], units: str) -> Table:
+def _stages(recordings: dict[str, Recording], size: Callable[[int], str]) -> Table:
     table = columns("=stage", *(f">{name}{what}" for name in recordings for what in ("\nat its end", "\npeak")))
     names = dict.fromkeys(s.name for recording in recordings.values() for s in recording.stages)
-    size = one_unit((s.peak for recording in recordings.values() for s in recording.stages), units)
     for name in names:
         cells = []
         for recording in recordings.values():
@@ -68,27 +73,39 @@ def _stages(recordings: dict[str, Recording], units: str) -> Table:
     return table
 
 
-def _categories(recordings: dict[str, Recording], units: str) -> Table:
-    table = columns("=at the peak", *(f">{name}" for name in recordings))
-    found = [recording.categories(recording.peak.event) for recording in recordings.values()]
-    size = one_unit((nbytes for one in found for nbytes in one.values()), units)
+def _categories(at_peak: dict[str, dict[str, int]], size: Callable[[int], str]) -> Table:
+    table = columns("=at the peak", *(f">{name}" for name in at_peak))
     for category in CATEGORIES:
-        if any(category in one for one in found):
-            cells = (size(one[category]) if category in one else "–" for one in found)
+        if any(category in one for one in at_peak.values()):
+            cells = (size(one[category]) if category in one else "–" for one in at_peak.values())
             table.add_row(category, *cells)
     return table
 
 
+def _any_layer(module: str) -> str:
+    """The name of a module with its layer left open: "model.layers.*.mlp"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
+
+
 def _largest(recording: Recording, units: str, width: int) -> Table:
-    """A line for each tensor, or two where the console is narrow; names of modules are never broken."""
+    """A line for each tensor and those alike of other layers, or two where the console is narrow.
+
+    Names of modules are never broken.
+    """
     wide = width >= WIDE
     table = columns(">bytes", *(("=tensor", "=category", "=module", "<operator") if wide else ("<tensor",)))
-    largest = recording.alive(recording.peak.event)[:LARGEST]
-    size = one_unit((a.nbytes for a in largest), units)
-    for a in largest:
+    alike: dict[tuple[Any, ...], list[Allocation]] = {}
+    for a in recording.alive(recording.peak.event):
+        alike.setdefault((a.nbytes, a.shape, a.dtype, a.category, a.op, _any_layer(a.module)), []).append(a)
+    largest = list(alike.values())[:LARGEST]
+    size = one_unit((some[0].nbytes for some in largest), units)
+    for some in largest:
+        a = some[0]
         shape = " × ".join(f"{n:,}" for n in a.shape)
-        cells = size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
-        module = a.module.removeprefix("model.") or "the model"
+        times = f"{len(some)} × " if len(some) > 1 else ""
+        cells = times + size(a.nbytes), f"{shape} {NARROW.get(a.dtype, a.dtype)}"
+        several = len({one.module for one in some}) > 1
+        module = (_any_layer(a.module) if several else a.module).removeprefix("model.") or "the model"
         if wide:
             table.add_row(*cells, a.category, module, a.op)
         else:

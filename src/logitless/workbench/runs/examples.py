@@ -90,12 +90,21 @@ def show(place: Path, console: Console) -> None:
     console.print()
 
 
+def first_of(place: Path) -> Record:
+    """{before, after}: the first completion of each; nothing where there are none."""
+    path = place / EXAMPLES_FILE
+    return {when: made[0] for when, made in read_json(path).items() if made} if path.exists() else {}
+
+
+def cut(prompt: str) -> str:
+    """The end of a prompt."""
+    return f"…{prompt[-MOST_OF_PROMPT:]}" if len(prompt) > MOST_OF_PROMPT else prompt
+
+
 def _shown(when: str, example: Record) -> Text:
     reward = "" if example["reward"] is None else f", reward {example['reward']:.3f}"
     out, painter = Text().append(f"{when}{reward}: ", "bold"), Painter()
-    prompt = example["prompt"]
-    cut = "…" if len(prompt) > MOST_OF_PROMPT else ""
-    out.append(cut + shown(prompt[-MOST_OF_PROMPT:]).replace("\n", "↵ "), FAINT)
+    out.append(shown(cut(example["prompt"])).replace("\n", "↵ "), FAINT)
     for token in example["tokens"]:
         out.append_text(painter(shown(token["text"]).replace("\n", "↵ "), token["special"], token["logprob"]))
     return out

@@ -13,15 +13,32 @@ from typing import Any
 from ...errors import OptionError
 from ..common.options import RunOptions
 
-PROJECT = "huggingface"  # what transformers' callbacks call it; --report-to wandb reads WANDB_PROJECT
+PROJECT = "logitless"  # unless the environment's WANDB_PROJECT or TRACKIO_PROJECT says otherwise
 TENSORBOARD_PLACE = "runs"  # in the run's directory, as by transformers
 Send = Callable[[Mapping[str, Any], int], None]
 
 
 def check_tracker(name: str) -> None:
-    """OptionError where the library that --report-to names is not there."""
+    """OptionError where the library that --report-to names is not there, or wandb has no login."""
     if name != "none" and name not in sys.modules and find_spec(name) is None:
         raise OptionError(f"--report-to {name} needs it installed: pip install {name}")
+    if name == "wandb":
+        os.environ.setdefault("WANDB_PROJECT", PROJECT)  # transformers' callback asks the environment alone
+        if os.environ.get("WANDB_MODE", "online") == "online":  # others stay on this machine
+            with _explained(name):
+                log_in()
+
+
+def log_in() -> None:
+    """Has wandb ask for its key now, not when the first step begins."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    wandb.login()
+
+
+def project(name: str) -> str:
+    """The project that a tracker's runs are put into."""
+    return os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
 
 
 @contextmanager
@@ -61,9 +78,9 @@ def _started(config: RunOptions, report_to: str, place: Path) -> Any:
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR", str(place / TENSORBOARD_PLACE))
         tracker = kind(place.name, folder)
     elif report_to == "trackio":
-        tracker = kind(PROJECT, name=place.name, resume="allow")
+        tracker = kind(project(report_to), name=place.name, resume="allow")
     else:
-        tracker = kind(os.environ.get("WANDB_PROJECT", PROJECT), name=place.name)
+        tracker = kind(project(report_to), name=place.name)
     with _explained(report_to):
         tracker.start()
     return tracker

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer
 from ...algebra.costs import logits_bytes
 from ...errors import OptionError
 from ...integrations.transformers.install import choose, install
+from ...models.catalog import HUB
 from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
@@ -30,7 +31,7 @@ from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
-from ..runs.trackers import check_tracker, explain_failures
+from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
@@ -83,6 +84,8 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     agree(vocabulary=(source.vocab_size, tokenizer.size), record=record_of, **config.to_dict())
     place = first(lambda: claim(config, name_of(config.model)))
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
+        if config.lora_rank and source.weights is None and state.is_main_process:
+            say(console, f"warning: {_frozen_at_random(config)}")
         parts = _set_up(config, place, source, tokenizer, console, layout, teacher)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = together(lambda: build(config, source))
@@ -91,6 +94,15 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
         install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
         weights = train_steps(parts, model)
         return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
+
+
+def _frozen_at_random(config: TrainConfig) -> str:
+    """What comes of adapters on a model without weights, and what to give instead."""
+    near = f", such as {HUB[config.model]}" if config.model in HUB else ""
+    return (
+        f"--lora-rank {config.lora_rank} trains adapters alone, and --model {config.model} is a configuration without "
+        f"weights: all else stays random; give a directory or hub id with weights{near}, or leave out --lora-rank"
+    )
 
 
 def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer, Teacher | None]:
@@ -155,7 +167,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     found = last_checkpoint(place)
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
-    told: dict[str, Any] = {"report_to": config.report_to, "run_name": place.name}
+    told: dict[str, Any] = {"report_to": config.report_to, "run_name": place.name, "project": project(config.report_to)}
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided}, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them

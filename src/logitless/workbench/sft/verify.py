@@ -72,7 +72,7 @@ def checks(
     for dtype, allowed in ALLOWED.items():
         operands = hidden.to(dtype), weight.to(dtype), labels.to(device)
         for reduction, cotangent in (("mean", torch.ones((), device=device)), ("none", upstream)):
-            tell(f"comparing the streamed loss with the dense one, {str(dtype).removeprefix('torch.')}, {reduction}")
+            tell(f"comparing the logitless loss with the dense one, {str(dtype).removeprefix('torch.')}, {reduction}")
             found += _compare(*operands, reduction, cotangent, allowed)
     return found
 

@@ -14,6 +14,7 @@ from ....errors import OptionError
 from ....versions import versions
 from ...common.files import read_lines, write_json, write_lines
 from ...common.say import say
+from ...runs.examples import first_of
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
 from ...runs.trainer import METRICS_FILE
 from ...sources.model import align_tokens, build
@@ -100,7 +101,8 @@ def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], consol
         "output_dir": str(place),
     }
     draw(place / PLOT_FILE, records)
-    write_page(place / PAGE_FILE, place / PLOT_FILE, summary)
+    completions = {method: first_of(run) for (method, seed), run in runs.items() if seed == config.seed}
+    write_page(place / PAGE_FILE, place / PLOT_FILE, summary, completions)
     write_json(place / SUMMARY_FILE, summary)
     return summary
 

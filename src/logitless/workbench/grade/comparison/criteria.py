@@ -104,7 +104,7 @@ def _alike(name: str, measured: Record, legacy: str, its: Sequence[float]) -> Re
     """Equivalent: the whole interval lies within what two seeds of the legacy differ by, in root mean square."""
     noise = math.sqrt(2) * stdev(its) if len(its) > 1 else math.nan
     low, high = measured.get("low", math.nan), measured.get("high", math.nan)
-    expected = f"as {legacy}'s{f' ±{noise:.3f}' if len(its) > 1 else ''}"
+    expected = f"as {legacy}'s{f' ±{noise:.2g}' if len(its) > 1 else ''}"
     return _judged(name, expected, measured, -noise <= low and high <= noise, low > 0 or high < 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 Record = dict[str, Any]
 
 SAID = "95 %, Student's t over seeds"
+FEWEST = 3  # values whose interval is shown: of two it is 13 standard errors to each side
 # Of Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom; beyond, two terms of its expansion.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Z95 = 1.95996
@@ -25,6 +26,11 @@ def interval(values: Sequence[float]) -> Record:
     t = T95[df - 1] if df <= len(T95) else Z95 + (Z95**3 + Z95) / (4 * df)
     half = t * stdev(values) / math.sqrt(n)
     return found | {"low": mean - half, "high": mean + half}
+
+
+def shown(found: Record) -> bool:
+    """Whether an interval says enough to be shown."""
+    return len(found["values"]) >= FEWEST
 
 
 def differences(ours: Sequence[float], theirs: Sequence[float]) -> Record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,8 +18,9 @@ from ....pages import document
 from ....units import one_unit, plural
 from ...common.files import write_text
 from ...common.say import say
+from ...runs.examples import cut
 from .criteria import MET, NOT_MET, beside_legacy, criteria
-from .intervals import SAID, differences, interval
+from .intervals import FEWEST, SAID, differences, interval, shown
 
 Record = dict[str, Any]
 
@@ -31,7 +32,8 @@ COLUMNS = ("method", "reward", "sd", "95 %", "KL", "gap", "var/mean²", "s/step"
 VERDICTS = {MET: "green", NOT_MET: "bold red"}  # the third has no colour
 TIMES = {"memory": "memory of a batch", "seconds_per_step": "seconds a step", "grad_variance": "gradient variance"}
 MORE = ("reward in training", "KL in training", "test reward", "test KL")
-STYLE = "table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; } th, td { padding: 0.2rem 0.8rem 0.2rem 0; \
+STYLE = "table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; } \
+th, td { padding: 0.2rem 0.8rem 0.2rem 0; vertical-align: top; white-space: pre-wrap; \
 text-align: left; border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; } \
 .wide { overflow-x: auto; } img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }"
 
@@ -95,7 +97,7 @@ def _methods(summary: Record) -> Iterator[list[str]]:
             name,
             f"{reward['mean']:.3f}",
             f"{x['test_reward_std']:.2f}",
-            f"{reward['low']:.3f}-{reward['high']:.3f}" if "low" in reward else "",
+            f"{reward['low']:.3f}-{reward['high']:.3f}" if shown(reward) else "",
             f"{x['test_kl']['mean']:.2f}",
             f"{x['generalisation_gap']['mean']:+.3f}",
             "" if x["grad_variance"] is None else f"{relative(x):.3g}",
@@ -117,9 +119,13 @@ def _said(measured: Record | None, times: bool) -> str:
     if measured is None:
         return ""
     form = "{:.3g}" if times else "{:+.3f}"
-    mean, *ends = (form.format(measured[key]) for key in ("mean", "low", "high") if key in measured)
-    shown = f" ({ends[0]} to {ends[1]})" if len(set(ends)) > 1 else ""
-    return f"{mean}{' ×' if times else ''}{shown}"
+    return f"{form.format(measured['mean'])}{' ×' if times else ''}{_range(measured, form.format, 'low', 'high')}"
+
+
+def _range(measured: Record, form: Callable[[float], str], *ends: str) -> str:
+    """ " (low to high)"; nothing where too few seeds have an interval, or its ends are one number."""
+    texts = [form(measured[end]) for end in ends] if shown(measured) else []
+    return f" ({' to '.join(texts)})" if len(set(texts)) > 1 else ""
 
 
 def _criteria(summary: Record) -> Iterator[list[str]]:
@@ -135,8 +141,7 @@ def _less(measured: Record | None) -> str:
     """A ratio turned round: how many times less."""
     if measured is None:
         return ""
-    mean, *ends = (f"{1 / measured[key]:.3g}" for key in ("mean", "high", "low") if key in measured)
-    return f"{mean}× less{f' ({ends[0]} to {ends[1]})' if ends and len(set(ends)) > 1 else ''}"
+    return f"{1 / measured['mean']:.3g}× less{_range(measured, lambda ratio: f'{1 / ratio:.3g}', 'high', 'low')}"
 
 
 def _lines(summary: Record) -> Iterator[str]:
@@ -145,8 +150,8 @@ def _lines(summary: Record) -> Iterator[str]:
         yield f"{name} is left out: {reason}"
     yield f"validation reward before: {before:.3f}; reward, sd: of {summary['test_samples']} test samples"
     yield "memory: of one batch's gradient, beside weights, gradients and optimizer"
-    none = "none of one seed: give --seeds 2 or more"
-    yield f"intervals: {summary['intervals'] if summary['seeds'] > 1 else none}"
+    none = f"not shown: {plural(summary['seeds'], 'seed')}; give --seeds {FEWEST} or more"
+    yield f"intervals: {summary['intervals'] if summary['seeds'] >= FEWEST else none}"
 
 
 def _title(summary: Record) -> str:
@@ -194,8 +199,11 @@ def _table(columns: Sequence[str]) -> Table:
     return shown
 
 
-def write_page(path: Path, plot: Path, summary: Record) -> None:
-    """The same with the figure, as one page that opens offline."""
+def write_page(path: Path, plot: Path, summary: Record, completions: dict[str, Record] | None = None) -> None:
+    """The same with the figure, as one page that opens offline.
+
+    completions: of each method what `runs/examples.py` keeps, one before and one after, of the same prompt and noise.
+    """
     image = base64.b64encode(plot.read_bytes()).decode("ascii")
     parts = [f"<h1>{html.escape(_title(summary))}</h1>", f"<h2>{_promised(summary).capitalize()}</h2>"]
     parts.append(_html(["verdict", "criterion", "measured"], _criteria(summary)))
@@ -203,11 +211,23 @@ def write_page(path: Path, plot: Path, summary: Record) -> None:
     if summary["beside_legacy"]:
         parts.append("<h2>Each new method beside its own legacy, times and differences, seed by seed</h2>")
         parts.append(_html(["", *_pairs(summary)], _beside(summary)))
-    parts += ["<h2>Methods</h2>", _html(COLUMNS, _methods(summary)), "<h2>Steps</h2>"]
+    parts += ["<h2>Methods</h2>", _html(COLUMNS, _methods(summary))]
+    if completions:
+        parts.append("<h2>A completion before and after, of the same prompt and noise</h2>")
+        parts.append(_html(("method", "", "reward", "prompt", "completion"), _completions(completions)))
+    parts.append("<h2>Steps</h2>")
     if summary["seeds"] > 1:
         parts.append(f"<p>Lines: means over seeds; bands: {html.escape(summary['intervals'])}.</p>")
     parts.append(f'<img alt="every metric over the steps" src="data:image/png;base64,{image}">')
     write_text(path, document(_title(summary), STYLE, "\n".join(parts)))
+
+
+def _completions(completions: dict[str, Record]) -> Iterator[list[str]]:
+    for method, found in completions.items():
+        for when, example in found.items():
+            reward = "" if example["reward"] is None else f"{example['reward']:.3f}"
+            made = "".join(token["text"] for token in example["tokens"])
+            yield [method, when, reward, cut(example["prompt"]), made]
 
 
 def _html(columns: Sequence[str], rows: Iterator[list[str]]) -> str:
