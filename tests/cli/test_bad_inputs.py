@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
+from tests.support.workbench.damage import DEEP, MARK, TEMPLATES
 from tests.support.workbench.micro import micro_directory, micro_model
 
-DEEP = 100_000
 NUMBERS = {
     "plan": [
         "--batch-size",
@@ -100,6 +100,20 @@ def told(call: list[str], capsys) -> str:
     return error
 
 
+def refused(call: list[str], capsys) -> str:
+    """The last line of a call that must fail, after what it says of its progress."""
+    try:
+        status = main(call)
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2, (call, error)
+    assert "Traceback" not in error
+    last = error.splitlines()[-1]
+    assert last.startswith("logitless: "), (call, error)
+    return last
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
@@ -163,20 +177,23 @@ def test_an_index_of_other_files_is_refused(name, trained, capsys):
     index.unlink()
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "did not end"),
-        ("{{ raise_exception('no') }}", "failed: no"),
-        ("{% if %}", "failed"),
-        ("{{ messages[7].x.y }}", "failed"),
-    ],
-)
-def test_chat_templates_that_fail_or_never_end(template, said, trained, capsys, monkeypatch):
+CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me."}]
+
+
+@pytest.mark.parametrize("begin", ["", MARK], ids=["plain", "marked"])
+@pytest.mark.parametrize("kind", ["a loop", "memory", "syntax"])
+def test_chat_templates_that_fail_or_never_end(kind, begin, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("logitless.workbench.sources.tokenizer.MOST_SECONDS", 0.2)
-    (trained / "chat_template.jinja").write_text(template)
+    template, said = TEMPLATES[kind]
+    (trained / "chat_template.jinja").write_text(begin + template)
+    data = tmp_path / "chat.jsonl"
+    data.write_text((json.dumps({"messages": CHAT}) + "\n") * 40)
     try:
-        assert said in told(["sample", "--model", str(trained), "--prompt", "a", "--device", "cpu"], capsys)
+        short = ["--context-length", "32"]
+        few = ["--prompt-length", "8", "--completion-length", "8"]
+        read = (["train", *short], ["align", *few], ["align", "--method", "dpo", *few], ["score", *short])
+        for call in (["sample", "--prompt", "a"], *([*call, "--data", str(data)] for call in read)):
+            assert said in refused([*call, "--model", str(trained), "--device", "cpu"], capsys)
     finally:
         (trained / "chat_template.jinja").unlink()
 
@@ -232,14 +249,7 @@ def test_messages_without_a_chat_template(tmp_path, trained, capsys):
         "8",
     ]
     call += ["--completion-length", "8"]
-    try:
-        status = main([*call, "--device", "cpu"])
-    except SystemExit as stop:
-        status = stop.code
-    error = capsys.readouterr().err
-    assert status == 2
-    assert error.splitlines()[-1].startswith("logitless: prompts of messages need a chat template")
-    assert "Traceback" not in error
+    assert "prompts of messages need a chat template" in refused([*call, "--device", "cpu"], capsys)
 
 
 def test_memory_that_is_not_there_is_one_line(monkeypatch, capsys):

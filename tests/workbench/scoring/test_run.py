@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from logitless.errors import ConfigError, DataError, OptionError
+from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.models.positions import scale
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
@@ -277,6 +277,19 @@ def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(m
     assert [len(found[i]) for i in range(3)] == [3, 4, 3]
     assert all(row["logprob"] is None for row in found[1])
     assert np.isfinite([row["logprob"] for i in (0, 2) for row in found[i][1:]]).all()
+
+
+@pytest.mark.parametrize("store", ["topk", "hidden"])
+def test_a_model_that_gives_no_number_at_all(micro, tmp_path, store):
+    shutil.copytree(micro, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(micro)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "model")
+    data = corpus(tmp_path / "a.jsonl", 4)
+    with pytest.raises(NotFiniteError, match=f"--model {tmp_path}/model: the scores of 4 documents are not finite"):
+        run(config(tmp_path / "model", data, tmp_path / "a.parquet", store=store))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "model"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Conversations as training rows: which tokens the loss is of, under templates of each kind; how rows are filled."""
 
+import time
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -8,6 +10,7 @@ from logitless.errors import ConfigError, DataError
 from logitless.workbench.sources.chat import Example, example, hold_out, is_chat, packed, prompt_of
 from logitless.workbench.sources.packing import IGNORED, PackedRows
 from logitless.workbench.sources.tokenizer import TextTokenizer
+from tests.support.workbench.damage import MARK, TEMPLATES
 from tests.support.workbench.micro import micro_directory
 
 PLAIN = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -52,6 +55,32 @@ def test_only_what_the_assistant_says_is_learned(place, template):
     every = example(given, tokenizer(place, template), "here", every=True)
     assert every.said.all()
     assert (every.ids == found.ids).all()
+
+
+def test_marks_are_what_transformers_makes_of_them(place):
+    messages = [{"role": "system", "content": "be brief", "name": None}, ASKED, SAID, ASKED, {**SAID, "content": "äh."}]
+    found, saved = example({"messages": messages}, tokenizer(place, MARKED), "here"), tokenizer(place, MARKED).saved
+    theirs = saved.apply_chat_template(
+        messages,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"split_special_tokens": False},
+    )
+    assert found.ids.tolist() == theirs["input_ids"]
+    assert found.said.tolist() == [bool(x) for x in theirs["assistant_masks"]]
+
+
+@pytest.mark.parametrize("begin", ["", MARK], ids=["plain", "marked"])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_templates_that_fail_or_never_end(place, kind, begin, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.sources.tokenizer.MOST_SECONDS", 0.3)
+    template, said = TEMPLATES[kind]
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match="the chat template failed") as caught:
+        example({"messages": [ASKED, SAID]}, tokenizer(place, begin + template), "here")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.perf_counter() - began < 5
 
 
 FORMS = {

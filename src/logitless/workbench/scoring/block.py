@@ -20,6 +20,7 @@ from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 
 OF_A_DOCUMENT = 64  # characters that one counts for beside its text: empty ones take memory too
+NOT_FINITE = "its scores are not finite"
 PLACES = ("document", "position", "context", "token")  # columns that a token without a score has, too
 Rows = Mapping[str, np.ndarray]  # columns by name
 Reading = Callable[[dict[str, Tensor], tuple[Tensor, Tensor], Tensor], Mapping[str, Tensor]]
@@ -152,7 +153,7 @@ def _known(
     """A piece's sums; one whose scores are no numbers keeps its rows, without scores."""
     why = piece.problem or tokens.problem or ("" if rows.start < rows.stop else "no token in it")
     if not all(np.isfinite(columns[name][rows]).all() for name in scorer.measure.finite):
-        why, scored[rows] = "its scores are not finite", False
+        why, scored[rows] = NOT_FINITE, False
     whole = tokens.said is None  # of a conversation the bytes are those of the answers alone
     other = columns["token"][rows][~scored[rows] if whole else scored[rows]].tolist()
     size = len(scorer.subject.tokenizer.saved.decode(other).encode())

@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...errors import DataError
+from ...errors import DataError, LogitlessError, NotFiniteError
 from ...sample.teacher import write_head
 from ...units import format_bytes, plural
 from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_whole
 from ..sources.identity import together
-from .block import Scorer
+from .block import NOT_FINITE, Scorer
 from .config import ScoreConfig, TextOptions
 from .parts import NO_SUMS, Parts
 
@@ -33,6 +33,7 @@ class Sums:
     def __init__(self, numbers: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.total: Counter[str] = Counter()
         self.documents, self.skipped, self.listed = 0, 0, []
+        self.not_finite = False  # for one of them
         self.numbers = numbers
         self.lines: Any = None
 
@@ -40,6 +41,7 @@ class Sums:
         self.documents += 1
         if "why" in known:
             self.skipped += 1
+            self.not_finite |= known["why"] == NOT_FINITE
             if len(self.listed) < MOST_LISTED:
                 self.listed.append({name: known[name] for name in ("document", "name", "why")})
         self.total.update({name: x for name, x in known.items() if name not in NO_SUMS})
@@ -49,11 +51,11 @@ class Sums:
 
 
 def conclude(config: ScoreConfig, scorer: Scorer, parts: Parts, count: int, measured: dict[str, Any]) -> dict[str, Any]:
-    """Merges the parts, removes them, and returns the summary. Raises DataError where there is no score in them."""
+    """Merges the parts, removes them, and returns the summary. DataError, NotFiniteError without a score."""
     head = _head(config, scorer) if config.store == "hidden" else {}
     try:
         summary = merged(config, scorer, parts, count, config.documents, numbers, head)
-    except DataError:
+    except LogitlessError:
         if head:
             config.head_place.unlink()
         raise
@@ -83,7 +85,8 @@ def merged(
     """One file of all parts, and of `documents` a line each; returns the options and what the documents come to.
 
     more: what the file's metadata say beside the options, the vocabulary, and hashes of the tokenizer and the text.
-    The parts stay where they are, unless there is no document or no score in them: that is a DataError.
+    The parts stay where they are, unless there is no document or no score in them: that is a DataError, or a
+    NotFiniteError where the model is the reason.
     """
     options = config.deciding() | {"context_length": scorer.subject.context, "stride": scorer.stride, "bos": scorer.bos}
     known = parts.manifest
@@ -102,6 +105,10 @@ def merged(
     if not sums.total["scored"]:
         parts.remove()
         config.place.unlink()
+        if sums.not_finite:
+            raise NotFiniteError(
+                f"--model {config.model}: the scores of {plural(sums.documents, 'document')} are not finite"
+            )
         first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
         raise DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
     return {

@@ -13,7 +13,7 @@ from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import TEXT_FIELDS, Row, is_said
 from .packing import HELD_OUT_EVERY, Stream
-from .tokenizer import TextTokenizer, as_chat
+from .tokenizer import TextTokenizer, as_chat, as_marked_chat
 
 ASSISTANT = "assistant"
 OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
@@ -90,25 +90,27 @@ def _of_messages(messages: list[dict[str, Any]], tokenizer: TextTokenizer, where
     if not template:
         raise ConfigError("conversations need a chat template, and the tokenizer has none: give text instead")
     if isinstance(template, str) and MARKED.search(template) and not every:
-        found = saved.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"split_special_tokens": False},
-        )
-        return Example(np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool))
+        text, spans = as_marked_chat(messages, saved)
+        ids, begins, ends = _encoded(text, saved)
+        said = [(begins < end) & (ends > begin) for begin, end in spans]
+        return Example(ids, np.any([np.zeros(len(ids), bool), *said], axis=0))
     text = as_chat(messages, saved, to_answer=False)
-    encoded = saved(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = np.array(encoded["input_ids"], np.uint32), np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    ids, begins, ends = _encoded(text, saved)
     if every:
         return Example(ids, np.ones(len(ids), bool))
     said = np.zeros(len(ids), bool)
     for begin, end in _spans(messages, text, saved, where):
-        inside = (offsets[:, 0] >= begin) & (offsets[:, 1] <= end)
-        ends = np.flatnonzero(inside & (ids == tokenizer.eos_id))
-        said |= inside & (np.arange(len(ids)) <= ends[-1]) if len(ends) else inside  # nothing behind the answer's end
+        inside = (begins >= begin) & (ends <= end)
+        last = np.flatnonzero(inside & (ids == tokenizer.eos_id))
+        said |= inside & (np.arange(len(ids)) <= last[-1]) if len(last) else inside  # nothing behind the answer's end
     return Example(ids, said)
+
+
+def _encoded(text: str, saved: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids of a conversation that a template wrote, and the characters where each begins and ends."""
+    encoded = saved(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    return np.array(encoded["input_ids"], np.uint32), offsets[:, 0], offsets[:, 1]
 
 
 def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) -> Iterable[tuple[int, int]]:

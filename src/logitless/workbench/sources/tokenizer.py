@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -14,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
+from ..common.bounds import bounded
 
 TEKKEN_FILE = "tekken_240911.json"
-MOST_SECONDS = 5.0  # that a chat template may take: it is a program, of whoever made the model
+# A chat template is a program, of whoever made the model: what it may take for a conversation, and write beside it.
+MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 5.0, 2**28, 2**20
+Spans = list[tuple[int, int]]  # of characters: from, to
 
 
 @dataclass(frozen=True)
@@ -87,38 +87,43 @@ def pretrained(name: str) -> TextTokenizer:
 def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
     """Messages as the tokenizer's chat template writes them, and what an answer begins with behind them.
 
-    ConfigError where the template fails, or does not end.
+    ConfigError where the template fails, does not end, or takes or writes too much.
     """
+    given = {"add_generation_prompt": to_answer, "tokenize": False}
+    return _written(messages, lambda: (saved.apply_chat_template(messages, **given), []))[0]
+
+
+def as_marked_chat(messages: list[dict[str, Any]], saved: Any) -> tuple[str, Spans]:
+    """The same by a template that itself marks what the assistant says, and where that stands; not to be answered."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # What apply_chat_template does, which has no marks to give without tokens.
+    kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    given = {"chat_template": saved.chat_template, "return_assistant_tokens_mask": True, **saved.special_tokens_map}
+
+    def write() -> tuple[str, Spans]:
+        (text,), (spans,) = render_jinja_template([kept], **given)
+        return text, spans
+
+    return _written(messages, write)
+
+
+def _written(messages: list[dict[str, Any]], write: Callable[[], tuple[str, Spans]]) -> tuple[str, Spans]:
+    most = 4 * len(str(messages)) + MOST_CHARACTERS
     try:
-        with _limited(MOST_SECONDS):
-            return saved.apply_chat_template(messages, add_generation_prompt=to_answer, tokenize=False)
+        with bounded(MOST_SECONDS, MOST_BYTES):
+            text, spans = write()
+        if len(text) > most:
+            raise ValueError(f"it wrote {len(text):,} characters, expected at most {most:,}")
     except Exception as error:  # whatever a template raises
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"the chat template failed: {why}") from None
+    return text, spans
 
 
 def chat_ids(messages: list[dict[str, Any]], saved: Any) -> list[int]:
     """The tokens of messages and of what an answer begins with; the template's own markers are whole tokens."""
     return saved(as_chat(messages, saved), add_special_tokens=False, split_special_tokens=False)["input_ids"]
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """TimeoutError in what takes longer; no limit off the main thread, where no signal arrives, and on Windows."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it did not end in {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def byte_pairs(texts: Iterable[str], size: int) -> Any:
