@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,7 +91,8 @@ class SamplingMask:
     @property
     def tokens(self) -> Tensor:  # (n,)
         """The token of each entry."""
-        return torch.arange(len(self), device=self.offsets.device).repeat_interleave(self.counts)
+        index = torch.arange(len(self), device=self.offsets.device)
+        return index.repeat_interleave(self.counts, output_size=self.token_ids.shape[0])  # which is not asked for then
 
     def to(self, device: torch.device | str) -> SamplingMask:
         """The same sets on another device."""
@@ -112,53 +113,59 @@ class SamplingMask:
             raise ShapeError(f"sampling_mask: expected a set for each of {n_tokens} tokens, got {len(self)}")
         if self.offsets.device != device:
             raise DeviceError(f"sampling_mask is on {self.offsets.device}, hidden on {device}; move one of them")
-        first, last = self.offsets[[0, -1]].tolist()
-        if first != 0 or last != self.token_ids.shape[0] or bool((self.counts < 0).any()):
+        steps = self.counts.clamp(-1, 0).sum()
+        first, last, falls = torch.stack([*self.offsets[[0, -1]], steps]).tolist()  # one wait for the device
+        if first != 0 or last != self.token_ids.shape[0] or falls:
             raise OptionError(
                 f"sampling_mask: expected offsets that rise from 0 to {self.token_ids.shape[0]}, the number of "
-                f"token_ids, got {first} to {last}{'' if bool((self.counts >= 0).all()) else ', not all rising'}"
+                f"token_ids, got {first} to {last}{', not all rising' if falls else ''}"
             )
 
-    def check_sets(self, rows: int, names: Tensor | None = None) -> None:
-        """Raise where a set is empty, or holds an id twice or one that is not in the vocabulary of `rows` entries.
+    def check_sets(self, rows: int, labels: Tensor | None = None, names: Tensor | None = None) -> Tensor | None:
+        """Raise where a set is empty, or holds an id twice, one that is none of `rows` entries, or not its label.
 
-        names: (N,), what errors call the tokens; their places unless given.
+        labels: (N,); names: (N,), what errors call the tokens; their places unless given. Returns where each label
+        stands among the entries, (N,). Waits once for the device, but where it raises.
         """
+        ids, tokens = self.token_ids, self.tokens
+        ordered, order = (tokens * rows + ids).sort()
+        wrong, twice = (ids < 0) | (ids >= rows), ordered[1:] == ordered[:-1]
+        faults = [self.counts == 0, wrong, twice]
+        places = None
+        if labels is not None:
+            wanted = torch.arange(len(self), device=ids.device) * rows + labels
+            at = torch.searchsorted(ordered, wanted).clamp(max=max(ordered.shape[0] - 1, 0))
+            places = order[at] if ordered.shape[0] else at
+            faults.append(ordered[at] != wanted if ordered.shape[0] else torch.ones_like(at, dtype=torch.bool))
+        if bool(torch.stack([x.any() for x in faults]).any()):
+            self._raise(rows, ordered, faults, labels, names)
+        return places
 
-        def name(token: int) -> int:
-            return token if names is None else int(names[token])
+    def _raise(
+        self, rows: int, ordered: Tensor, faults: list[Tensor], labels: Tensor | None, names: Tensor | None
+    ) -> NoReturn:
+        """Say the first of `check_sets`' faults."""
+        empty, wrong, twice, *missing = (x.nonzero().squeeze(1).tolist() for x in faults)
 
-        empty = (self.counts == 0).nonzero()
-        if empty.numel():
+        def name(token: int | Tensor) -> int:
+            return int(token) if names is None else int(names[token])
+
+        if empty:
             raise OptionError(
-                f"sampling_mask: expected at least one id for a token that is not ignored, token {name(int(empty[0]))} "
+                f"sampling_mask: expected at least one id for a token that is not ignored, token {name(empty[0])} "
                 "has none; give it its set, or ignore it"
             )
-        ids, tokens = self.token_ids, self.tokens
-        wrong = ((ids < 0) | (ids >= rows)).nonzero()
-        if wrong.numel():
-            at = int(wrong[0])
+        if wrong:
             raise LabelError(
-                f"sampling_mask: expected ids in 0..{rows - 1}, token {name(int(tokens[at]))} has {int(ids[at])}; "
-                "fix the ids or vocab_size"
+                f"sampling_mask: expected ids in 0..{rows - 1}, token {name(self.tokens[wrong[0]])} has "
+                f"{int(self.token_ids[wrong[0]])}; fix the ids or vocab_size"
             )
-        ordered = (tokens * rows + ids).sort().values
-        twice = (ordered[1:] == ordered[:-1]).nonzero()
-        if twice.numel():
+        if twice:
             token, entry = divmod(int(ordered[twice[0]]), rows)
             raise OptionError(f"sampling_mask: expected each id once, token {name(token)} has {entry} twice")
-
-    def places_of(self, labels: Tensor, names: Tensor | None = None) -> Tensor:  # (N,)
-        """Where each token's label stands among the entries. Raises OptionError where it does not."""
-        tokens = self.tokens
-        places = (self.token_ids == labels[tokens]).nonzero().squeeze(1)
-        if places.shape[0] != len(self):
-            found = torch.zeros(len(self), dtype=torch.bool, device=labels.device)
-            found[tokens[places]] = True
-            token = int((~found).nonzero()[0])
-            shown = token if names is None else int(names[token])
-            raise OptionError(
-                f"sampling_mask: expected each label in its token's set, label {int(labels[token])} of token {shown} "
-                "is not; the mask belongs to other tokens, or the label was not drawn from it"
-            )
-        return places
+        assert labels is not None
+        token = missing[0][0]
+        raise OptionError(
+            f"sampling_mask: expected each label in its token's set, label {int(labels[token])} of token "
+            f"{name(token)} is not; the mask belongs to other tokens, or the label was not drawn from it"
+        )

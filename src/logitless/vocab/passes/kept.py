@@ -72,14 +72,14 @@ def bytes_an_entry(call: Call, widths: int, ref_widths: int) -> int:
     return (3 * widths + ref_widths if on_cpu else NUMBERS) * call.compute.itemsize
 
 
-def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int]]:
-    """(first, end) of the tokens of each chunk: as many as have `step` entries together, one at least."""
+def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int, int, int]]:
+    """(first, end) of the tokens of each chunk, and of its entries: as many as have `step`, one token at least."""
     found, n, first = [], len(offsets) - 1, 0
     while first < n:
         end = first + 1
         while end < n and offsets[end + 1] - offsets[first] <= step:
             end += 1
-        found.append((first, end))
+        found.append((first, end, offsets[first], offsets[end]))
         first = end
     return found
 
@@ -97,23 +97,24 @@ class KeptPass:
 
     def check(self) -> None:
         """Raise for sets that cannot be, and find each label in its own."""
-        call = self.call
-        self.mask.check_sets(call.head.rows, call.index)
-        if call.inputs.labels is not None:
-            self.labels_at = self.mask.places_of(call.rows(call.inputs.labels, slice(None)), call.index)
+        call, labels = self.call, self.call.inputs.labels
+        valid = None if labels is None else call.rows(labels, slice(None))
+        self.labels_at = self.mask.check_sets(call.head.rows, valid, call.index)
 
     def chunks(self) -> Iterator[tuple[slice, Chunk, Entries]]:
         """(tokens, chunk, entries) of each chunk."""
-        offsets, tokens = self.mask.offsets.tolist(), self.mask.tokens
+        n, tokens = self.mask.token_ids.shape[0], self.mask.tokens
+        few = 0 < n <= self.step  # then all is one chunk, and the device is not asked for the others' ends
+        bounds = [(0, len(self.mask), 0, n)] if few else chunks_of(self.mask.offsets.tolist(), self.step)
         # a label is one of the entries: the chunk need not compute its logit
         call = replace(self.call, inputs=self.call.inputs._replace(labels=None))
-        for first, end in chunks_of(offsets, self.step):
-            rows, here = slice(first, end), slice(offsets[first], offsets[end])
+        for first, end, start, stop in bounds:
+            rows, here = slice(first, end), slice(start, stop)
             slices = Slices(end - first, 1, 0)
             entries = Entries(
                 self.mask.token_ids[here],
                 tokens[here] - first,
-                self.mask.offsets[first : end + 1] - offsets[first],
+                self.mask.offsets[first : end + 1] - start,
                 here.start,
                 None if self.labels_at is None else self.labels_at[rows] - here.start,
             )
