@@ -17,6 +17,8 @@ from bench.harness import read_lines
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 256, 0.75), (64, 128, 0.65), (64, 64, 0.45))
 
+MOVED = 0.2  # of the rows that `rescale` looks at: a k-th slice has a new maximum for one in k, and there are some 16
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -99,6 +101,12 @@ def traffic(launch: Launch) -> tuple[int, int]:
     if launch.name == "accumulate_plain_slice":
         rows = launch.grid[0] * a["ROWS"]
         return rows * a["width"], rows * a["width"] * size("raw")
+    if launch.name == "weigh_plain_slice":
+        rows = launch.grid[0] * a["ROWS"]
+        return rows * a["width"], rows * a["width"] * (size("raw") + size("weights"))
+    if launch.name == "rescale":
+        numbers = int(MOVED * launch.grid[0] * a["width"])
+        return numbers, 2 * numbers * size("x") * (1 + a["GAINS"])
     if launch.name == "accumulate_slice":
         rows = launch.grid[0] * a["ROWS"]
         each = size("raw") * (1 + a["REF"]) * (1 + a["WRITE_BACK"])
