@@ -132,12 +132,27 @@ def test_slices_of_kernels_keep_to_the_budget(n, v, budget, heads, bases, conver
         assert s.width <= FUSED_WIDTH
 
 
+@given(
+    n=st.integers(1, 10**6),
+    v=st.integers(1, 10**6),
+    budget=st.integers(1, 10**10),
+    beside=st.sampled_from([2, 4]),
+    processors=st.sampled_from([0, 132]),
+)
+def test_slices_with_their_weights_beside_them_keep_to_the_budget(n, v, budget, beside, processors):
+    s = fused_slices_of(n, v, budget=budget, bases=1, beside=beside, processors=processors)
+    assert 1 <= s.tokens <= n
+    assert 1 <= s.width <= v
+    assert s.nbytes <= max(budget, (4 + beside) * (64 + s.tokens * ALIGNED + ALIGNED))
+
+
 def test_slices_of_kernels_at_the_sizes_of_a_real_head():
     assert fused_slices_of(4096, 128_256, budget=1024 * MIB, whole=True).tokens == 2048
     qwen = fused_slices_of(8192, 151_936, budget=1024 * MIB, whole=True)
     assert (qwen.tokens, qwen.width) == (13 * 128, 151_936)  # five chunks, in whole blocks of a product
     assert fused_slices_of(4096, 128_256, budget=256 * MIB).width == 16_384
     assert fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1).width == FUSED_WIDTH
+    assert fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1, beside=2).width == 10_912
     assert fused_slices_of(4096, 128_256, budget=256 * MIB, streamed=32 * MIB).width == 2048
 
 
@@ -154,6 +169,8 @@ def test_sizes_on_a_gpu_fill_its_processors():
     assert streamed.width % 256 == 0
     assert 2 * streamed.width >= 128_256
     assert fused_slices_of(64, 151_936, budget=256 * MIB, whole=True, **h200).tokens == 64
+    basis = fused_slices_of(4096, 128_256, budget=256 * MIB, bases=1, beside=2, **h200)
+    assert basis.width == 37 * 256  # 1,184 blocks of a product: 8.97 waves
 
 
 def test_the_default_budget_of_a_gpu_is_a_share_of_its_memory():

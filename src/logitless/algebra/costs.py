@@ -182,6 +182,7 @@ def fused_slices_of(
     itemsize: int = 4,
     heads: int = 1,
     bases: int = 0,
+    beside: int = 0,
     converted: int = 0,
     whole: bool = False,
     streamed: int = 0,
@@ -190,7 +191,8 @@ def fused_slices_of(
 ) -> Slices:
     """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
 
-    bases: products that accumulate on the way, whose weights lie over the slice, a second one's beside it;
+    bases: products that accumulate on the way, whose weights lie over the slice, a second one's beside it; beside: the
+    bytes of a weight where one basis' lie beside the slice, written by a kernel that takes rows of any length;
     streamed: bytes of a slice that is not kept, such as fit a cache, 0 for as many as the budget; processors: of the
     GPU, where sizes are to fill it, 0 elsewhere; hidden: the hidden size; the rest as `slices_of`.
     """
@@ -204,15 +206,16 @@ def fused_slices_of(
         most = max(1, (room - converted * width) // row)
         tokens = _tokens_in_waves(n_tokens, most, hidden, processors) if processors else _even_blocks(n_tokens, most)
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
-    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, room // tiles // 64)))
-    most = min(vocab_size, FUSED_WIDTH // heads if bases else vocab_size)
+    each = itemsize * tiles + beside  # bytes of an entry
+    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)))
+    most = min(vocab_size, FUSED_WIDTH // heads if bases and not beside else vocab_size)
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
-    width = max(1, min(most, room // (tiles * tokens + converted)))
+    width = max(1, min(most, budget // (each * tokens + itemsize * converted)))
     width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
-    if processors and not bases:
+    if processors and (beside or not bases):
         width = _width_in_waves(tokens, width, vocab_size, processors)
-    return Slices(tokens, width, itemsize * (tiles * tokens * aligned(width) + converted * width))
+    return Slices(tokens, width, each * tokens * aligned(width) + itemsize * converted * width)
 
 
 def sparse_slices(slices: Slices, width: int, vocab_size: int, hidden_size: int, itemsize: int) -> Slices:

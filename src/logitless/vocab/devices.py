@@ -41,16 +41,19 @@ def _is_nvidia(x: Tensor, least: tuple[int, int]) -> bool:
 def tf32_products(wanted: bool) -> Iterator[None]:
     """fp32 products from the first ten binary digits of a mantissa, which is all that an fp16 number has.
 
-    The switch is the whole process's: another thread's fp32 products are such ones as well, as long as this lasts.
+    The switch is the whole process's: another thread's fp32 products are such ones as well, as long as this lasts. It
+    is set by torch's older name, after which both names can be read: after the newer one, the older one raises.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    if wanted:
-        matmul.fp32_precision = "tf32"
+    changes = wanted and before != "tf32"
+    if changes:
+        matmul.allow_tf32 = True
     try:
         yield
     finally:
-        if wanted:
+        if changes:
+            matmul.allow_tf32 = False
             matmul.fp32_precision = before
 
 

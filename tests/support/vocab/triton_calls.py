@@ -71,12 +71,15 @@ def one_kernel(device: str) -> AbstractContextManager[None]:
 @contextmanager
 def no_kernel_for_slices() -> Iterator[None]:
     """The kernels that read products from memory are not there."""
-    with plain_kernel_alone(), patch.object(backend.plainly, "accumulate_plain_slice", None):
+    with ExitStack() as stack:
+        stack.enter_context(plain_kernel_alone())
+        for name in ("accumulate_plain_slice", "weigh_plain_slice"):
+            stack.enter_context(patch.object(backend.plainly, name, None))
         yield
 
 
 def plain_kernel_alone() -> AbstractContextManager[Any]:
-    """Of the kernels that read products from memory only the one for plain heads is there."""
+    """Of the kernels that read products from memory only those for plain heads are there."""
     return patch.object(backend.accumulating, "accumulate_slice", None)
 
 

@@ -26,12 +26,14 @@ from logitless.vocab.backends.triton.written import finisher, label_coefficient_
 sizes = table("default")
 MODULES = (draw_kernels, accumulate_kernels, plain_kernels, rows_kernels, topk_kernels, logits_grad_kernels)
 NARROW = {"out0", "out1", "tokens", "entries", "table", "x"}
+NARROW_OF = {("logits_grad_slice", "out"), ("scaled", "out"), ("weigh_plain_slice", "weights")}
 LONG = {"labels", "best_keys", "keys", "ids", "of", "order", "seeds", "positions", "best_ids", "kept"}
 SHORT = {"peaks", "room", "lives", "places", "aboves", "whole", "shown"}
 NUMBERS = {
     "n", "width", "padded", "start", "n_parts", "part_width", "depth", "n_out", "group", "count", "k", "n_groups",
     "n_best", "n_topk", "keep",
 }
+REALS = {"far"}
 
 
 def compiled(kernel, size, flags, **more):
@@ -48,9 +50,11 @@ def compiled_function(function, size, flags, **more):
             return "constexpr"
         if name in NUMBERS or name.endswith("stride"):
             return "i32"
-        half = name in NARROW or (name == "out" and kernel in ("logits_grad_slice", "scaled"))
+        if name in REALS:
+            return "fp32"
+        half = name in NARROW or (kernel, name) in NARROW_OF
         return "*" + ("bf16" if half else "i64" if name in LONG else "i32" if name in SHORT else "fp32")
-    ragged = {"start", "n_parts", "k", "n_groups", "n_best", "n_topk", "keep"}
+    ragged = {"start", "n_parts", "k", "n_groups", "n_best", "n_topk", "keep", *REALS}
     aligned = {(names.index(x),): [["tt.divisibility", 16]] for x in names if x not in upper and x not in ragged}
     source = ASTSource(fn=function, signature={x: type_of(x) for x in names}, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch(size) | more).asm
@@ -82,6 +86,8 @@ print(json.dumps({
     "accumulate": compiled("accumulate_slice", accumulate, at | {"FIRST": True, "WITH_T": True}),
     "accumulate, plain": compiled("accumulate_plain_slice", sizes["plain"], {
         "ROWS": 1, "BLOCK": sizes["plain"]["block"], "LABEL": True, "WITH_T": True}),
+    "weights, plain": compiled("weigh_plain_slice", sizes["plain_basis"], {
+        "ROWS": 1, "BLOCK": sizes["plain_basis"]["block"], "LABEL": True, "WITH_SUM": True, "RAGGED": True}),
     "accumulate, everything": compiled("accumulate_slice", accumulate, at | every | {
         "FIRST": False, "WITH_T": True, "WITH_R": True, "RANK": True, "WITH_SUM": True, "WITH_QE": True, "BEST": 20,
         "TOP": 32, "BLOCK": 2048}),
@@ -136,7 +142,7 @@ def kernels() -> dict[str, dict[str, int]]:
 
 def test_each_compiles_for_hopper_without_spills_or_atomics(kernels):
     """Spills are in the machine code alone: what comes before it has as many registers as it likes."""
-    assert len(kernels) == 27
+    assert len(kernels) == 28
     for name, found in kernels.items():
         assert found["code"] > 20, name
         assert found["spills"] == 0, name
@@ -144,7 +150,8 @@ def test_each_compiles_for_hopper_without_spills_or_atomics(kernels):
 
 
 def test_slices_are_read_sixteen_bytes_at_a_time(kernels):
-    for name in ("accumulate", "accumulate, plain", "accumulate with weights", "logits_grad", "second look", "scaled"):
+    accumulating = ("accumulate", "accumulate, plain", "weights, plain", "accumulate with weights")
+    for name in (*accumulating, "logits_grad", "second look", "scaled"):
         assert kernels[name]["wide"] > 0, name
 
 

@@ -6,7 +6,7 @@ to what they read. The gradient of bf16 operands is written in bf16 over the pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,18 @@ import triton
 from torch import Tensor
 
 from ....algebra.costs import Slices, fused_slices_of
-from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
-from ....algebra.stats import Coefficients, sums_of
+from ....algebra.online_softmax import FAR, SECOND_LOOK, Accumulation, Totals
+from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
 from ...devices import has_tf32, tf32_products
+from ...head.lm_head import LMHead
 from ...head.quantised import plain
-from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, normalised, p_alone
+from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, multiplied_dtype, normalised, p_alone
 from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows
 from .device import on, processors
 from .parts import merge
-from .slices import Heads, ahead, buffer, narrow, of_slice, slice_of
+from .slices import Heads, ahead, buffer, buffer_of, narrow, of_slice, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
 from .weights import weigh_products, weights_grad, writes_weights
@@ -35,6 +36,7 @@ from .written import finished, label_coefficients
 accumulating: Any = accumulate_kernels  # a launch turns plain numbers into what a kernel's signature says
 differentiating: Any = logits_grad_kernels
 plainly: Any = plain_kernels
+NEAR = {torch.float16: 10.0}  # nats that a weight may be above its level, for want of range; others' are FAR
 STEEPEST = 1e6  # factor of a product, up to which masked entries stay finite in the kernel for plain heads
 
 
@@ -53,6 +55,8 @@ class Running:
         local_rows = chunk.policy.head.local_rows
         stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
         self.lean = self.is_lean(keep)
+        asked = chunk.sums, chunk.top_k, bases
+        self.weighs = weighs_plainly(chunk.policy.head, chunk.reference, chunk.policy.compute, *asked)
         self.topk = TopK(chunk.top_k, n, local_rows if stays else 0, **like)
         sizes = self.sizes = table_for(self.heads.device)[self.kind(bool(bases))]
         self.blocks = triton.cdiv(n, sizes["rows"])
@@ -65,12 +69,17 @@ class Running:
         self.final = (keep == "logits" or self.topk.reads_logits) and not self.heads.plain
         self.growth = torch.empty(4, n, **like)  # of the maximum, its logarithm, the reference's, the shift's step
         self.widths = chunk.policy.widths
-        self.products = {basis: torch.zeros(n, sum(self.widths), **like) for basis in bases}
+        begins = self.weighs and local_rows  # the first slice writes the level and its product
+        filled = torch.empty if begins else torch.zeros
+        self.products = {basis: filled(n, sum(self.widths), **like) for basis in bases}
+        self.levels = filled(n if self.weighs else 0, **like)  # that the kernel for plain heads keeps weights near to
 
     def kind(self, weights: bool) -> str:
         """The kernel's sizes, by the registers that it takes; weights: whether it writes some."""
         if self.lean:
             return "plain"
+        if self.weighs:
+            return "plain_basis"
         if weights:
             return "bases" if len(self.bases) > 1 and self.chunk.reference is None else "basis"
         return "best" if self.topk.in_kernel or self.chunk.reference is not None else "accumulate"
@@ -88,6 +97,8 @@ class Running:
         """Accumulation one slice in."""
         if self.lean:
             self.add_plain(tile)
+        elif self.weighs:
+            self.add_weighed(tile, w)
         else:
             self.add_any(tile, w)
         tile.raw = not (self.final or self.heads.plain)
@@ -129,8 +140,12 @@ class Running:
         best.add(tile)
         self.rescale()
         for basis, x in zip(self.bases, weights, strict=True):
-            for part, out in zip(w, self.products[basis].split(self.widths, 1), strict=True):
-                add_product(x, part.to(x.dtype), out)
+            self.multiply(x, w, basis, add_product)
+
+    def multiply(self, x: Tensor, w: Operands, basis: str, put: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """A slice's weights times the head's rows into a basis' product."""
+        for part, out in zip(w, self.products[basis].split(self.widths, 1), strict=True):
+            put(x, part.to(x.dtype), out)
 
     def add_plain(self, tile: Tile) -> None:
         """`add` by the kernel for plain heads."""
@@ -150,6 +165,30 @@ class Running:
             ROWS=sizes["rows"],
             BLOCK=sizes["block"],
         )
+
+    def add_weighed(self, tile: Tile, w: Operands) -> None:
+        """`add` by the kernel for plain heads that writes weights, beside the products, which it may read twice."""
+        of_tile, sizes, dtype = of_slice(tile), self.sizes, w[0].dtype
+        (basis,), first = self.bases, tile.v.start == 0
+        weights = buffer_of(self.chunk, "weights", tile.z.shape[1], dtype)
+        plainly.weigh_plain_slice[(self.blocks,)](
+            **{name: of_tile[name] for name in ("raw", "raw_stride", "width", "padded", "start", "RAGGED")},
+            **{name: self.heads.tensors[name] for name in ("labels", "row_scales", "n")},
+            **launch(sizes),
+            weights=weights,
+            weights_stride=weights.stride(0),
+            state=self.state,
+            levels=self.levels,
+            products=self.products[basis],
+            depth=sum(self.widths),
+            far=NEAR.get(dtype, FAR),
+            FIRST=first,
+            LABEL=self.heads.flags["LABEL"],
+            WITH_SUM=self.flags["WITH_SUM"],
+            ROWS=sizes["rows"],
+            BLOCK=sizes["block"],
+        )
+        self.multiply(weights, w, basis, product if first else add_product)
 
     def room(self, tile: Tile, w: Operands, k: int) -> Tensor:
         """Where the k-th basis' weights go: over the products, unless these are read again or have no room for them."""
@@ -193,13 +232,27 @@ class Running:
     def result(self) -> Partial:
         """What all slices amount to."""
         whole = self.merged()
+        relative = replace(whole, m=self.levels) if self.weighs else whole
         return Partial(
             whole,
-            partial(normalised, self.products, whole) if self.bases else lambda _: {},
+            partial(normalised, self.products, relative) if self.bases else lambda _: {},
             self.zsum if self.flags["WITH_SUM"] else None,
             self.topk.result() if self.chunk.top_k else None,
             finished,
         )
+
+
+def weighs_plainly(
+    head: LMHead,
+    reference: object,
+    compute: torch.dtype,
+    sums: frozenset[str],
+    top_k: int,
+    bases: Collection[str],
+) -> bool:
+    """Whether the kernel for plain heads writes the weights of a product: of p alone, with no sum but the logits'."""
+    bare = reference is None and head.bias is None and not head.softcap and compute == torch.float32
+    return bare and set(bases) == {"p"} and not top_k and sums <= {"zsum"}
 
 
 def in_one_kernel(chunk: Chunk, bases: tuple[str, ...], keep: str | None) -> bool:
@@ -384,12 +437,15 @@ class TritonBackend(Backend):
         weights = materialised and p_alone(call) and writes_weights(call.inputs, call.head, call.reference, *own)
         if weights:
             demand["itemsize"] = torch.bfloat16.itemsize
+        reference = call.reference or call.reference_rows
+        plainly = bases and weighs_plainly(call.head, reference, call.compute, *own, bases_of(call.options.want))
         found = fused_slices_of(
             n_tokens,
             vocab_size,
             **demand,
             whole=materialised,
             bases=bases,
+            beside=multiplied_dtype(call, call.head.weight).itemsize if plainly else 0,
             streamed=table["streamed_bytes"],
             processors=processors(hidden.device),
             hidden=hidden.shape[1],

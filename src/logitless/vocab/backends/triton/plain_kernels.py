@@ -1,6 +1,7 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
 """The accumulation of a plain head's products: maximum, sum and entropy's sum alone, in few instructions an entry.
 
+And of a frozen one, whose gradient needs p alone: maximum and sum, and the weights of the product with the head's rows.
 A row is read in LANES columns, each of which has sums of its own until the row ends: nothing goes from thread to
 thread on the way, and no thread waits for another. What it computes is the algebra of `algebra/online_softmax.py`.
 """
@@ -55,6 +56,19 @@ def take_four(m, rest, t, x0, x1, x2, x3, power, WITH_T: tl.constexpr):
     rest, t = take(rest, t, x2, m, power, WITH_T)
     rest, t = take(rest, t, x3, m, power, WITH_T)
     return m, rest, t
+
+
+@triton.jit
+def four_without_label(x0, x1, x2, x3, lane, label, LANES: tl.constexpr):
+    """Four neighbouring blocks of entries with MASK at the label, counted from the first: few blocks hold one."""
+    here = (label >= 0) & (label < 4 * LANES)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        at = label[:, None]
+        x0 = tl.where(lane == at, MASK, x0)
+        x1 = tl.where(lane + LANES == at, MASK, x1)
+        x2 = tl.where(lane + 2 * LANES == at, MASK, x2)
+        x3 = tl.where(lane + 3 * LANES == at, MASK, x3)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -120,13 +134,7 @@ def accumulate_plain_slice(
         if WITH_SUM:
             zsum += (x0 + x1) + (x2 + x3)
         if LABEL:
-            here = (label >= start + column) & (label < start + column + BLOCK)
-            if tl.max(here.to(tl.int32), 0) > 0:  # few blocks hold a label
-                at = (label - start - column)[:, None]
-                x0 = tl.where(lane == at, MASK, x0)
-                x1 = tl.where(lane + LANES == at, MASK, x1)
-                x2 = tl.where(lane + 2 * LANES == at, MASK, x2)
-                x3 = tl.where(lane + 3 * LANES == at, MASK, x3)
+            x0, x1, x2, x3 = four_without_label(x0, x1, x2, x3, lane, label - start - column, LANES)
         m, rest, t = take_four(m, rest, t, x0, x1, x2, x3, power, WITH_T)
     for column in range(whole, stop, LANES):
         columns = column + lane
@@ -168,3 +176,125 @@ def with_earlier(cell, field, live, m, rest, t, WITH_T: tl.constexpr):
         t1 = tl.load(cell + T * field, mask=live, other=0.0)
         total = times(f, t + (1.0 + rest) * (m - top)) + times(f1, t1 + (1.0 + rest1) * (m1 - top))
     return top, whole, total
+
+
+@triton.jit
+def logits_of(own, columns, width, padded, live, late, RAGGED: tl.constexpr):
+    """A block of logits, 0 where a row has ended; which of them it has, and which have room in memory."""
+    room = live & (columns < padded)
+    z = tl.load(own + columns, mask=room, other=0.0) * late
+    inside = room
+    if RAGGED:
+        inside = columns < width
+        z = tl.where(inside, z, 0.0)
+    return z, inside, room
+
+
+@triton.jit
+def weigh(z, inside, level, m, most, rest):
+    """A block's weights e^(z - level); each lane's maximum, its largest weight, and the sum of the others with them."""
+    z = tl.where(inside, z, MASK)
+    w = tl.exp2((z - level) * LOG2E)
+    return w, larger(m, z), larger(most, w), rest + tl.minimum(most, w)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=[*PER_TOKEN, "levels"])
+def weigh_plain_slice(
+    raw,
+    raw_stride,
+    weights,
+    weights_stride,
+    state,
+    levels,
+    products,
+    depth,
+    labels,
+    row_scales,
+    n,
+    width,
+    padded,
+    start,
+    far,
+    RAGGED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LABEL: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `accumulate_plain_slice` in one part, of m, rest and zsum alone; with all entries' e^(z - level) in `weights`.
+
+    levels: (n,), a row's, which stays until an entry is more than `far` nats above it. The slice is then weighed once
+    more, from its maximum, and what the slices before gave, the row of `products`, (n, depth), is scaled to it.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = rows < n
+    LANES: tl.constexpr = BLOCK // 4
+    lane = tl.arange(0, LANES)[None, :]
+    late = load_rows(row_scales, 0, n, rows, live)[:, None]
+    label = tl.full((ROWS,), -1, tl.int32)
+    if LABEL:
+        label = tl.load(labels + rows, mask=live, other=-1).to(tl.int32) - start
+    own = raw + rows[:, None] * raw_stride
+    to = weights + rows[:, None] * weights_stride
+    if FIRST:
+        z = tl.load(own + lane, mask=live[:, None] & (lane < width), other=0.0) * late
+        level = tl.max(tl.where((lane < width) & (lane != label[:, None]), z, EMPTY), 1)
+    else:
+        level = tl.load(levels + rows, mask=live, other=0.0)
+    peak, others, total = level, level, level
+    looks = 1
+    while looks > 0:
+        m = tl.full((ROWS, LANES), EMPTY, tl.float32)
+        most = tl.zeros((ROWS, LANES), tl.float32)
+        rest = tl.zeros((ROWS, LANES), tl.float32)
+        zsum = tl.zeros((ROWS, LANES), tl.float32)
+        base = level[:, None]
+        for column in range(0, width, BLOCK):
+            at = column + lane
+            z0, in0, room0 = logits_of(own, at, width, padded, live[:, None], late, RAGGED)
+            z1, in1, room1 = logits_of(own, at + LANES, width, padded, live[:, None], late, RAGGED)
+            z2, in2, room2 = logits_of(own, at + 2 * LANES, width, padded, live[:, None], late, RAGGED)
+            z3, in3, room3 = logits_of(own, at + 3 * LANES, width, padded, live[:, None], late, RAGGED)
+            if WITH_SUM:
+                zsum += (z0 + z1) + (z2 + z3)
+            if LABEL:
+                z0, z1, z2, z3 = four_without_label(z0, z1, z2, z3, lane, label - column, LANES)
+            w0, m, most, rest = weigh(z0, in0, base, m, most, rest)
+            w1, m, most, rest = weigh(z1, in1, base, m, most, rest)
+            w2, m, most, rest = weigh(z2, in2, base, m, most, rest)
+            w3, m, most, rest = weigh(z3, in3, base, m, most, rest)
+            tl.store(to + at, w0.to(weights.dtype.element_ty), mask=room0)
+            tl.store(to + at + LANES, w1.to(weights.dtype.element_ty), mask=room1)
+            tl.store(to + at + 2 * LANES, w2.to(weights.dtype.element_ty), mask=room2)
+            tl.store(to + at + 3 * LANES, w3.to(weights.dtype.element_ty), mask=room3)
+        peak = tl.max(m, 1)
+        first = tl.min(tl.where(m == peak[:, None], lane, LANES), 1)
+        others = tl.sum(tl.where(lane == first[:, None], rest, rest + most), 1)
+        if WITH_SUM:
+            total = tl.sum(zsum, 1)
+        rises = peak - level > far
+        level = tl.where(rises, peak, level)
+        looks = tl.max(rises.to(tl.int32), 0)
+    cell = state + rows
+    field = tl.cast(n, tl.int64)
+    m0 = tl.full((ROWS,), EMPTY, tl.float32)
+    rest0 = tl.full((ROWS,), -1.0, tl.float32)  # of no entry at all
+    if not FIRST:
+        m0 = tl.load(cell + M * field, mask=live, other=EMPTY)
+        rest0 = tl.load(cell + REST * field, mask=live, other=0.0)
+        if WITH_SUM:
+            total += tl.load(cell + ZSUM * field, mask=live, other=0.0)
+        before = tl.load(levels + rows, mask=live, other=0.0)
+        if tl.max((level > before).to(tl.int32), 0) > 0:
+            grow = tl.exp(before - level)[:, None]
+            for column in range(0, depth, LANES):
+                inside = live[:, None] & (column + lane < depth)
+                at = products + rows[:, None] * depth + column + lane
+                tl.store(at, tl.load(at, mask=inside, other=0.0) * grow, mask=inside)
+        tl.debug_barrier()  # every thread has read the level that is written next
+    top = larger(m0, peak)
+    others *= tl.exp(level - top)
+    rest = tl.where(peak >= m0, others + (1.0 + rest0) * tl.exp(m0 - top), rest0 + others + tl.exp(peak - top))
+    tl.store(levels + rows, level, mask=live)
+    store_sums(cell, field, live, top, rest, rest, rest, rest, total, False, False, False, WITH_SUM)

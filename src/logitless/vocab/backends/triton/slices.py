@@ -51,6 +51,12 @@ def buffer(chunk: Chunk, name: str, width: int) -> Tensor:
     return chunk.scratch.take(name, (chunk.n_tokens, aligned(width)))[:, :width]
 
 
+def buffer_of(chunk: Chunk, name: str, width: int, dtype: torch.dtype) -> Tensor:
+    """`buffer` of the compute dtype or a narrower one."""
+    taken = aligned(width) * dtype.itemsize // chunk.scratch.dtype.itemsize
+    return chunk.scratch.take(name, (chunk.n_tokens, taken)).view(dtype)[:, :width]
+
+
 def narrow(tile: Tensor, dtype: torch.dtype, column: int = 0) -> Tensor:
     """Room for a slice of `dtype` in the memory of a wider one, `column` widths further on."""
     if tile.dtype == dtype:

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....algebra.costs import aligned
 from ....algebra.online_softmax import MASK, Accumulation, Totals
 from ...call.call import Inputs
 from ...devices import moves_blocks
@@ -25,7 +24,7 @@ from ..logits import add_product, operand_dtype, product
 from . import accumulate_kernels, weights_kernels
 from .device import processors
 from .parts import merge
-from .slices import Heads
+from .slices import Heads, buffer_of
 from .tuned import launch, table_for
 from .written import finished
 
@@ -40,9 +39,9 @@ def weigh_products(chunk: Chunk) -> Partial:
     Weights are relative to the label's logit, or to the maximum of a token whose label is too far from it. Only of such
     tokens are the products made twice, and no host waits to know: the second launch has else nothing to do.
     """
-    n, width, label = chunk.n_tokens, chunk.policy.head.local_rows, chunk.label
+    width, label = chunk.policy.head.local_rows, chunk.label
     assert label is not None
-    weights = chunk.scratch.take("weights", (n, aligned(width) // 2)).view(torch.bfloat16)[:, :width]
+    weights = buffer_of(chunk, "weights", width, torch.bfloat16)
     levels = label[0].clamp(min=MASK).repeat(2, 1)
     found = _weighed(chunk, weights, levels, again=False)
     levels[0] = torch.where((found.m - levels[1]).abs() > NEAR, found.m, levels[1])
