@@ -15,7 +15,7 @@ from logitless import errors
 COLUMNS, WHOLE_COLUMNS = 100, 120
 # What a search weighs a page by: people come for what to do, not for why it was decided so.
 BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
-BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4}
+BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4, "where-reports-go-wrong.md": 0.1}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
 MODULES = (
     "losses",

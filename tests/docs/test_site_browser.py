@@ -108,13 +108,20 @@ def test_code_fits_its_column(browser, site, address):
 
 @pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
 def test_figures_follow_the_page(browser, address, scheme, dark):
-    pages = {"": 1, "how-to/plan/": 2, "how-to/profile/": 1, "benchmark/": 1}
+    pages = {"": 1, "how-to/plan/": 2, "how-to/profile/": 1, "benchmark/": 2}
     for page, count in pages.items():
         browser.visit(address + page, width=1280, scheme=scheme)
         browser.evaluate("document.querySelectorAll('img').forEach((image) => image.loading = 'eager')")
         found = browser.evaluate(FIGURES)
         assert len(found) == count
         assert all((light < 0.5) is dark for _, light in found), found
+
+
+def test_pages_follow_the_system_after_the_first_visit(browser, address):
+    for scheme, dark in (("light", False), ("dark", True), ("light", False)):
+        browser.visit(address + "benchmark/", width=1280, scheme=scheme)
+        browser.evaluate("document.querySelectorAll('img').forEach((image) => image.loading = 'eager')")
+        assert all((light < 0.5) is dark for _, light in browser.evaluate(FIGURES)), scheme
 
 
 def test_the_home_page_has_a_figure_and_an_install_line(browser, address):
@@ -124,7 +131,18 @@ def test_the_home_page_has_a_figure_and_an_install_line(browser, address):
     assert "pip install ." in browser.evaluate("document.querySelector('.highlight code').innerText")
 
 
-@pytest.mark.parametrize("query", ["GRPO", "out of memory", "LoRA", "KL", "gather"])
+def test_a_search_finds_its_own_page_first(browser, address):
+    pages = {
+        "OOM": ("how-to/out-of-memory/",),
+        "intuitor": ("how-to/intuitor/", "how-to/align/"),
+        "PPO": ("how-to/policy/", "how-to/align/", "how-to/grade/"),
+    }
+    for query, wanted in pages.items():
+        browser.visit(address, width=1280)
+        assert browser.evaluate(SEARCH % query)[0] in wanted, query
+
+
+@pytest.mark.parametrize("query", ["GRPO", "out of memory", "LoRA", "KL", "gather", "intuitor", "PPO", "OOM"])
 def test_a_search_finds_what_to_do_before_why(browser, address, query):
     browser.visit(address, width=1280)
     found = browser.evaluate(SEARCH % query)
