@@ -296,8 +296,28 @@ LOOP = """
 
 def test_a_loop_is_found_and_what_a_branch_skips_is_left_out():
     code = sass.parse(LOOP)
+    assert sass.way(code) == sass.Way(once=2, barriers_once=0, turn=13, barriers_a_turn=1)
     loop = sass.hot_loop(code)
     assert loop == sass.Loop(instructions=15, always=13, barriers=1, half_rate=2, functions=0)
     assert sass.widths(code, ("LDG",)) == {"128": 1}
     assert sass.widths(code, ("STG",)) == {"16": 1}
     assert sum(i.opcode == "STL" for i in code) == 1
+
+
+ARMS = """
+        /*0010*/              @P0 BRA `(.L_x_0) ;
+        /*0020*/                   FADD R6, R6, R5 ;
+        /*0030*/                   FADD R6, R6, R5 ;
+        /*0040*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0050*/                   FADD R6, R6, R4 ;
+.L_x_1:
+        /*0060*/              @P1 BRA `(.L_x_2) ;
+        /*0070*/                   MUFU.EX2 R5, R5 ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_of_two_arms_the_longer_one_is_taken():
+    assert sass.way(sass.parse(ARMS)) == sass.Way(once=5, barriers_once=0, turn=0, barriers_a_turn=0)

@@ -1,6 +1,7 @@
 """How much the kernels do, as the interpreter counts it: rows that follow one another, and noise."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -61,7 +62,7 @@ def test_exact_noise_is_made_in_few_blocks(deviation, most):
 
     z, one = torch.randn(1, 151_936) * deviation, torch.ones(1)
     best, ids = z.topk(64)
-    chunk = SimpleNamespace(materialised=[SimpleNamespace(z=z)], may_be_infinite=False)
+    chunk: Any = SimpleNamespace(materialised=[SimpleNamespace(z=z)], may_be_infinite=False)
     noise = Noise(torch.arange(1), torch.zeros(1, dtype=torch.int64))
     sizes = patch.multiple(triton_draw, PROGRAMS=50, BLOCK=1024)  # larger blocks: the interpreter is quicker
     with sizes, patch.object(InterpreterBuilder, "create_fdiv", counted):

@@ -14,6 +14,7 @@ from ....algebra import online_softmax as algebra
 MASK = tl.constexpr(algebra.MASK)
 EMPTY = tl.constexpr(algebra.EMPTY)
 FAR = tl.constexpr(algebra.FAR)
+LEAST = tl.constexpr(-3.4028234663852886e38)
 TAKEN = tl.constexpr(-(2**63) + 1)  # below the key of every entry, and of every empty place
 
 
@@ -81,8 +82,8 @@ def minus_e(z, z_ref, shift, seen):
 
 @triton.jit
 def finite(z):
-    """z with MASK in the place of -inf. NaN stays, which tl.maximum would hide: a model that has diverged is seen."""
-    return tl.where(z == -float("inf"), MASK, z)
+    """z with float32's least number in the place of -inf. NaN stays: a model that has diverged is seen."""
+    return tl.maximum(z, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
