@@ -36,6 +36,7 @@ class Machine:
     issued: float = 0.8  # of the instructions that a processor could issue
     launch: float = 2.5e-6  # seconds, at least, of whatever is launched
     launch_in_graph: float = 1.3e-6  # of the same as a part of a CUDA graph
+    ends: float = 1.2e-6  # of a program that fills a processor's shared memory, begins, and ends at once: assumed
     wait: float = 25e-6  # seconds that the device idles after the host has waited
 
     def tiling(self, p: Product) -> tuple[int, int, float]:
@@ -58,7 +59,7 @@ class Machine:
     def kernel(self, launch: Launch, counted: Counted | None) -> float:
         """Seconds of a kernel: memory, or the instructions of its hot loop, whichever takes longer."""
         if launch.name == "weigh_products":
-            return self.weighing(launch.arguments)
+            return self.weighing(launch)
         entries, nbytes = traffic(launch)
         seconds = nbytes / self.bandwidth
         if counted is not None and counted.loop is not None and entries:
@@ -69,10 +70,11 @@ class Machine:
             seconds = max(seconds, each * cycles * full / (self.processors * self.clock))
         return max(self.launch, seconds)
 
-    def weighing(self, a: dict[str, Any]) -> float:
-        """Seconds of a product that writes weights in the place of its result; the second launch does nothing."""
+    def weighing(self, launch: Launch) -> float:
+        """Seconds of a product that writes weights in the place of its result; the second launch's programs end."""
+        a = launch.arguments
         if a["AGAIN"]:
-            return self.launch
+            return self.launch + self.ends * launch.programs / self.processors
         numbers = a["n"] * a["width"]
         return 2 * numbers * a["depth"] / self.rate_own + self.shown * 2 * numbers / self.bandwidth
 
