@@ -50,6 +50,7 @@ class Machine:
     read: float = 600.0  # cycles that a warp waits for memory: assumed
     launch: float = 2.5e-6  # seconds, at least, of whatever is launched
     launch_in_graph: float = 1.3e-6  # of the same as a part of a CUDA graph
+    ends: float = 1.2e-6  # of a program that fills a processor's shared memory, begins, and ends at once: assumed
     wait: float = 25e-6  # seconds that the device idles after the host has waited
     measured: tuple[str, ...] = ()  # names of those that a GPU has given
 
@@ -73,7 +74,7 @@ class Machine:
     def kernel(self, launch: Launch, counted: Counted | None) -> float:
         """Seconds of a kernel: memory, or the instructions of its hot loop, whichever takes longer."""
         if launch.name == "weigh_products":
-            return self.weighing(launch.arguments)
+            return self.weighing(launch)
         entries, nbytes = traffic(launch)
         seconds = nbytes / self.bandwidth
         if counted is not None and counted.loop is not None and entries:
@@ -97,10 +98,11 @@ class Machine:
         once += way.barriers_once * self.barrier + reads_once * self.read
         return max(seconds, waves * turns * turn / self.clock) + waves * once / self.clock
 
-    def weighing(self, a: dict[str, Any]) -> float:
-        """Seconds of a product that writes weights in the place of its result; the second launch does nothing."""
+    def weighing(self, launch: Launch) -> float:
+        """Seconds of a product that writes weights in the place of its result; the second launch's programs end."""
+        a = launch.arguments
         if a["AGAIN"]:
-            return self.launch
+            return self.launch + self.ends * launch.programs / self.processors
         numbers = a["n"] * a["width"]
         return 2 * numbers * a["depth"] / self.rate_own + self.shown * 2 * numbers / self.bandwidth
 

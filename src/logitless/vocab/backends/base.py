@@ -169,16 +169,17 @@ class Backend(ABC):
         demand = self.demand(call, gradient)
         if call.inputs.hidden.device.type not in COPIES:
             return demand, 0
-        heads = (call.head, call.reference)
-        weights = [
-            x.weight for x in heads if x is not None and isinstance(x.weight, Tensor) and converts(call, x.weight)
-        ]
-        copies = sum(vocab_size * w.shape[1] * multiplied_dtype(call, w).itemsize for w in weights)
+        heads = (call.head.weight, None if call.reference is None else call.reference.weight)
+        made = [(w, multiplied_dtype(call, w)) for w in heads if isinstance(w, Tensor) and converts(call, w)]
+        wide = multiplied_dtype(call, call.head.weight)
+        if gradient and isinstance(heads[0], Tensor) and logits_grad_dtype(wide, call.compute) != wide:
+            made.append((heads[0], logits_grad_dtype(wide, call.compute)))
+        copies = sum(vocab_size * w.shape[1] * dtype.itemsize for w, dtype in made)
         budget = demand["budget"]
         held = copied(budget if call.options.memory_budget else budget + copies, copies)
         if held:
             demand["budget"] -= held if call.options.memory_budget else 0
-            demand["converted"] -= sum(w.shape[1] for w in weights)
+            demand["converted"] -= sum(w.shape[1] for w, _ in made)
         return demand, held
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,13 +216,13 @@ class Scratch:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.buffers: dict[str, Tensor] = {}
-        self.copies: dict[str, Tensor] = {}
+        self.copies: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, of which it is asked once."""
-        if name not in self.copies:
-            self.copies[name] = make()
-        return self.copies[name]
+    def once(self, name: str, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, a copy of this dtype, of which it is asked once."""
+        if (name, dtype) not in self.copies:
+            self.copies[name, dtype] = make()
+        return self.copies[name, dtype]
 
     def take(self, name: str, like: Tensor | tuple[int, int]) -> Tensor:
         """A buffer (rows, width), with anything in it."""

@@ -85,7 +85,7 @@ class FewRows(Protocol):
 
 
 Buffer = Callable[[tuple[int, int]], Tensor]  # room for rows, with anything in it, the same at every call
-Once = Callable[[Callable[[], Tensor]], Tensor]  # what a function gives, of which it is asked once a call
+Once = Callable[[torch.dtype, Callable[[], Tensor]], Tensor]  # a copy of this dtype, asked for once a call
 Operands = tuple[Tensor, ...]  # a slice of each of a head's factors, in the dtypes that they multiply in
 
 
@@ -101,7 +101,7 @@ class Factor:
         cast: torch.dtype,
         few_rows: FewRows,
         buffer: Buffer,
-        once: Once | None = None,  # where the entries' copy in the operands' dtype stays for the whole call
+        once: Once | None = None,  # where the entries' copies in other dtypes stay for the whole call
     ) -> None:
         self.entries, self.cast, self.compute, self.few_rows = entries, cast, compute, few_rows
         self.buffer, self.once = buffer, once
@@ -126,7 +126,14 @@ class Factor:
         entries = self.entries
         if self.once is None or not isinstance(entries, Tensor) or entries.dtype == self.dtype:
             return entries, self.cast
-        return self.once(lambda: entries.to(self.cast).to(self.dtype)), self.dtype
+        return self.once(self.dtype, lambda: entries.to(self.cast).to(self.dtype)), self.dtype
+
+    def operand_of_gradient(self, v: slice, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """`operand`'s slice in the dtype that dL/dz has; of a copy of all entries where such copies stay."""
+        table, cast = self.table
+        if self.once is None or part.dtype == dtype or not isinstance(table, Tensor):
+            return part.to(dtype)
+        return self.once(dtype, lambda: table.to(cast).to(self.dtype).to(dtype))[v]
 
     def at(self, ids: Tensor, of: Tensor | None = None) -> Tensor:
         """The product at given entries: ids (C, k) -> (C, k); a dot product each. of: as `Projection.at`'s."""

@@ -220,7 +220,7 @@ class EagerBackend(Backend):
         for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
             narrow = dz.to(logits_grad_dtype(part.dtype, dz.dtype))
             if tokens is not None:
-                add_product(narrow, part.to(narrow.dtype), tokens)
+                add_product(narrow, factor.operand_of_gradient(v, part, narrow.dtype), tokens)
             if entries is not None:
                 put = product if begins and entries is grads.weight else add_product
                 put(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])

@@ -381,11 +381,16 @@ class TritonBackend(Backend):
         flags = {name.upper(): name in coefficients for name in differentiating.COEFFICIENTS[1:]}
         # an fp16 head's products with dL/dz in fp32: TF32 has all of its digits
         tf32 = chunk.policy.factors[0].dtype == torch.float16 and has_tf32(totals.m)
+        dtype, pairs = logits_grad_dtype(chunk.policy.factors[0].dtype, chunk.policy.compute), grads.pairs
+        tokens_wide = [  # once for all slices
+            f.tokens if entries is None else f.tokens.to(dtype)
+            for f, (_, entries) in zip(chunk.policy.factors, pairs, strict=False)
+        ]
         stays, begins = iter(chunk.materialised), grads.begins(grads.weight)
         for v in chunk.vocabulary():
             w = chunk.policy.operand(v)
             tile = next(stays) if chunk.materialised else slice_of(chunk, v, w, "")
-            dz = narrow(tile.z, logits_grad_dtype(w[0].dtype, tile.z.dtype))
+            dz = narrow(tile.z, dtype)
             differentiating.logits_grad_slice[(triton.cdiv(chunk.n_tokens, sizes["rows"]),)](
                 **of_slice(tile),
                 **heads.tensors,
@@ -404,13 +409,13 @@ class TritonBackend(Backend):
             )
             if grads.bias is not None:
                 grads.bias[v] += dz.sum(0, dtype=grads.bias.dtype)
-            for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
+            for factor, part, x, (tokens, entries) in zip(chunk.policy.factors, w, tokens_wide, pairs, strict=False):
                 with tf32_products(tf32 and factor.dtype == torch.float16):
                     if tokens is not None:
-                        add_product(dz, part.to(dz.dtype), tokens)
+                        add_product(dz, factor.operand_of_gradient(v, part, dtype), tokens)
                     if entries is not None:
                         put = product if begins and entries is grads.weight else add_product
-                        put(dz.t(), factor.tokens.to(dz.dtype), entries[v])
+                        put(dz.t(), x, entries[v])
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
 

@@ -30,6 +30,7 @@ from .written import finished
 
 weighing: Any = weights_kernels  # a launch turns plain numbers into what a kernel's signature says
 NEAR = 60.0  # nats from a row's maximum within which weights relative to a level keep bf16's range, and sums fp32's
+LOOKS = 4  # programs a processor of the second launch, which mostly look at levels and end
 ALONE = {"WITH_T": False, "WITH_R": False, "RANK": False, "WITH_SUM": False, "REF": False, "WITH_QE": False}
 
 
@@ -57,10 +58,15 @@ def _weighed(chunk: Chunk, weights: Tensor, levels: Tensor, again: bool) -> Accu
     first, sizes, device = chunk.policy.factors[0], table_for(levels.device)["weights"], levels.device
     (n, width), block, rows = weights.shape, sizes["again" if again else "entries"], sizes["rows"]
     parts, heads, entries = triton.cdiv(width, block), Heads(chunk), plain(first.entries)
-    tiles = parts * triton.cdiv(n, rows)
+    row_blocks = triton.cdiv(n, rows)
+    tiles = parts * row_blocks
+    at_once = processors(device) or tiles
     state = torch.empty(accumulate_kernels.ALONE, parts, n, dtype=levels.dtype, device=device)
     persistent = bool(sizes["persistent"]) and not again
-    weighing.weigh_products[(min(tiles, processors(device) or tiles) if persistent else tiles,)](
+    programs = min(tiles, at_once) if persistent else tiles
+    if again:  # the same for each block of tokens, so that one look tells a program that it has nothing to do
+        programs = row_blocks * min(parts, triton.cdiv(LOOKS * at_once, row_blocks))
+    weighing.weigh_products[(programs,)](
         TensorDescriptor.from_tensor(first.rows.contiguous(), [rows, sizes["inner"]]),
         TensorDescriptor.from_tensor(entries[:width], [block, sizes["inner"]]),
         TensorDescriptor.from_tensor(weights, [rows, block]),

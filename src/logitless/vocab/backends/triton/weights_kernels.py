@@ -74,8 +74,8 @@ def weigh_products(
     """All blocks, those of the same entries one after the other, so that these stay in the L2 cache.
 
     tokens, entries, weights: descriptors of blocks. A program takes one block after another, reading the next one's
-    operands while it writes the last. levels: (2, n), a token's now and in the launch before; AGAIN: a program has one
-    block, and nothing to do where every token has the same level as before.
+    operands while it writes the last. levels: (2, n), a token's now and in the launch before; AGAIN: a program has
+    blocks of the same tokens, and nothing to do where each of these has the same level as before.
     """
     row_blocks = tl.cdiv(n, ROWS)
     if AGAIN:
