@@ -49,6 +49,7 @@ class TestOptions:
             ({"min_p": 1.5}, "--min-p must be in 0..1"),
             ({"top_p": 0.9, "exact_kl": True}, "got them with --exact-kl, which is of the whole vocabulary"),
             ({"min_p": 0.1, "method": "dpo"}, "got them with --method dpo"),
+            ({"order": "vllm"}, "--order vllm is of --top-p and --min-p"),
             ({"self_certainty_weight": 0.0}, "leaves intuitor without a reward"),
             ({"resume": Path("a"), "output_dir": Path("b")}, "leave out --output-dir"),
         ],

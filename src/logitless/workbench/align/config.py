@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...algebra.rules import Order
 from ...errors import OptionError
 from ..common.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
 
@@ -67,6 +68,8 @@ class AlignConfig(RunOptions):
     min_p: float = 0.0
     """Sample from entries that have at least this share of the best one's probability. Above 0, policy and reference
     are scored over the same entries."""
+    order: Order = "transformers"
+    """Of the two: transformers takes --top-p of all entries, vllm of what --min-p leaves."""
     rewards: str | None = None
     """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
     Default: python_lines for grpo and rloo."""
@@ -135,6 +138,8 @@ class AlignConfig(RunOptions):
         if self.replays and (self.exact_kl or not self.kind.rollouts):
             other = "--exact-kl, which is of the whole vocabulary" if self.exact_kl else f"--method {self.method}"
             raise OptionError(f"--top-p and --min-p say what completions are sampled from, got them with {other}")
+        if self.order != "transformers" and not self.replays:
+            raise OptionError(f"--order {self.order} is of --top-p and --min-p: give them, or leave it out")
 
     def _check_groups(self) -> None:
         size = self.generations_per_prompt

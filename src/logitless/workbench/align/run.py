@@ -58,7 +58,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         parts, model = _set_up(config, place, source, tokenizer, console)
         trainer = trainer_of(parts, model)
         budget = config.memory_budget_bytes
-        install(trainer, exact_kl=config.exact_kl, replay=config.replays, memory_budget=budget)
+        install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
         weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
 
