@@ -182,6 +182,7 @@ class TestData:
         assert train
         assert held
         assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
+        assert len(rows_of(config(path), tokenizer, 2)[0]) == 2  # what a single step needs, beside those held out
 
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory", "splits"])
     def test_tables_of_prompts(self, tokenizer, tmp_path, kind):

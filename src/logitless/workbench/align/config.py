@@ -108,6 +108,10 @@ class AlignConfig(RunOptions):
             return LORA_RATE
         return DEFAULT_MODEL_RATE if self.model == DEFAULT_MODEL else FULL_RATE
 
+    def prompts_per_step(self, ranks: int) -> int:
+        """Prompts whose completions an optimizer step learns from."""
+        return self.batch_size * self.gradient_accumulation_steps * ranks // self.generations_per_prompt
+
     def check(self) -> AlignConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_shared()
