@@ -125,7 +125,7 @@ def test_a_new_run_replaces_nothing(name):
     "name", ["metrics.jsonl", "run.json", "checkpoint-5", "model", "prompts.jsonl", "model/x.json"]
 )
 def test_json_is_not_among_what_the_run_writes(name):
-    with pytest.raises(OptionError, match=rf"--json run/{name} is among what is written into run anyway: name another"):
+    with pytest.raises(OptionError, match=rf"--json run/{name} is among what the run itself writes into run"):
         claim(TrainConfig(output_dir=Path("run"), json=Path("run", name)), "any")
     assert not Path("run").exists()
     assert claim(TrainConfig(json=Path("runs/tiny", name)), "tiny") == Path("runs/tiny-2")
@@ -142,7 +142,7 @@ def test_inputs_are_never_among_what_is_replaced(option, place):
     Path("link").symlink_to("run")
     Path("elsewhere").mkdir()
     for path in ("run/model", "elsewhere", "run/model/part", "run/tokens.npz"):
-        with pytest.raises(OptionError, match=rf"--{option} {path} is among what is written into {place} anyway"):
+        with pytest.raises(OptionError, match=rf"--{option} {path} is among what the run itself writes into {place}"):
             claim(TrainConfig(output_dir=Path(place), **{option: path}), "any")
 
 

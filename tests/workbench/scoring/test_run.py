@@ -341,7 +341,7 @@ def test_nothing_else_is_among_the_parts(micro, tmp_path, option, name):
     given = config(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "[a].parquet")
     (folder := parts.Parts(given.place).folder).mkdir()
     place = folder / name
-    with pytest.raises(OptionError, match=f"--{option} .* is among what is written into .* anyway: name another place"):
+    with pytest.raises(OptionError, match=f"--{option} .* is among what the run itself writes into"):
         run(replace(given, **{option: str(place) if option == "data" else place}))
     assert not list(folder.iterdir())
 

@@ -131,9 +131,8 @@ def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) ->
         real = Path(os.path.realpath(path))
         first = real.relative_to(here).parts[:1] if real.is_relative_to(here) else ()
         if not own.isdisjoint((real, *real.parents)) or any(fnmatchcase(x, y) for x in first for y in names):
-            raise OptionError(
-                f"--{name.replace('_', '-')} {path} is among what is written into {folder} anyway: name another place"
-            )
+            given_as = f"--{name.replace('_', '-')} {path}"
+            raise OptionError(f"{given_as} is among what the run itself writes into {folder}: name another place")
 
 
 def _check_writable(option: str, path: Path, new_folders: bool) -> None:
