@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     title = tables.headline(step, parameters)
 
     def show(console: Console) -> None:
-        console.print(f"[bold]{title}[/bold]", highlight=False)
+        console.print(title, style="bold", highlight=False, markup=False)
         recording_tables.show(recordings, step.loss, console, config.units)
         if names:
             tables.show_savings(found, base, console, config.units)

@@ -102,7 +102,7 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
     console.print()
     steps = plural(summary["steps"], "step")
     title = f"{method} on {on_one_line(summary['model'])}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
-    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
     examples.show(Path(summary["output_dir"]), console)
     for line in _lines(summary, columns):

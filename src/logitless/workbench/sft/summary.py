@@ -47,7 +47,7 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
     console.print()
     size, steps = f"{summary['parameters'] / 1e6:.1f} M parameters", plural(summary["steps"], "step")
     title = f"{on_one_line(summary['model'])}: {size}, {steps}"
-    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
     console.print(f"in {on_one_line(str(run))}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
 
