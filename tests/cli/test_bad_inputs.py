@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +47,8 @@ PATHS = {
     "sample": ["--model", "--prompt-file"],
     "plan": ["--model", "--critic-shape"],
     "profile": ["--model"],
+    "eval": ["--data", "--model", "--against"],
+    "align --method ppo": ["--model", "--reward-model"],
 }
 
 
@@ -128,7 +132,7 @@ def nothing_runs(monkeypatch):
     def accepted(*_: object, **__: object) -> None:
         raise AssertionError("accepted")
 
-    for name in ("sft.run.run", "align.run.run", "scoring.run.run", "grade.run.run"):
+    for name in ("sft.run.run", "align.run.run", "scoring.run.run", "evaluation.run.run", "grade.run.run"):
         monkeypatch.setattr(f"logitless.workbench.{name}", accepted)
     monkeypatch.setattr("logitless.workbench.sampling.run.run", accepted)
 
@@ -156,7 +160,34 @@ def test_paths_that_lead_nowhere(command, tmp_path, capsys):
                 continue  # a prompt of some kind
             if (command, option, path.name) == ("train", "--model", "config.json"):
                 continue  # refused by transformers itself
-            told([command, *needed, option, str(path)], capsys)
+            told([*command.split(), *needed, option, str(path)], capsys)
+
+
+SLOW_TO_IMPORT = "import sys, logitless.cli.main as cli; cli.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "align --method ppo --model {model} --reward-model nope",
+            "--reward-model nope: expected a directory",
+        ),
+        (
+            "eval --model {model} --data {model} --against nope",
+            "--against nope: expected a directory",
+        ),
+        ("profile --model nope", "unknown model 'nope'"),
+        ("sample --model nope/ --prompt a", "--model nope/: expected a directory with weights to sample from"),
+        ("score --model a/b/c --data {model}", "--model a/b/c: expected a directory with weights to score with"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_found_before_torch_is_imported(line, message, trained):
+    """And so before any work: `--method ppo` would train its policy first."""
+    command = [sys.executable, "-c", SLOW_TO_IMPORT, *line.format(model=trained).split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert message in done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

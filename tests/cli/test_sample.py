@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.models.positions import scale
+from tests.support.sample.dense import vllm_kept
 from tests.support.workbench.micro import micro_directory, micro_model
 
 
@@ -72,6 +73,20 @@ def test_numbers_are_the_models_own(model, capsys):
     share = (p.values * kept).sum(-1)
     behaviour = ((z / 0.7).log_softmax(-1).gather(1, drawn)[:, 0]) - share.log()
     torch.testing.assert_close(torch.tensor([t["behaviour_logprob"] for t in sequence["tokens"]]), behaviour, **near)
+
+
+def test_vllms_order(model, capsys):
+    """The first token's behaviour log-prob is over the entries that vLLM's order keeps."""
+    rules = ["--temperature", 2, "--top-p", 0.8, "--min-p", 0.3, "--order", "vllm", "--max-new-tokens", 1]
+    assert sample(model, "--prompt", "abc", *rules, "--json", "-") == 0
+    summary = told(capsys)
+    assert summary["options"]["order"] == "vllm"
+    (token,) = summary["sequences"][0]["tokens"]
+    ids = AutoTokenizer.from_pretrained(model)("abc")["input_ids"]
+    with torch.no_grad():
+        z = micro_model(initializer_range=0.3).eval()(torch.tensor([ids])).logits[0, -1:].double()
+    kept = vllm_kept(z / 2, 0, 0.8, 0.3).log_softmax(-1)
+    assert token["behaviour_logprob"] == pytest.approx(float(kept[0, token["id"]]), abs=1e-4)
 
 
 def test_seeds_and_batches(model, capsys):

@@ -1,6 +1,7 @@
 """`logitless train` from its command line: options, the summary, and one line for bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,18 @@ def test_a_run_and_its_summary(micro, tmp_path, capsys):
         "memory_budget_bytes": 2**28,
         "threshold_bytes": 2**28,
     }
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_names_with_line_breaks_stay_on_their_lines(micro, tmp_path, monkeypatch, capsys):
+    """The run is called after its model: in the title, and in the last line, which says where everything lies."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(micro.model.parent, "[bold]two\nlines")
+    given = ["--data", str(micro.data), "--context-length", "32", "--max-steps", "1", "--device", "cpu"]
+    assert main(["train", "--model", "[bold]two\nlines/config.json", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("[bold]two\\nlines/config.json: 0.0 M parameters, 1 step") for line in lines)
+    assert lines[-1].startswith("in runs/[bold]two\\nlines: ")
 
 
 def test_memory_has_one_unit(capsys):

@@ -28,6 +28,8 @@ RULES = {
     "min_p": {"min_p": 0.02},
     "min_p far": {"min_p": 0.001, "temperature": 3.0},
     "together": {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3, "keep": 30},
+    "vLLM's order": {"top_p": 0.9, "min_p": 1e-4, "temperature": 3.0, "order": "vllm"},
+    "vLLM's order together": {"top_k": 90, "top_p": 0.9, "min_p": 0.05, "keep": 2, "order": "vllm"},
     "top_p of a top_k": {"top_k": 90, "top_p": 0.9, "keep": 2},
 }
 
@@ -68,7 +70,7 @@ def compare(hidden, head, noise, tolerance, **options):
     return record
 
 
-FAST = ("warm", "greedy", "top_p far", "together")
+FAST = ("warm", "greedy", "top_p far", "together", "vLLM's order")
 
 
 @pytest.mark.parametrize(

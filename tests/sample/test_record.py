@@ -125,6 +125,7 @@ def test_a_record_without_best_entries(drawn):
         ({"min_p": -0.1}, OptionError, "min_p"),
         ({"min_p": 1.1}, OptionError, "min_p"),
         ({"top_k": -1}, OptionError, "top_k"),
+        ({"order": "min_p"}, OptionError, "order: expected 'transformers' or 'vllm', got 'min_p'"),
         ({"temperature": -1.0}, OptionError, "greedy"),
         ({"temperature": math.inf}, OptionError, "greedy"),
         ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, OptionError, "greedy"),

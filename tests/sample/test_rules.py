@@ -11,6 +11,8 @@ V = 9_001
 RULES = [
     {"top_p": 1e-9}, {"top_p": 0.3}, {"top_p": 0.95}, {"top_p": 1 - 1e-9}, {"min_p": 0.01}, {"min_p": 1.0},
     {"top_p": 0.9, "min_p": 1e-3}, {"top_p": 0.5, "min_p": 1e-6}, {"top_k": 700}, {"top_k": 700, "top_p": 0.9},
+    {"top_p": 0.9, "min_p": 1e-3, "order": "vllm"}, {"top_p": 0.5, "min_p": 1e-6, "order": "vllm"},
+    {"top_k": 700, "top_p": 0.9, "min_p": 1e-3, "order": "vllm"},
 ]  # fmt: skip
 ROWS = {
     "flat": lambda: torch.randn(V),

@@ -29,6 +29,10 @@ RULES = {
     "min_p far": {"min_p": 1e-4, "temperature": 2.0},
     "min_p of one": {"min_p": 1.0},
     "all": {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3, "keep": V},
+    "vLLM's order": {"top_p": 0.8, "min_p": 0.05, "order": "vllm"},
+    "vLLM's order far": {"top_p": 0.9, "min_p": 1e-4, "temperature": 2.0, "order": "vllm"},
+    "vLLM's order of all": {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3, "order": "vllm"},
+    "vLLM's order without min_p": {"top_p": 0.8, "temperature": 2.0, "order": "vllm"},
 }
 HEADS = {
     "plain": {},
@@ -53,10 +57,27 @@ def test_every_rule(rules, budget):
     compare(*problem(), some_noise((N,)), 1e-10, memory_budget=budget, **rules)
 
 
-@pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001}])
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001},
+    {"top_p": 0.9, "min_p": 0.001, "order": "vllm"}, {"top_p": 0.9, "min_p": 0.1, "order": "vllm"},
+])  # fmt: skip
 def test_a_top_k_beyond_what_is_retained(rules, monkeypatch):
     monkeypatch.setattr("logitless.algebra.rules.MOST_RETAINED", 16)
     compare(*problem(), some_noise((N,)), 1e-10, top_k=90, temperature=1.5, keep=2, **rules)
+
+
+def test_the_orders_differ_in_what_top_p_is_a_share_of():
+    hidden, head = problem()
+    rules = {"top_p": 0.8, "min_p": 0.05, "noise": some_noise((N,))}
+    theirs, vllms = (ll.sample_tokens(hidden, head, order=order, **rules) for order in ("transformers", "vllm"))
+    assert (vllms.n_kept <= theirs.n_kept).all()
+    assert (vllms.n_kept < theirs.n_kept).any()
+    for alone in ({"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 9, "min_p": 0.05}, {"top_k": 9, "top_p": 0.8}):
+        a, b = (
+            ll.sample_tokens(hidden, head, order=order, noise=rules["noise"], **alone)
+            for order in ("transformers", "vllm")
+        )
+        assert torch.equal(a.n_kept, b.n_kept)
+        assert torch.equal(a.behaviour_logprob, b.behaviour_logprob)
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)

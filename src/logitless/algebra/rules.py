@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import OptionError
 
 Array = Any
+Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
 
@@ -18,15 +19,16 @@ MOST_RETAINED = 1024
 class Rules:
     """Which entries may be drawn: a prefix of the entries sorted by logit, equal ones by id. At least one.
 
-    top_k: that many, 0 is all. top_p: as long as those before have less than this share of what top_k left (Holtzman
-    et al., arXiv 1904.09751). min_p: those with at least this share of the best one's probability (Nguyen et al.,
-    arXiv 2407.01082). The order of transformers: temperature, top_k, top_p, min_p; vLLM applies min_p before top_k and
-    top_p, whose share is then of what min_p left, so that it keeps the same entries or fewer.
+    top_k: that many, 0 is all. top_p: as long as those before have less than this share (Holtzman et al., arXiv
+    1904.09751). min_p: those with at least this share of the best one's probability (Nguyen et al., arXiv 2407.01082).
+    order: all come after the temperature, in the order top_k, top_p, min_p of transformers or min_p, top_k, top_p of
+    vLLM. Each keeps a prefix, so that all it decides is what top_p's share is of: what top_k left, or it and min_p.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    order: Order = "transformers"
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
@@ -35,11 +37,18 @@ class Rules:
             raise OptionError(f"top_p: expected a share in 0 < p ≤ 1, 1 for all entries, got {self.top_p!r}")
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p: expected a share in 0..1, 0 for all entries, got {self.min_p!r}")
+        if self.order not in get_args(Order):
+            raise OptionError(f"order: expected {' or '.join(map(repr, get_args(Order)))}, got {self.order!r}")
 
     @property
     def none(self) -> bool:
         """Whether every entry may be drawn."""
         return not self.top_k and self.top_p == 1 and not self.min_p
+
+    @property
+    def min_p_first(self) -> bool:
+        """Whether top_p's share is of what min_p left."""
+        return self.order == "vllm" and self.min_p > 0
 
     def retained(self, keep: int, vocab_size: int) -> int:
         """How many of the best entries to hold: mostly the rules end, or the drawn token lies, among them."""
@@ -50,26 +59,38 @@ class Rules:
 
         xp: the array namespace; wide: the dtype in which shares are added up.
         """
-        keep = x > -math.inf
-        if self.top_k:
-            top_k = min(self.top_k, x.shape[1])  # of any size, which integers of arrays are not
-            keep = keep & (xp.cumsum(keep, 1) <= top_k)
-            best = x[:, :1]
-            logsumexp = best[:, 0] + xp.log(xp.exp(x[:, :top_k] - best).sum(1))
+        keep = self._before_top_p(x, xp)
         if self.top_p < 1:
+            if self.top_k or self.min_p_first:
+                best = x[:, :1]
+                logsumexp = best[:, 0] + xp.log(xp.where(keep, xp.exp(x - best), 0.0).sum(1))
             p = xp.exp(xp.asarray(x - logsumexp[:, None], dtype=wide))
             keep = keep & (xp.cumsum(p, 1) - p < self.top_p)
         if self.min_p:
-            keep = keep & (x >= x[:, :1] + math.log(self.min_p))
+            keep = keep & self.near_best(x, x[:, :1])
         return keep.sum(1)
 
-    def decided(self, n_kept: Array, retained: int, vocab_size: int) -> Array:
-        """Whether `kept_of` the top `retained` entries is that of whole rows, (n,) bool."""
+    def decided(self, x: Array, n_kept: Array, vocab_size: int, xp: Any) -> Array:
+        """Whether `kept_of` x, the best entries of each row, is that of whole rows, (n,) bool."""
+        retained = x.shape[1]
         if retained >= min(self.top_k or vocab_size, vocab_size):
             return n_kept >= 0
-        if self.top_k and self.top_p < 1:  # a share of a sum that reaches further
-            return n_kept < 0
+        if self.top_p < 1 and (self.top_k or self.min_p_first):  # a share of a sum that may reach further
+            return self._before_top_p(x, xp).sum(1) < retained
         return n_kept < retained
+
+    def near_best(self, x: Array, best: Array) -> Array:
+        """Which scaled logits min_p leaves."""
+        return x >= best + math.log(self.min_p)
+
+    def _before_top_p(self, x: Array, xp: Any) -> Array:
+        """Which of the sorted scaled logits top_p takes its share of."""
+        keep = x > -math.inf
+        if self.top_k:  # of any size, which integers of arrays are not
+            keep = keep & (xp.cumsum(keep, 1) <= min(self.top_k, x.shape[1]))
+        if self.min_p_first:
+            keep = keep & self.near_best(x, x[:, :1])
+        return keep
 
 
 def _is_number(x: object) -> bool:

@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> AlignConfig:
 def _grade(arguments: Sequence[str]) -> int:
     """The same for the methods that differentiate through tokens, and those that they are compared with."""
     config = parse_grade(arguments)
-    check_inputs(config.model, "align", config.data)
+    check_inputs(config.model, "align", config.data, others={"reward-model": config.reward_model})
     from ..workbench.grade.run import run, show
     from .screen import Screen  # below, so that --help needs no torch
 

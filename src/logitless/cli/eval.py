@@ -19,7 +19,7 @@ it is started again with the same options; torchrun shares the work among ranks.
 def main(arguments: Sequence[str]) -> int:
     """Reads the options, evaluates, shows the summary."""
     config = options.parse(EvalConfig, prog="logitless eval", description=DESCRIPTION, arguments=arguments).check()
-    check_inputs(config.model, "evaluate", config.data)
+    check_inputs(config.model, "evaluate", config.data, others={"against": config.against})
     from ..workbench.evaluation.report import show
     from ..workbench.evaluation.run import run
     from .screen import Screen  # below, so that --help needs no torch

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ..errors import DataError, OptionError
 from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
-from ..workbench.sources.model import check_model
+from ..workbench.sources.model import check_model, said_of
 
 
-def check_inputs(model: str, wish: str | None = None, data: str | None = None, teacher: str | None = None) -> None:
+def check_inputs(
+    model: str,
+    wish: str | None = None,
+    data: str | None = None,
+    teacher: str | None = None,
+    others: Mapping[str, str | None] = MappingProxyType({}),
+) -> None:
     """DataError, ConfigError for a path that is not there; `wish`: what the model's weights are for.
 
-    The default models are trained where they are not there.
+    The default models are trained where they are not there. others: further models with weights, by their options.
     """
     for option, path in (("data", data), ("teacher", teacher)):
         if path is not None and not Path(path).exists():
             raise DataError(f"--{option} {path}: no such file or directory")
     if model not in (DEFAULT_MODEL, SMALL_MODEL) or Path(model).exists():
         check_model(model, wish)
+    for option, other in others.items():
+        if other is not None:
+            with said_of(option):
+                check_model(other, "compare with" if option == "against" else "reward with")
 
 
 def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:

@@ -22,7 +22,7 @@ import tyro
 from ..errors import OptionError
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table
-from ..workbench.runs.rundir import RUN_FILE, stored
+from ..workbench.runs.rundir import RUN_FILE, check_no_runs, check_own, stored
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
@@ -120,8 +120,11 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
         base = read_file(given.config, base)
     options = over(base)
     check_trusted(options, on_the_line)
-    read = ("model", "reward_model", "data", "teacher", "config")
-    check_outputs({"json": options.json}, {name: getattr(options, name, None) for name in read})
+    check_outputs({"json": options.json}, options.inputs())
+    if (place := options.resume or options.output_dir) is not None:
+        check_own(options, place)
+    if options.json is not None:
+        check_no_runs(options.json)
     return options
 
 

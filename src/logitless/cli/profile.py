@@ -76,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     check_outputs(outputs, {"model": config.model})
     budget = budget_bytes(config.memory_budget)
     from ..models.catalog import shape_of
+
+    parameters = shape_of(config.model).parameters  # a model that is not there is refused before torch is imported
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
     from ..workbench.profile.measure import measure
     from ..workbench.profile.savings import CHANGES, chosen, savings
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
     same = {field.name for field in fields(Step)} - {"memory_budget"}
     step = Step(**{name: getattr(config, name) for name in same}, memory_budget=budget).check()
-    names, parameters = chosen(tuple(chain.from_iterable(config.savings))), shape_of(config.model).parameters
+    names = chosen(tuple(chain.from_iterable(config.savings)))
     measured = None
     with working(Screen(stderr=True)) as tell:
         recordings = both(step, tell)
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     title = tables.headline(step, parameters)
 
     def show(console: Console) -> None:
-        console.print(f"[bold]{title}[/bold]", highlight=False)
+        console.print(title, style="bold", highlight=False, markup=False)
         recording_tables.show(recordings, step.loss, console, config.units)
         if names:
             tables.show_savings(found, base, console, config.units)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.rules import Rules
+from ..algebra.rules import Order, Rules
 from ..errors import NotFiniteError, OptionError, ShapeError
 from .call import Call, Options
 from .head import LMHead
@@ -37,6 +37,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    order: Order = "transformers",
     keep: int = 10,
     forbidden: tuple[int, ...] = (),
     memory_budget: int | None = None,
@@ -53,8 +54,9 @@ def sample_tokens(
     its logits: the same token whatever the slices, the batch's order or the devices, and the same as torch's
     `logitless.sample_tokens` draws; or a `jax.random` key, for a seed of each token's own; needed unless temperature is
     the number 0. temperature: 0 for the argmax (the lowest id of equal ones), or more; a number or an array that
-    broadcasts to (...). top_k (0 is all), top_p, min_p: exact, in that order, known before tracing, as is keep: how
-    many of the top entries the record holds, and forbidden: ids whose logits are -inf. axis_name: as in `token_stats`.
+    broadcasts to (...). top_k (0 is all), top_p, min_p: exact, in that order, or in "vllm"'s order min_p, top_k,
+    top_p; known before tracing, as is keep: how many of the top entries the record holds, and forbidden: ids whose
+    logits are -inf. axis_name: as in `token_stats`.
     No gradient.
     Price: one GEMM. A token whose kept entries may reach past the top 64 (or top_k, or keep, 1,024 of top_k at most)
     has all of its entries looked at again, with no GEMM: nothing is approximate.
@@ -64,7 +66,7 @@ def sample_tokens(
     Memory: the logits of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]
-    rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p)
+    rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p, order)
     options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
     call = _sampling_call(hidden, head, options, rules, keep)
     call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))

@@ -239,9 +239,8 @@ class Draw:
 
     def _among(self, rules: Rules, log_sum: Tensor, budget: int) -> Drawn:
         """Drawn under the rules."""
-        token, n_kept, mass = self._among_top(rules, log_sum)
-        open_ = ~rules.decided(n_kept, self.rows.top_ids.shape[1], self.rows.size)
-        for rows in open_.nonzero().squeeze(1).split(max(1, budget // (LOOKED_AT * self.rows.size))):
+        token, n_kept, mass, decided = self._among_top(rules, log_sum)
+        for rows in (~decided).nonzero().squeeze(1).split(max(1, budget // (LOOKED_AT * self.rows.size))):
             if rows.numel():
                 each = [rules.kept(x, total) for x, total in zip(self._whole(rows), log_sum[rows], strict=True)]
                 kept, n_kept[rows], mass[rows] = (torch.stack(part) for part in zip(*each, strict=True))
@@ -255,16 +254,17 @@ class Draw:
             x = self._scaled(z, some)
             yield from x.masked_fill_(z <= MASK, -math.inf) if self.rows.may_be_infinite else x
 
-    def _among_top(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(token, n_kept, log_kept_mass) where the rules end among the best entries."""
+    def _among_top(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(token, n_kept, log_kept_mass) where the rules end among the best entries, and whether they do."""
         values, ids = self.rows.top_logits, self.rows.top_ids
         x = self._scaled(values.clamp(min=MASK)).masked_fill_(values <= MASK, -math.inf)
         n_kept = rules.prefix(x, log_sum)
+        decided = rules.decided(x, n_kept, self.rows.size, torch)
         most = int(n_kept.max())
         x, ids = x[:, :most], ids[:, :most]
         x = x.masked_fill(torch.arange(most, device=x.device) >= n_kept[:, None], -math.inf)
         where = (x + self.retained[:, :most]).argmax(1, keepdim=True)
-        return ids.gather(1, where)[:, 0], n_kept, x.logsumexp(1) - log_sum
+        return ids.gather(1, where)[:, 0], n_kept, x.logsumexp(1) - log_sum, decided
 
 
 def rows_at_a_time(z: Tensor) -> int:

@@ -43,13 +43,14 @@ class Rules(rules.Rules):
         if not self.min_p:
             entries, mass = _nucleus(x, p, self.top_p)
             return Kept(entries, entries.count_nonzero(), mass.to(p.dtype).log())
-        entries = x >= x.amax() + math.log(self.min_p)
+        entries = self.near_best(x, x.amax())
         if self.top_p < 1:
-            entries &= _nucleus(x, p, self.top_p)[0]
+            whole = (p * entries).sum(dtype=torch.float64) if self.min_p_first else 1.0
+            entries &= _nucleus(x, p, self.top_p * whole)[0]
         return Kept(entries, entries.count_nonzero(), (p * entries).sum().log())
 
 
-def _nucleus(x: Tensor, p: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def _nucleus(x: Tensor, p: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
     """The entries, best first, before which there is less than `share` of p; and how much of it they have."""
     bins = x.abs().bfloat16().view(torch.int16)  # bits are in the order of their numbers
     shares = p.new_zeros(NOTHING + 1, dtype=torch.float64)

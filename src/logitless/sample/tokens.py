@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price
+from ..algebra.rules import Order
 from ..errors import OptionError, ShapeError
 from ..vocab.face import (
     Call,
@@ -40,6 +41,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    order: Order = "transformers",
     keep: int = 10,
     generator: torch.Generator | None = None,
     noise: Noise | None = None,
@@ -54,7 +56,8 @@ def sample_tokens(
         token = torch.multinomial(p, 1)
 
     temperature: 0 for the best entry (the lowest id of equal ones), or more; a number or a tensor that broadcasts to
-    (...). top_k (0 is all), top_p, min_p: exact, in that order. keep: how many of the best entries the record holds.
+    (...). top_k (0 is all), top_p, min_p: exact, in that order; with order="vllm" min_p comes first, so that top_p's
+    share is of what it left. keep: how many of the best entries the record holds.
     The token is the best of z / temperature + Gumbel noise, noise that depends on nothing but a sequence's own seed, a
     position and a vocabulary id: noise: Noise(seeds, positions), so that no slice, batch order or rank changes a
     token; without it, a seed for each token is drawn from `generator`. Of a head that is sharded over ranks every rank
@@ -66,7 +69,7 @@ def sample_tokens(
     Memory: whole rows of a few tokens within the budget (256 MiB unless given, up to 1 GiB on a GPU), or of one; then
     O(N·keep).
     """
-    rules = on_all(head, lambda: Rules(top_k, top_p, min_p))
+    rules = on_all(head, lambda: Rules(top_k, top_p, min_p, order))
     return draw_tokens(
         hidden,
         head,
@@ -108,7 +111,7 @@ def draw_tokens(
     call, temperatures, (seeds, positions), record = on_all(head, arguments)
     call, budget = _halved(call, rules.retained(keep, head.rows))
     if head.shard is not None:
-        options = (rules.top_k, float(rules.top_p), float(rules.min_p), keep, noise is None, change is None)
+        options = (*_written(rules), keep, noise is None, change is None)
         stand_in(call).agree(f"sample {options}", temperatures, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
@@ -122,6 +125,11 @@ def draw_tokens(
             record = record.map(lambda x: x.new_empty((call.n_tokens, *x.shape[1:])))
         record.write(rows, part)
     return record.reshape(*hidden.shape[:-1])
+
+
+def _written(rules: Rules) -> tuple[int, float, float, str]:
+    """The rules as every rank writes them, whatever kinds of numbers it was given."""
+    return rules.top_k, float(rules.top_p), float(rules.min_p), rules.order
 
 
 def _halved(call: Call, retained: int) -> tuple[Call, int]:

@@ -44,12 +44,7 @@ def recorded(
     and for rows that the kernels do not read.
     """
     if not suits(chunk) or found.top_logits is None or found.top_ids is None:
-        if capturing(found.totals.m):
-            got = f"{chunk.inputs.hidden.dtype} and {chunk.policy.head.weight.dtype}"
-            raise OptionError(
-                "sample_tokens: a CUDA graph wants hidden states and head of one dtype, not float64, whole on this "
-                f"device, got {got}; cast one, or sample outside of the graph"
-            )
+        _refuse_in_graph(chunk, found)
         return None
     totals, top_logits, top_ids = found.totals, found.top_logits, found.top_ids
     width, n_topk = chunk.materialised[0].z.shape[1], top_logits.shape[1]
@@ -62,9 +57,12 @@ def recorded(
     temperature = temperature.contiguous()
     with on_device(top_logits.device):
         look = _Look(chunk, totals.m, temperature, noise, top_logits, top_ids, rules.none)
-    kept = None if rules.none else _kept(rules, top_logits, totals.m, temperature, look.sums)
-    if looks and kept is not None and not bool((rules.decided(kept, n_topk, width) | (temperature == 0)).all()):
-        return None
+    kept = None
+    if not rules.none:
+        x = (top_logits - totals.m[:, None]) / torch.where(temperature == 0, 1.0, temperature)[:, None]
+        kept = rules.prefix(x, look.sums.sum(1).log())
+        if looks and not bool((rules.decided(x, kept, width, torch) | (temperature == 0)).all()):
+            return None
     with on_device(top_logits.device):
         whole, real, shown = look.tokens(kept, keep)
     if not capturing(top_logits):
@@ -86,10 +84,13 @@ def recorded(
     )
 
 
-def _kept(rules: Rules, top_logits: Tensor, m: Tensor, temperature: Tensor, sums: Tensor) -> Tensor:
-    """How many of the best entries the rules keep, (n,)."""
-    x = (top_logits - m[:, None]) / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    return rules.prefix(x, sums.sum(1).log())
+def _refuse_in_graph(chunk: Chunk, found: Accumulated) -> None:
+    if capturing(found.totals.m):
+        got = f"{chunk.inputs.hidden.dtype} and {chunk.policy.head.weight.dtype}"
+        raise OptionError(
+            "sample_tokens: a CUDA graph wants hidden states and head of one dtype, not float64, whole on this "
+            f"device, got {got}; cast one, or sample outside of the graph"
+        )
 
 
 class _Look:

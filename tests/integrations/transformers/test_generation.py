@@ -17,6 +17,7 @@ from logitless.models.positions import scale
 from logitless.sample.record import names
 from tests.support.allocations import trace_allocations
 from tests.support.integrations.tiny import WIDTH
+from tests.support.sample.dense import vllm_kept
 
 V = 97
 SMALL = {**WIDTH, "vocab_size": V, "initializer_range": 0.5}
@@ -79,6 +80,9 @@ def test_sampling_follows_the_generation_config():
     logp = scores.log_softmax(-1).view(3, 6, V).gather(-1, first.ids[:, 5:, None])[..., 0]
     torch.testing.assert_close(first.record.behaviour_logprob, logp, rtol=1e-3, atol=1e-3)
     assert torch.equal(first.record.n_kept.flatten().long(), (scores > -math.inf).sum(-1))
+    vllms = generate(model, PROMPTS, max_new_tokens=1, seeds=seeds, keep=V, order="vllm", **{**rules, "min_p": 0.1})
+    kept = vllm_kept(z.view(3, 6, V)[:, 0].double() / 0.7, 20, 0.8, 0.1)
+    assert torch.equal(vllms.record.n_kept[:, 0].long(), (kept > -math.inf).sum(-1))
     order = torch.tensor([2, 0, 1])
     again = generate(
         model, {k: x[order] for k, x in PROMPTS.items()}, max_new_tokens=6, seeds=seeds[order], keep=0, **rules
@@ -307,6 +311,12 @@ def test_memory_holds_no_row_per_step():
         ({"top_p": 0.0, "do_sample": True}, OptionError, "0 < p ≤ 1"),
         ({"top_p": 1.5, "do_sample": True}, OptionError, "0 < p ≤ 1"),
         ({"generation_config": t.GenerationConfig(min_p=2.0)}, OptionError, "min_p"),
+        ({"order": "first"}, OptionError, "order: expected 'transformers' or 'vllm'"),
+        (
+            {"do_sample": True, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.6, "order": "vllm"},
+            OptionError,
+            "got TypicalLogitsWarper last",
+        ),
         ({"temperature": 0.0, "do_sample": True}, OptionError, "do_sample=False is greedy"),
         ({"logits_processor": [lambda ids, z: z * math.nan]}, NotFiniteError, "logits processors"),
         ({"logits_processor": [lambda ids, z: z[:, 1:]]}, ShapeError, "(3, 97)"),

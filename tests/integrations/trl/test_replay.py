@@ -6,12 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from transformers.generation.logits_process import TopPLogitsWarper
+from transformers.generation.logits_process import MinPLogitsWarper, TopPLogitsWarper
 
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl import replay
 from logitless.integrations.trl.trainers import install, uninstall
 from tests.support.integrations.trl import runs
+from tests.support.sample.dense import vllm_kept
 
 TOP_P = 0.6
 
@@ -58,6 +59,19 @@ def test_on_policy_the_ratio_to_the_sampler_is_one(trainer):
     assert 0 <= metrics["sampling/k3"][-1] < 1e-6
     (scored,) = trainer._compute_loss.__self__.scored
     torch.testing.assert_close((scored[:, -valid.shape[1] :][valid] - sampled).exp(), torch.ones(int(valid.sum())))
+
+
+def test_vllms_order_of_sampling(place):
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P, min_p=0.3)
+    install(trainer, replay=True, order="vllm")
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    z = dense(trainer, batch)[0].detach()
+    over = vllm_kept(z.flatten(0, 1).double(), 0, TOP_P, 0.3).log_softmax(-1).view_as(z)
+    sampled = batch["sampling_per_token_logps"][valid]
+    torch.testing.assert_close(sampled.double(), chosen(over, batch)[valid], rtol=0, atol=2e-6)
+    theirs = MinPLogitsWarper(0.3)(None, dense(trainer, batch)[1].flatten(0, 1)).log_softmax(-1).view_as(z)
+    assert (chosen(theirs, batch)[valid] - sampled).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -172,6 +186,8 @@ def test_what_cannot_be_replayed_is_refused(place, made, options, message):
         install(made(place), replay=True, **options)
     with pytest.raises(OptionError, match="corrected: expected replay"):
         install(runs.grpo(place), corrected=True)
+    with pytest.raises(OptionError, match="order: expected replay, which does the sampling, with 'vllm'"):
+        install(runs.grpo(place), order="vllm")
 
 
 def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monkeypatch):

@@ -19,7 +19,9 @@ RULES = [
     {"top_p": 0.9},
     {"top_k": 70, "top_p": 0.5},
     {"top_k": 10**20, "top_p": 0.3},
+    {"top_k": 700, "top_p": 0.9, "min_p": 1e-2, "order": "vllm"},
     {"top_p": 0.999, "min_p": 1e-4},
+    {"top_p": 0.9, "min_p": 1e-3, "order": "vllm"},
     {"top_p": 1e-9},
 ]
 

@@ -1,6 +1,7 @@
 """Records from whole rows of logits in float64: what `sample_tokens` is held against."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ def some_noise(lead: tuple[int, ...]) -> Noise:
     return Noise(torch.randint(2**62, lead), torch.randint(100, lead))
 
 
-def kept_mask(z: Tensor, temperature: Tensor, rules: dict[str, float]) -> tuple[Tensor, Tensor]:
+def kept_mask(z: Tensor, temperature: Tensor, rules: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(logits divided by temperature, the same with what is not kept at -inf), row by row, in plain Python."""
     top_k, top_p, min_p = int(rules.get("top_k", 0)), rules.get("top_p", 1.0), rules.get("min_p", 0.0)
     x = z / temperature[:, None]
+    if rules.get("order") == "vllm":
+        return x, vllm_kept(x, top_k, top_p, min_p)
     out = torch.full_like(x, -math.inf)
     for n in range(x.shape[0]):
         order = sorted(range(x.shape[1]), key=lambda v: (-float(z[n, v]), v))
@@ -34,15 +37,31 @@ def kept_mask(z: Tensor, temperature: Tensor, rules: dict[str, float]) -> tuple[
     return x, out
 
 
+def vllm_kept(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The same by the steps of vLLM's sampler as its documentation has them: min_p, then top_k, then top_p.
+
+    Each masks with -inf what it does not keep, and the next one's probabilities are the softmax of what is left.
+    """
+    p = x.softmax(1)
+    x = x.masked_fill(p < min_p * p.amax(1, keepdim=True), -math.inf)
+    best, order = x.sort(dim=1, descending=True, stable=True)
+    if top_k:
+        best[:, top_k:] = -math.inf
+    if top_p < 1:
+        p = best.softmax(1)
+        best = best.masked_fill(p.cumsum(1) - p >= top_p, -math.inf)
+    return torch.full_like(x, -math.inf).scatter_(1, order, best)
+
+
 def dense_record(
     hidden: Tensor,  # (N, H)
     head: ll.LMHead,
     noise: Noise,
     temperature: float | Tensor = 1.0,
     keep: int = 10,
-    **rules: float,
+    **rules: Any,
 ) -> dict[str, Tensor]:
-    """Every field of the record by name; rules: top_k, top_p, min_p."""
+    """Every field of the record by name; rules: top_k, top_p, min_p, order."""
     return record_of(dense_logits(hidden.double(), head), noise, temperature, keep, **rules)
 
 
@@ -51,7 +70,7 @@ def record_of(
     noise: Noise,
     temperature: float | Tensor = 1.0,
     keep: int = 10,
-    **rules: float,
+    **rules: Any,
 ) -> dict[str, Tensor]:
     """The same from whole rows of logits."""
     heat = torch.as_tensor(temperature, dtype=torch.float64).expand(z.shape[0])

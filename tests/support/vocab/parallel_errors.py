@@ -113,7 +113,7 @@ def unlike_samples(group: Any) -> None:
     def draw(*message: str, **options: Any) -> None:
         refused(group, lambda: ll.sample_tokens(hidden, mine(group), **options), *message)
 
-    for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.1}.items():
+    for name, value in {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "order": "vllm"}.items():
         draw("the same options", **({name: value} if last else {}))
     draw("the same options", keep=2 + last)
     draw("the same options", noise=relax.Noise(seeds, positions) if last else None)

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from rich.console import Console
 
 from logitless.workbench.align.run import run as align
 from logitless.workbench.common.files import read_lines
+from logitless.workbench.common.lock import acquire
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run as evaluate
 from logitless.workbench.runs.rundir import RUN_FILE, stored
@@ -26,12 +30,30 @@ RUNS = {"train": sft.run, "align": align, "score": run, "eval": evaluate}
 
 def killed(after: int | str, config: ScoreConfig | EvalConfig) -> int:
     """The exit status of a run that ends after so many parts, or in the "merge"; "never": at its end."""
-    return _ended(_run, after, config)
+    return _ended(_run, after, config)[0]
 
 
 def killed_after(seconds: float, command: str, config: Any) -> int:
     """The exit status of a command's run that is killed so long after it has begun, if it does not end before."""
-    return _ended(_begin, command, config, after=seconds)
+    return _ended(_begin, command, config, after=seconds)[0]
+
+
+def undisturbed(command: str, config: Any) -> float:
+    """The seconds of a command's run, from the moment on from which `killed_after` counts."""
+    status, seconds = _ended(_begin, command, config)
+    assert status == 0
+    return seconds
+
+
+@contextmanager
+def locked_by_another(place: Path) -> Iterator[int]:
+    """The id of a process that has the lock of a directory while this lasts; it ends by a kill."""
+    held = FORKED.Event()
+    process = begin(_hold, held, place)
+    assert held.wait(60)
+    yield process.pid or 0
+    process.kill()
+    process.join()
 
 
 def goes_on(place: Path, config: Any) -> Any:
@@ -57,14 +79,22 @@ def _untimed(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in timed}
 
 
-def _ended(work: Any, *arguments: Any, after: float | None = None) -> int:
+def _ended(work: Any, *arguments: Any, after: float | None = None) -> tuple[int, float]:
     begun = FORKED.Event()
     process = begin(work, begun, *arguments)
     begun.wait(120)
+    start = time.perf_counter()
     process.join(120 if after is None else after)
+    seconds = time.perf_counter() - start
     process.kill()
     process.join()
-    return process.exitcode
+    return process.exitcode or 0, seconds
+
+
+def _hold(held: Any, place: Path) -> None:
+    assert acquire(place)
+    held.set()
+    time.sleep(60)
 
 
 def _begin(begun: Any, command: str, config: Any) -> None:

@@ -49,6 +49,7 @@ class TestOptions:
             ({"min_p": 1.5}, "--min-p must be in 0..1"),
             ({"top_p": 0.9, "exact_kl": True}, "got them with --exact-kl, which is of the whole vocabulary"),
             ({"min_p": 0.1, "method": "dpo"}, "got them with --method dpo"),
+            ({"order": "vllm"}, "--order vllm is of --top-p and --min-p"),
             ({"self_certainty_weight": 0.0}, "leaves intuitor without a reward"),
             ({"resume": Path("a"), "output_dir": Path("b")}, "leave out --output-dir"),
         ],
@@ -181,6 +182,7 @@ class TestData:
         assert train
         assert held
         assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
+        assert len(rows_of(config(path), tokenizer, 2)[0]) == 2  # what a single step needs, beside those held out
 
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory", "splits"])
     def test_tables_of_prompts(self, tokenizer, tmp_path, kind):

@@ -13,9 +13,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
-from logitless.errors import ConfigError, OptionError
+from logitless.errors import ConfigError, DataError, OptionError
 from logitless.workbench.align import run as align
 from logitless.workbench.align.config import METHODS, AlignConfig
+from logitless.workbench.align.data import load, save
 from logitless.workbench.align.run import run
 from logitless.workbench.align.trainers import trainer_of
 from logitless.workbench.common.files import read_lines
@@ -298,6 +299,10 @@ def test_a_reward_that_is_not_a_number_ends_the_run(start, tmp_path, monkeypatch
         ({"prompt_length": 60}, OptionError, "positions up to 64"),
         ({"report_to": "trackio"}, OptionError, "--report-to trackio needs it installed"),
         ({"rewards": "no_such:f"}, OptionError, "No module named 'no_such'"),
+        *(
+            ({"method": method, "batch_size": 2**14}, DataError, "a step needs 8192 prompts .* got [0-9]+ beside")
+            for method in ("intuitor", "grpo", "rloo")
+        ),
     ],
 )
 def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
@@ -307,6 +312,16 @@ def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
     with pytest.raises(error, match=message) as caught:
         run(replace(start, output_dir=tmp_path / "run", **options), QUIET)
     assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_a_run_with_fewer_prompts_than_a_step_of_more_ranks_is_not_resumed(start, finished, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    train, held = load(place / "rows.jsonl")
+    save(place / "rows.jsonl", train[:1], held)
+    with pytest.raises(DataError, match=r"a step needs 2 prompts .* got 1 beside those held out"):
+        run(replace(stored(place, start), resume=place, max_steps=10), QUIET)
 
 
 def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):

@@ -136,6 +136,12 @@ def test_outputs_that_are_inputs_or_each_other_are_refused(tmp_path):
     assert names(tmp_path) == ["corpus", "link", "new", "text.txt"]
 
 
+def test_standard_output_is_for_json_alone():
+    check_outputs({"json": Path("-")})
+    with pytest.raises(OptionError, match="--documents -: expected a file to write; --json alone takes -"):
+        check_outputs({"json": None, "documents": Path("-")})
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     (tmp_path / "file").touch()
     for path, message in [

@@ -278,6 +278,23 @@ def test_a_document_without_numbers_in_the_other_model_is_reported(micro, tmp_pa
     assert math.isfinite(summary["compared"]["kl"])
 
 
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("json", "summary.json"),
+        ("json", "tokens.parquet.parts/x"),
+        ("data", "documents.jsonl"),
+        ("against", "page.html"),
+    ],
+)
+def test_nothing_else_is_among_what_is_written(micro, tmp_path, option, name):
+    given = options(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "e")
+    place = tmp_path / "e" / name
+    with pytest.raises(OptionError, match=f"--{option} .* is among what the run itself writes into"):
+        run(replace(given, **{option: place if option == "json" else str(place)}))
+    assert not (tmp_path / "e").exists()
+
+
 def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:2: empty"):

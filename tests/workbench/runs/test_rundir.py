@@ -121,6 +121,31 @@ def test_a_new_run_replaces_nothing(name):
     assert claim(TrainConfig(), "tiny") == Path("runs/tiny-2")
 
 
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "run.json", "checkpoint-5", "model", "prompts.jsonl", "model/x.json"]
+)
+def test_json_is_not_among_what_the_run_writes(name):
+    with pytest.raises(OptionError, match=rf"--json run/{name} is among what the run itself writes into run"):
+        claim(TrainConfig(output_dir=Path("run"), json=Path("run", name)), "any")
+    assert not Path("run").exists()
+    assert claim(TrainConfig(json=Path("runs/tiny", name)), "tiny") == Path("runs/tiny-2")
+    claim(TrainConfig(output_dir=Path("run"), json=Path("run/results.json")), "any")
+
+
+@pytest.mark.parametrize("place", ["run", "link"])
+@pytest.mark.parametrize("option", ["model", "data", "teacher"])
+def test_inputs_are_never_among_what_is_replaced(option, place):
+    """Nor where a killed run has left its lock, so that what lies there might be its own."""
+    Path("run").mkdir()
+    Path("run/run.lock").touch()
+    Path("run/model").symlink_to("../elsewhere")
+    Path("link").symlink_to("run")
+    Path("elsewhere").mkdir()
+    for path in ("run/model", "elsewhere", "run/model/part", "run/tokens.npz"):
+        with pytest.raises(OptionError, match=rf"--{option} {path} is among what the run itself writes into {place}"):
+            claim(TrainConfig(output_dir=Path(place), **{option: path}), "any")
+
+
 def test_a_run_that_was_killed_before_it_could_be_resumed_starts_again():
     """Here by a failure on the way, and then without: its own files are no others'."""
     place = claim(TrainConfig(output_dir=Path("run")), "any")

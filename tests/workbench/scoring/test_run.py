@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.models.positions import scale
+from logitless.workbench.common import files
+from logitless.workbench.common.lock import LOCK_FILE, acquire
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
 from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.killing import killed
+from tests.support.workbench.killing import killed, locked_by_another
 from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus
 
@@ -139,6 +142,8 @@ def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_
     assert killed(1, config(micro, data, out)) == -signal.SIGKILL
     with pytest.raises(OptionError, match="unfinished run with keep 3, now 4: give the same"):
         run(config(micro, data, out, keep=4))
+    with pytest.raises(OptionError, match=r"with a budget of bytes \d+, now 1000000: give the same"):
+        run(config(micro, data, out, memory_budget="1MB"))
     with pytest.raises(OptionError, match="unfinished run with data"):
         run(config(micro, corpus(tmp_path / "b.jsonl"), out))
 
@@ -146,11 +151,20 @@ def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_
 CHANGES = {
     "the content of .*a.jsonl": lambda place: edit(place / "a.jsonl", "a", "b"),
     "the tokenizer": lambda place: edit(place / "model" / "tokenizer.json", '"Ġ"', '"ġ"'),
+    "the weights model.safetensors of .*": lambda place: flip(place / "model" / "model.safetensors"),
     "the model's config": lambda place: edit(
         place / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'
     ),
     "the content of .*data-00000.*arrow": lambda place: edit(next((place / "table").glob("*.arrow")), "xyz", "xyy"),
 }
+
+
+def flip(path: Path) -> None:
+    """A bit of the last weight, and the times of the file as before."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -212,12 +226,54 @@ def test_a_file_that_is_there_is_not_written_over(micro, tmp_path):
 def test_a_clean_up_that_was_stopped_leaves_nothing_to_go_on_with(micro, tmp_path, monkeypatch):
     out = tmp_path / "a.parquet"
     with monkeypatch.context() as stopped:
-        stopped.setattr(parts.shutil, "rmtree", lambda folder: (folder / parts.MANIFEST).unlink(missing_ok=True))
+        stopped.setattr(files.shutil, "rmtree", lambda folder: None)
         run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
-    assert parts.Parts(out).part(0).exists()
+    assert not parts.Parts(out).folder.exists()
+    assert list(tmp_path.glob(".*"))
     out.unlink()
     (tmp_path / "b.txt").write_text("another")
     assert run(config(micro, tmp_path / "b.txt", out))["tokens"] == len(rows_of(out)[0]) == len("another")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.parquet", "b.txt"]
+
+
+def test_two_runs_do_not_write_one_file(micro, tmp_path):
+    given = config(micro, corpus(tmp_path / "a.jsonl", 3), tmp_path / "a.parquet")
+    folder = parts.Parts(given.place).folder
+    folder.mkdir()
+    with (
+        locked_by_another(folder) as pid,
+        pytest.raises(OptionError, match=f"--out .*: process {pid} on .* is writing it: wait for its end"),
+    ):
+        run(given)
+    assert run(given)["documents"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.parquet"]
+
+
+def test_a_folder_that_another_run_took_away_is_made_anew(micro, tmp_path, monkeypatch):
+    """Between this run's `mkdir` and its lock the other one ends, and removes its parts."""
+    place, tried = parts.Parts(tmp_path / "a.parquet"), []
+
+    def late(folder):
+        tried.append(folder)
+        if len(tried) == 1:
+            folder.rmdir()
+        return acquire(folder)
+
+    monkeypatch.setattr(parts, "acquire", late)
+    with place.locked():
+        assert len(tried) == 2
+        assert place.folder.exists()
+    assert not place.folder.exists()
+
+
+def test_the_lock_of_a_folder_that_was_made_anew_is_not_taken_away(tmp_path):
+    """One run removes its parts; before it lets go of them, another begins in the same place."""
+    place = parts.Parts(tmp_path / "a.parquet")
+    with place.locked():
+        files.remove_whole(place.folder)
+        place.folder.mkdir()
+        (place.folder / LOCK_FILE).touch()
+    assert (place.folder / LOCK_FILE).exists()
 
 
 def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
@@ -292,6 +348,17 @@ def test_a_model_that_gives_no_number_at_all(micro, tmp_path, store):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "model"]
 
 
+@pytest.mark.parametrize("name", ["00000000.parquet", "manifest.json", "new/line.json"])
+@pytest.mark.parametrize("option", ["json", "documents", "data"])
+def test_nothing_else_is_among_the_parts(micro, tmp_path, option, name):
+    given = config(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "[a].parquet")
+    (folder := parts.Parts(given.place).folder).mkdir()
+    place = folder / name
+    with pytest.raises(OptionError, match=f"--{option} .* is among what the run itself writes into"):
+        run(replace(given, **{option: str(place) if option == "data" else place}))
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
@@ -304,6 +371,7 @@ def test_a_model_that_gives_no_number_at_all(micro, tmp_path, store):
         ({"data": "nowhere"}, DataError, "--data nowhere: no such file"),
         ({"documents": Path()}, OptionError, "--documents . is a folder; name a file in it"),
         ({"json": Path()}, OptionError, "--json . is a folder; name a file in it"),
+        ({"documents": Path("-")}, OptionError, "--documents -: expected a file to write"),
         ({"out": Path()}, OptionError, "--out . is a folder; name a file in it"),
         ({"model": "tiny"}, ConfigError, "a directory with weights to score with, or a hub id"),
         ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...algebra.rules import Order
 from ...errors import ConfigError, DtypeError, ShapeError
 from ...sample import Noise, SampleRecord
 from ...sample.tokens import draw_tokens
@@ -50,6 +51,7 @@ def generate(
     seeds: Tensor | None = None,
     memory_budget: int | None = None,
     on_step: OnStep | None = None,
+    order: Order = "transformers",
     **options: Any,
 ) -> Generated:
     """Generate from a transformers model; keep a record of each token's distribution, never its logits.
@@ -61,10 +63,11 @@ def generate(
     inputs: the prompts by name, as a tokenizer returns them, padded on the left; keep: the best entries that the
     record holds; seeds: (B,) int64, each sequence's own noise, drawn from torch's generator unless given; with
     num_return_sequences one for each of them; on_step: called with the record (B,) of each step as it comes, -1 where a
-    sequence had ended. options: `model.generate`'s own: max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
-    eos_token_id, stop_strings with tokenizer, stopping_criteria, streamer, generation_config, and whatever else needs
-    a logits processor (repetition_penalty, guidance_scale, logits_processor, ...): these get rows (B, V), of one step
-    at a time, and the record's behaviour_logprob is of what they return, its other fields raw.
+    sequence had ended; order: of top_k, top_p and min_p, as `sample_tokens`. options: `model.generate`'s own:
+    max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer,
+    stopping_criteria, streamer, generation_config, and whatever else needs a logits processor (repetition_penalty,
+    guidance_scale, logits_processor, ...): these get rows (B, V), of one step at a time, and the record's
+    behaviour_logprob is of what they return, its other fields raw.
     Greedy ids are transformers'. Refused by name: all but greedy search and sampling (beams, assistants, prompt lookup,
     contrastive search, DoLa), encoder-decoders, a TextStreamer of several sequences; and, before anything is computed,
     prompts that could grow past the model's context, which transformers goes past with a warning.
@@ -75,8 +78,8 @@ def generate(
         raise DtypeError(f"inputs: expected the prompts by name in a dict, got {type(inputs).__name__}")
     inner, whole = causal_lm(model), cast(Any, model)
     check_prompts(inner, inputs, options)
-    check_rules(options)
-    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step)
+    check_rules(options, order)
+    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step, order)
     ids = whole.generate(**inputs, **with_stop_strings(options, whole.generation_config), custom_generate=loop)
     if loop.record is None:
         raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
@@ -86,7 +89,7 @@ def generate(
 class Recorder:
     """The loop that `generate` gives to transformers, for `model.generate(custom_generate=Recorder())`.
 
-    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget, on_step as `generate`;
+    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget, on_step, order as `generate`;
     streamer: the one that `model.generate` gets, which does not hand it on to a loop of one's own.
     """
 
@@ -97,9 +100,11 @@ class Recorder:
         memory_budget: int | None = None,
         streamer: Any = None,
         on_step: OnStep | None = None,
+        order: Order = "transformers",
     ) -> None:
         self.keep, self.seeds, self.memory_budget = keep, seeds, memory_budget
         self.streamer, self.on_step = streamer, on_step
+        self.order: Order = order
         self.record: SampleRecord | None = None
 
     @torch.no_grad()
@@ -113,7 +118,7 @@ class Recorder:
         **given: Any,
     ) -> Tensor:
         require(model)
-        rules, temperature, change = plan_of(model, logits_processor, generation_config)
+        rules, temperature, change = plan_of(model, logits_processor, generation_config, self.order)
         batch, first = input_ids.shape
         check_room(model, input_ids, given.get("attention_mask"), generation_config.max_length - first)
         seeds = _seeds(self.seeds, batch, input_ids.device)

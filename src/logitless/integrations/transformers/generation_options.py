@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ...algebra.rules import Order
 from ...errors import ConfigError, OptionError, ShapeError
 from ...models.positions import reach
 from ...sample.rules import Rules
@@ -26,10 +27,11 @@ MODES = ("greedy_search", "sample")
 Processors = Callable[[Tensor, Tensor], Tensor]  # (ids (B, P), logits (B, V)) -> logits
 
 
-def plan_of(model: Any, logits_processor: Any, config: Any) -> tuple[Rules, float, Processors | None]:
+def plan_of(model: Any, logits_processor: Any, config: Any, order: Order) -> tuple[Rules, float, Processors | None]:
     """(rules, temperature, what changes whole rows first) that transformers' prepared processors amount to.
 
-    The rules are the list's end, as far as it is one of each of WARPERS in their order. Raises OptionError.
+    The rules are the list's end, as far as it is one of each of WARPERS in their order, which `order` then changes.
+    Raises OptionError.
     """
     mode = config.get_generation_mode().value
     if mode not in MODES or model.config.is_encoder_decoder:
@@ -42,11 +44,17 @@ def plan_of(model: Any, logits_processor: Any, config: Any) -> tuple[Rules, floa
     own = {n: getattr(p, n) for p, n in zip(logits_processor[start:], names[start:], strict=True) if n}
     temperature = own.pop("temperature", 1.0) if config.do_sample else 0.0
     before = transformers.LogitsProcessorList(logits_processor[:start])
+    if order != "transformers" and any(type(p) in WARPERS for p in before):
+        last = type(logits_processor[-1]).__name__
+        raise OptionError(
+            f"order: expected {', '.join(WARPERS.values())} after all other processors, got {last} last, which keeps "
+            f"them in transformers' order; leave it out, or pass order='transformers', got {order!r}"
+        )
 
     def change(ids: Tensor, z: Tensor) -> Tensor:
         return cast(Any, before)(ids.to(z.device), z)
 
-    return Rules(**own) if config.do_sample else Rules(), temperature, change if before else None
+    return Rules(**own, order=order) if config.do_sample else Rules(), temperature, change if before else None
 
 
 def _warper(processor: Any) -> str | None:
@@ -102,14 +110,14 @@ def _lengths(ids: Tensor, mask: Any) -> Tensor:
     return mask.sum(1) if padded else ids.new_tensor([ids.shape[1]])
 
 
-def check_rules(options: Mapping[str, Any]) -> None:
+def check_rules(options: Mapping[str, Any], order: Order) -> None:
     """Raises OptionError for what transformers would refuse in words of its own."""
     config = options.get("generation_config")
     names = ("temperature", "top_k", "top_p", "min_p")
     given = {name: options.get(name, getattr(config, name, None)) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     temperature = given.pop("temperature", 1.0)
-    Rules(**given)
+    Rules(**given, order=order)
     if options.get("do_sample", getattr(config, "do_sample", False)) and not 0 < temperature < math.inf:
         raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...algebra.rules import Order
 from ...errors import ConfigError, OptionError
 from ...sample import SampleRecord, SamplingMask
 from ...vocab.face import LMHead
@@ -66,9 +67,10 @@ class Replay:
     from them: `sampling/k1` and `sampling/k3`, nats a token.
     """
 
-    def __init__(self, trainer: Any, corrected: bool) -> None:
+    def __init__(self, trainer: Any, corrected: bool, order: Order) -> None:
         check_replayable(trainer, corrected)
         self.trainer, self.corrected = trainer, corrected
+        self.order: Order = order
         self.sampled: list[tuple[SampledFrom, Tensor]] = []  # of each completion, and log-probs (T,)
         self.sequences: Sequence[SampledFrom] | None = None  # those that are being scored
         self.next = 0  # of these, in the forward pass to come
@@ -87,7 +89,8 @@ class Replay:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Completions, by transformers' own generation with a recorder for its loop."""
         trainer = self.trainer
-        recorder = Recorder(keep=min(trainer.top_k or KEPT, trainer.model.config.get_text_config().vocab_size))
+        keep = min(trainer.top_k or KEPT, trainer.model.config.get_text_config().vocab_size)
+        recorder = Recorder(keep, order=self.order)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         recorded = functools.partial(policy.generate, custom_generate=recorder)
         with replaced(policy, "generate", recorded):

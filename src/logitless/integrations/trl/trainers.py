@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...algebra.rules import Order, Rules
 from ...errors import ConfigError, OptionError
 from ...models.positions import reach
 from ...vocab.face import LMHead, explain
@@ -36,6 +37,7 @@ def install(
     exact_kl: bool = False,
     replay: bool = False,
     corrected: bool = False,
+    order: Order = "transformers",
     memory_budget: int | None = None,
     metrics: bool | None = None,
 ) -> None:
@@ -56,9 +58,10 @@ def install(
     over the entries that top_k, top_p and min_p left when they were sampled (arXiv 2512.02556), entropy included, and
     log `sampling/k1` and `sampling/k3`, how far the trainer is from the sampler; corrected: GRPO's loss is weighted by
     their ratio too, by the vllm_importance_sampling_* options, for one forward pass more a rollout where TRL makes
-    none itself. memory_budget: bytes of slices. metrics, of SFT, whose default it is: `evaluate` and `predict` give
-    perplexity, accuracy, top-5 accuracy and entropy, means over tokens, and `compute_metrics` gets statistics of each
-    token, never logits; False: they are TRL's own, by another forward for logits where they ask for them.
+    none itself; order: of top_k, top_p and min_p in that sampling, as `sample_tokens`. memory_budget: bytes of slices.
+    metrics, of SFT, whose default it is: `evaluate` and `predict` give perplexity, accuracy, top-5 accuracy and
+    entropy, means over tokens, and `compute_metrics` gets statistics of each token, never logits; False: they are TRL's
+    own, by another forward for logits where they ask for them.
     Installing again changes the options. Raises ConfigError (another trainer, a loss of one's own where TRL's would
     be replaced, a TRL that moved what this relies on, a head that `LMHead.of` refuses, completions that the model's
     context does not hold) and OptionError; then the trainer is as it was.
@@ -66,7 +69,7 @@ def install(
     GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head;
     replay 0.
     """
-    _install(trainer, Asked(statistics, top_k, exact_kl, replay, corrected, metrics, memory_budget))
+    _install(trainer, Asked(statistics, top_k, exact_kl, replay, corrected, order, metrics, memory_budget))
 
 
 def uninstall(trainer: Any) -> None:
@@ -85,6 +88,7 @@ class Asked:
     exact_kl: bool
     replay: bool
     corrected: bool
+    order: Order
     metrics: bool | None
     memory_budget: int | None
 
@@ -185,7 +189,7 @@ def _planned(trainer: Any, kind: str, asked: Asked) -> Installed:
         return Installed([Change(trainer, "compute_loss", gkd_loss(trainer, asked.memory_budget))])
     if kind not in FUSED_TRAINERS:
         return _pairs(trainer, kind, policy, wanted)
-    replay = Replay(trainer, corrected=asked.corrected) if asked.replay else None
+    replay = Replay(trainer, asked.corrected, asked.order) if asked.replay else None
     return _fused(trainer, kind, policy, wanted, asked.exact_kl, replay)
 
 
@@ -253,6 +257,9 @@ def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
 def _check_replay(kind: str, asked: Asked) -> None:
     if asked.corrected and not asked.replay:
         raise OptionError("corrected: expected replay, whose log-probs are the sampler's; pass replay=True")
+    Rules(order=asked.order)
+    if asked.order != "transformers" and not asked.replay:
+        raise OptionError(f"order: expected replay, which does the sampling, with {asked.order!r}; pass replay=True")
     if asked.replay and kind not in ROLLOUT_TRAINERS:
         raise OptionError(f"replay: expected a trainer that samples, {' or '.join(ROLLOUT_TRAINERS)}, got {kind}")
     if asked.replay and (asked.exact_kl or asked.top_k):

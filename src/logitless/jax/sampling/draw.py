@@ -136,10 +136,11 @@ class Draw:
     def _among(self, rules: Rules, log_s: Array) -> Drawn:
         """Drawn under the rules; all entries of a row are looked at, a row at a time, where the top ones may not do."""
         vocab_size, retained = self.chunk.call.vocab_size, self.topk[0].shape[1]
-        drawn = pick(rules, self._scaled(self.topk[0]), self.topk, self.keys, log_s)
-        decided = rules.decided(drawn.n_kept, retained, vocab_size)
+        x = self._scaled(self.topk[0])
+        drawn = pick(rules, x, self.topk, self.keys, log_s)
         if retained >= min(rules.top_k or vocab_size, vocab_size):
             return drawn
+        decided = rules.decided(x, drawn.n_kept, vocab_size, jnp)
 
         def from_top_entries(i: Array) -> Drawn:
             return jax.tree.map(lambda x: x[i], drawn)

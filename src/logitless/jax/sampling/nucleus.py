@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -20,11 +19,14 @@ def kept(rules: Rules, x: Array, logsumexp: Array) -> Array:
     keep = x > -jnp.inf
     if rules.top_k:
         keep = keep & _prefix(x, keep.astype(jnp.int32), min(rules.top_k, x.shape[0]))
-        logsumexp = jax.nn.logsumexp(jnp.where(keep, x, -jnp.inf))
+    if rules.min_p_first:
+        keep = keep & rules.near_best(x, x.max())
     if rules.top_p < 1:
+        if rules.top_k or rules.min_p_first:
+            logsumexp = jax.nn.logsumexp(jnp.where(keep, x, -jnp.inf))
         keep = keep & _prefix(x, jnp.where(keep, jnp.exp(x - logsumexp), 0.0), rules.top_p)
     if rules.min_p:
-        keep = keep & (x >= x.max() + math.log(rules.min_p))
+        keep = keep & rules.near_best(x, x.max())
     return keep
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...algebra.rules import Order
 from ...errors import OptionError
 from ..common.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
 
@@ -68,6 +69,8 @@ class AlignConfig(RunOptions):
     min_p: float = 0.0
     """Sample from entries that have at least this share of the best one's probability. Above 0, policy and reference
     are scored over the same entries."""
+    order: Order = "transformers"
+    """Of the two: transformers takes --top-p of all entries, vllm of what --min-p leaves."""
     rewards: str | None = None
     """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
     Default: python_lines for grpo and rloo."""
@@ -106,6 +109,10 @@ class AlignConfig(RunOptions):
             return LORA_RATE
         return DEFAULT_MODEL_RATE if self.model == DEFAULT_MODEL else FULL_RATE
 
+    def prompts_per_step(self, ranks: int) -> int:
+        """Prompts whose completions an optimizer step learns from."""
+        return self.batch_size * self.gradient_accumulation_steps * ranks // self.generations_per_prompt
+
     def check(self) -> AlignConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_shared()
@@ -136,6 +143,8 @@ class AlignConfig(RunOptions):
         if self.replays and (self.exact_kl or not self.kind.rollouts):
             other = "--exact-kl, which is of the whole vocabulary" if self.exact_kl else f"--method {self.method}"
             raise OptionError(f"--top-p and --min-p say what completions are sampled from, got them with {other}")
+        if self.order != "transformers" and not self.replays:
+            raise OptionError(f"--order {self.order} is of --top-p and --min-p: give them, or leave it out")
 
     def _check_groups(self) -> None:
         size = self.generations_per_prompt

@@ -27,7 +27,6 @@ ANSWERED = ("prompt", "completion")  # preferred to a sample of the model
 
 def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows). Raises DataError when there are none of either, or for rows of mixed kinds."""
-    wanted = min(wanted, MOST_ROWS)
     given = _table(config, tokenizer)
     train, held = _cut(config, tokenizer, wanted) if given is None else _divide(given)
     what = "prompts" if config.kind.rollouts else "pairs"
@@ -40,6 +39,18 @@ def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple
     if not config.kind.rollouts and "chosen" not in train[0]:  # each costs a sample of the model
         train = Random(config.seed).sample(train, min(wanted, len(train)))
     return train, held[:HELD_OUT_ROWS]
+
+
+def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
+    """DataError for fewer prompts than a step samples from: TRL would take no step."""
+    wanted = config.prompts_per_step(ranks)
+    if config.kind.rollouts and len(train) < wanted:
+        times = f" times {ranks} ranks" if ranks > 1 else ""
+        raise DataError(
+            f"--data {config.data or 'stdlib'}: a step needs {wanted} prompts (--batch-size {config.batch_size} times "
+            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}{times}, over --generations-per-prompt "
+            f"{config.generations_per_prompt}), got {len(train)} beside those held out; give more, or lower the former"
+        )
 
 
 def prompt_ids(prompts: list[Any], tokenizer: TextTokenizer) -> list[list[int]]:
@@ -98,11 +109,11 @@ def _cut(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[li
     if held_texts is None and len(kept) >= HELD_OUT_EVERY:
         held = kept[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
         kept = [text for i, text in enumerate(kept) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
-    train_rows = _some(config, kept, tokenizer, wanted)
     if held:
-        return train_rows, _some(config, held, tokenizer, HELD_OUT_ROWS)
-    tail = min(HELD_OUT_ROWS, max(1, len(train_rows) // HELD_OUT_EVERY))
-    return train_rows[:-tail], train_rows[-tail:]
+        return _some(config, kept, tokenizer, wanted), _some(config, held, tokenizer, HELD_OUT_ROWS)
+    rows = _some(config, kept, tokenizer, wanted + HELD_OUT_ROWS)
+    tail = min(HELD_OUT_ROWS, max(1, len(rows) // HELD_OUT_EVERY))
+    return rows[:-tail][:wanted], rows[-tail:]
 
 
 def _some(config: AlignConfig, texts: list[str], tokenizer: TextTokenizer, wanted: int) -> list[Row]:

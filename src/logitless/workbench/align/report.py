@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from ...printable import on_one_line
 from ...units import one_unit, plural
 from ..common.plots import DENSE, GREY, LOGITLESS, finish
 from ..runs import examples
@@ -100,8 +101,8 @@ def show(summary: dict[str, Any], records: list[dict[str, Any]], console: Consol
         table.add_row(*row)
     console.print()
     steps = plural(summary["steps"], "step")
-    title = f"{method} on {summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
-    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
+    title = f"{method} on {on_one_line(summary['model'])}: {summary['parameters'] / 1e6:.1f} M parameters, {steps}"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
     examples.show(Path(summary["output_dir"]), console)
     for line in _lines(summary, columns):
@@ -126,7 +127,7 @@ def _lines(summary: dict[str, Any], columns: list[tuple[str, str, str, bool]]) -
     yield f"{summary['training_seconds']:.0f} s of training"
     place = Path(summary["output_dir"])
     files = [name for name in ("align.png", "metrics.jsonl", "summary.json", "model") if (place / name).exists()]
-    yield f"in {place}: {', '.join(files)}"
+    yield f"in {on_one_line(str(place))}: {', '.join(files)}"
 
 
 def plot(path: Path, method: str, records: list[dict[str, Any]]) -> None:

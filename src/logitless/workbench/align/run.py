@@ -31,7 +31,7 @@ from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, re
 from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
-from .data import MOST_PAIRS, ROWS_FILE, load, prompt_ids, rows_of, save, with_rejected
+from .data import MOST_PAIRS, MOST_ROWS, ROWS_FILE, check_enough, load, prompt_ids, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
 from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
 
@@ -58,7 +58,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         parts, model = _set_up(config, place, source, tokenizer, console)
         trainer = trainer_of(parts, model)
         budget = config.memory_budget_bytes
-        install(trainer, exact_kl=config.exact_kl, replay=config.replays, memory_budget=budget)
+        install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
         weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
 
@@ -75,19 +75,24 @@ def _set_up(
         what = "prompts" if config.kind.rollouts else "pairs"
         say(console, f"taking {what} from {config.data or 'the standard library'} ...")
         train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes))
+        check_enough(config, train, state.num_processes)
         if not config.kind.rollouts:
             model = model.to(device)
             train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
         save(path, train, held_out)
         record(config, place)
     state.wait_for_everyone()
-    return Alignment(config, place, tokenizer, *load(path), console), model
+    train, held_out = load(path)
+    check_enough(config, train, state.num_processes)  # of a resumed run, which may have more ranks now
+    return Alignment(config, place, tokenizer, train, held_out, console), model
 
 
 def _wanted(config: AlignConfig, ranks: int) -> int:
     """How many prompts or pairs the run's steps look at."""
-    sequences = config.max_steps * config.batch_size * config.gradient_accumulation_steps * ranks
-    return sequences // config.generations_per_prompt if config.kind.rollouts else min(sequences, MOST_PAIRS)
+    if config.kind.rollouts:
+        per_step = config.prompts_per_step(ranks)
+        return min(config.max_steps * per_step, max(per_step, MOST_ROWS))
+    return min(config.max_steps * config.batch_size * config.gradient_accumulation_steps * ranks, MOST_PAIRS)
 
 
 def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextTokenizer, console: Console) -> list[Row]:

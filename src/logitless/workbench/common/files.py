@@ -9,8 +9,9 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,15 @@ def check_outputs(
 ) -> None:
     """OptionError, before any work, for an output that cannot be written, or that is another one or an input.
 
-    Paths (of inputs: one, several or None) by the names of their options; `-` is no file. new_folders: those that an
-    output lies in are made when it is written.
+    Paths (of inputs: one, several or None) by the names of their options; `-`, of json alone, is standard output.
+    new_folders: those that an output lies in are made when it is written.
     """
-    places = {f"--{name}": path for name, path in outputs.items() if path is not None and str(path) != "-"}
+    places = {f"--{name}": path for name, path in outputs.items() if path is not None}
+    if str(places.get("--json")) == "-":
+        del places["--json"]
     for option, path in places.items():
+        if str(path) == "-":
+            raise OptionError(f"{option} -: expected a file to write; --json alone takes - for standard output")
         _check_writable(option, path, new_folders)
     files = {option: target(path) for option, path in places.items() if not path.is_char_device()}
     for (option, path), (other, same) in combinations(files.items(), 2):
@@ -111,6 +116,23 @@ def _replaces(path: Path, read: Path) -> bool:
         return path.exists() and (real in (path, *path.parents) or (real.exists() and path.samefile(real)))
     except OSError:
         return False  # whoever reads it says what is wrong
+
+
+def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) -> None:
+    """OptionError for a path, by the name of its option, that is or lies in what is written into a folder anyway.
+
+    names: of the folder's entries, or patterns of them. Symlinks are followed; None and `-` are no paths.
+    """
+    here = Path(os.path.realpath(folder))
+    own = {Path(os.path.realpath(entry)) for name in names for entry in folder.glob(name)}
+    for name, path in given.items():
+        if path is None or str(path) == "-":
+            continue
+        real = Path(os.path.realpath(path))
+        first = real.relative_to(here).parts[:1] if real.is_relative_to(here) else ()
+        if not own.isdisjoint((real, *real.parents)) or any(fnmatchcase(x, y) for x in first for y in names):
+            given_as = f"--{name.replace('_', '-')} {path}"
+            raise OptionError(f"{given_as} is among what the run itself writes into {folder}: name another place")
 
 
 def _check_writable(option: str, path: Path, new_folders: bool) -> None:

@@ -39,8 +39,8 @@ def release(place: Path, keep_file: bool = False) -> None:
     file = _held.pop(place.resolve(), None)
     if file is None:
         return
-    if not keep_file:
-        (place / LOCK_FILE).unlink(missing_ok=True)
+    if not keep_file and _is_at(file, place / LOCK_FILE):  # not another's, of a directory that was made anew
+        (place / LOCK_FILE).unlink()
     file.close()
 
 

@@ -209,6 +209,10 @@ class RunOptions:
         """What options are where they are not given; they may depend on those that are."""
         return type(self)()
 
+    def inputs(self) -> dict[str, Any]:
+        """The paths that are read, by the names of their options; None where they are not given."""
+        return {name: getattr(self, name, None) for name in ("model", "reward_model", "data", "teacher", "config")}
+
     @property
     def memory_budget_bytes(self) -> int:
         return budget_bytes_on(self.device, self.memory_budget)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import OptionError
-from ..common.files import check_outputs
 from ..common.options import MOST, Option, at_least, check_values, require
 from ..scoring.config import TextOptions, named_after
 
 TOKENS, SUMMARY = "tokens.parquet", "summary.json"
+WRITTEN = (SUMMARY, "page.html", TOKENS, "documents.jsonl", "records.jsonl", "*.parts")
 MOST_OF_NAME = 80  # characters of a folder that is named after tasks
 
 
@@ -53,9 +53,7 @@ class EvalConfig(TextOptions):
             self.check_text()
         if self.against == "":
             raise OptionError("--against must be a name or a path, got nothing")
-        read = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
-        outputs = {"out": self.place, "json": self.json}
-        check_outputs(outputs, {"data": read, "model": self.model, "against": self.against}, new_folders=True)
+        self.check_files(self.folder, WRITTEN, {"out": self.place, "json": self.json}, against=self.against)
         return self
 
     def _check_tasks(self) -> None:

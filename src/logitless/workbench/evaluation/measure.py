@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, OptionError
+from ...errors import OptionError
 from ...integrations.transformers.scoring import head_inputs, token_scores
 from ...vocab.face import token_stats
 from ..scoring.block import Measure, Rows, Subject
 from ..scoring.summary import numbers, perplexity
-from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
+from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained, said_of
 from .config import EvalConfig
 
 WANT = ("logprob", "rank", "logsumexp", "entropy", "self_certainty")
@@ -42,12 +42,10 @@ def measure(config: EvalConfig, subject: Subject) -> Measure:
 
 def _other(config: EvalConfig, name: str, subject: Subject) -> tuple[ModelSource, Any]:
     """The model to compare with, on the subject's device. Raises LogitlessError where it cannot be compared."""
-    try:
+    with said_of("against"):
         other = resolve_trained(name, "compare with")
         entries = load_tokenizer(other).saved.get_vocab()
         model = load_model(other, dtype=config.dtype, length=subject.context)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--model", "--against", 1)) from None
     if entries != subject.tokenizer.saved.get_vocab():
         raise OptionError(f"--against {name}: expected the tokenizer of --model, got one with other entries")
     if other.vocab_size != subject.source.vocab_size:

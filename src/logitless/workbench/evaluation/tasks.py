@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
     config.folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(config.place)
-    if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
-        say(console, f"going on with the unfinished run in {parts.folder}")
-    reset_peak(device)
-    begin = time.perf_counter()
-    with explained(config.place):
+    with explained(config.place), parts.locked() if rank == 0 else nullcontext():
+        if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
+            say(console, f"going on with the unfinished run in {parts.folder}")
+        reset_peak(device)
+        begin = time.perf_counter()
         found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}

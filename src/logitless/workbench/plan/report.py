@@ -36,7 +36,7 @@ def headline(setting: Setting, units: str) -> str:
 def show(dense: Plan, logitless: Plan, console: Console, units: str = "GiB", *, components: bool = False) -> None:
     """The verdict and the phases, dense against logitless; every component where asked for."""
     setting = logitless.setting
-    console.print(f"[bold]{headline(setting, units)}[/bold]", highlight=False)
+    console.print(headline(setting, units), style="bold", highlight=False, markup=False)
     console.print(
         f"{plural(setting.accumulation, 'forward pass')} of {plural(setting.micro_rows, 'row')}, "
         f"{plural(setting.tokens, 'token')}, on each GPU; {format_bytes(setting.reserve, units)} of it in reserve",

@@ -8,12 +8,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, LogitlessError, OptionError
-from ..common.files import write_json
+from ..common.files import check_apart, write_json
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..sources.converted import is_packed, packed_name
@@ -33,6 +33,7 @@ SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
 TABLES = ("tokens.npz", "rows.jsonl", "metrics.jsonl", "summary.json", "step_memory.json", "completions.json")
 PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
 WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
+OWN = (*WRITTEN, "prompts.jsonl", "reward", RUN_FILE, LOCK_FILE)
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
@@ -65,10 +66,22 @@ def claim(config: RunOptions, name: str) -> Path:
     OptionError for one that is another run's or another process's, holds what a run would replace, or is not writable.
     """
     try:
-        return _begin(config.output_dir, name) if config.resume is None else _continue(config, config.resume)
+        return _begin(config, config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
         where = f"--output-dir {config.output_dir or 'runs'}" if config.resume is None else f"--resume {config.resume}"
         raise OptionError(f"{where}: {error.strerror}") from None
+
+
+def check_own(config: RunOptions, place: Path) -> None:
+    """OptionError for an input, or the output, that is among what a run writes into this directory."""
+    check_apart({"json": config.json, **config.inputs()}, place, OWN)
+
+
+def check_no_runs(json: Path) -> None:
+    """OptionError for an output that is among what a run has written."""
+    for place in json.absolute().parents:
+        if (place / RUN_FILE).exists():
+            check_apart({"json": json}, place, OWN)
 
 
 def name_of(model: str) -> str:
@@ -94,14 +107,22 @@ def ranks_at_start(place: Path) -> int:
     return int(json.loads((place / RUN_FILE).read_text(encoding="utf-8")).get("ranks", 1))
 
 
-def _begin(wanted: Path | None, name: str) -> Path:
+def _begin(config: RunOptions, wanted: Path | None, name: str) -> Path:
     """The directory of a new run: the one that is wanted, or the first free one of this name."""
     if wanted is not None:
+        check_own(config, wanted)
         if why := _not_taken(wanted):
             raise OptionError(f"{why}, or choose another --output-dir")
         return wanted
     places = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in count(1))
-    return next(place for place in places if not _not_taken(place))
+    return next(place for place in places if _is_apart(config, place) and not _not_taken(place))
+
+
+def _is_apart(config: RunOptions, place: Path) -> bool:
+    with suppress(OptionError):
+        check_own(config, place)
+        return True
+    return False
 
 
 def _not_taken(place: Path) -> str:
@@ -122,6 +143,7 @@ def _not_taken(place: Path) -> str:
 
 def _continue(config: RunOptions, run: Path) -> Path:
     before = stored(run, type(config)())
+    check_own(config, run)
     if not acquire(run):
         raise OptionError(f"--resume {run}: {holder(run)} is writing there; wait for its end")
     with ExitStack() as unless_it_can_go_on:

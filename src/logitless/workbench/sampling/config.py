@@ -8,6 +8,7 @@ from typing import Literal
 
 import tyro
 
+from ...algebra.rules import Order
 from ..common.files import check_outputs
 from ..common.options import (
     DEFAULT_MODEL,
@@ -45,6 +46,9 @@ class SampleConfig:
     """Draw among the best tokens up to this share of the probability; 1: all."""
     min_p: float = 0.0
     """Draw among tokens with this share of the best one's probability; 0: all."""
+    order: Order = "transformers"
+    """transformers: top-k, top-p, min-p, each of what those before leave; vllm: min-p first, so that the share of top-p
+    is of what it leaves."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that are in the text already less probable; 1: off."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -29,7 +29,7 @@ from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_tra
 from ..sources.tokenizer import chat_ids
 from .config import SampleConfig
 
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "order", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ def _complete(
         seeds=torch.tensor([job.seed for job in jobs], device=device),
         memory_budget=budget_bytes_on(config.device, config.memory_budget),
         on_step=on_step,
+        order=config.order,
         max_new_tokens=jobs[0].room,
         pad_token_id=pad,
         repetition_penalty=config.repetition_penalty,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import OptionError
-from ..common.files import check_outputs
+from ..common.files import check_apart, check_outputs
 from ..common.options import (
     DEFAULT_MODEL,
     MOST,
@@ -50,6 +51,13 @@ class TextOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     json: JsonFile = None
+
+    def check_files(self, folder: Path, names: tuple[str, ...], outputs: dict[str, Path | None], **read: Any) -> None:
+        """OptionError for outputs that cannot be written, are inputs, or, as inputs, are among these names there."""
+        documents = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
+        check_outputs(outputs, {"data": documents, "model": self.model, **read}, new_folders=True)
+        apart = {name: path for name, path in outputs.items() if name != "out"}
+        check_apart({**apart, "data": self.data, "model": self.model, **read}, folder, names)
 
     def check_text(self) -> None:
         """OptionError for the first of these values, or of those with a check, without a meaning."""
@@ -99,8 +107,7 @@ class ScoreConfig(TextOptions):
         self.check_text()
         if self.store == "topk" and self.hidden_dtype != "bfloat16":
             raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
-        read = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
-        check_outputs(self.outputs(), {"data": read, "model": self.model}, new_folders=True)
+        self.check_files(self.place.parent, (escape(parts_of(self.place).name),), self.outputs())
         return self
 
     @property
@@ -119,6 +126,11 @@ class ScoreConfig(TextOptions):
     def deciding(self) -> dict[str, Any]:
         kept = {"keep": self.keep} if self.store == "topk" else {"hidden_dtype": self.hidden_dtype}
         return {**super().deciding(), "store": self.store, **kept}
+
+
+def parts_of(place: Path) -> Path:
+    """The folder beside a file that is written, with its parts until all are there."""
+    return place.parent / f"{place.name}.parts"
 
 
 def named_after(data: str | None, ending: str) -> Path:

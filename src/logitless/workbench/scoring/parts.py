@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import OptionError
-from ..common.files import remove_leftovers, write_json, write_whole
+from ..common.files import remove_leftovers, remove_whole, write_json, write_whole
+from ..common.lock import acquire, holder, release
 from ..sources.identity import hash_of
 from .block import PLACES, Scored
+from .config import parts_of
 
 KEY, RUN = b"logitless", b"logitless.run"  # of the files' metadata
 MANIFEST = "manifest.json"
@@ -34,19 +35,33 @@ class Parts:
 
     @property
     def folder(self) -> Path:
-        return self.place.with_name(f"{self.place.name}.parts")
+        return parts_of(self.place)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder as this process's own while it lasts. Raises OptionError where another one writes there."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # whoever had it has ended, and has taken it away
+                if acquire(self.folder):
+                    break
+                who = holder(self.folder)
+                raise OptionError(f"--out {self.place}: {who} is writing it: wait for its end, or choose another")
+        try:
+            yield
+        finally:
+            release(self.folder)
+            with suppress(OSError):  # that it holds parts, or is gone
+                self.folder.rmdir()
 
     def open(self, manifest: dict[str, Any]) -> bool:
-        """Begins, or goes on with, a run of these options; whether there was one. Raises OptionError."""
+        """Begins, or goes on with, a run of these options, `locked`; whether there was one. Raises OptionError."""
         path = self.folder / MANIFEST
         if path.exists():
             self._check_same(self.manifest, manifest)
             return True
         if self.place.exists():
             raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob("*.parquet"):  # by a clean-up that was stopped: of some other run
-            left.unlink()
         write_json(path, manifest)
         return False
 
@@ -126,8 +141,7 @@ class Parts:
 
     def remove(self) -> None:
         """Takes away the parts, and what was left of a file that a killed run had begun to merge."""
-        (self.folder / MANIFEST).unlink()  # first: without it nobody goes on with what a stopped clean-up leaves
-        shutil.rmtree(self.folder)
+        remove_whole(self.folder)
         remove_leftovers(self.place)
 
 

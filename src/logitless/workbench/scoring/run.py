@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..common.device import device_of
 from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
-from ..sources.identity import known_of
+from ..sources.identity import hash_of, known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .block import Measure, Scorer, Subject, blocks, score_block
@@ -128,14 +128,15 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
     documents = Documents(Path(config.data or ""), scorer.subject.context, (*outputs, parts.folder))
-    if rank == 0 and parts.open(_manifest(config, scorer, documents)):
-        say(console, f"going on with the unfinished run in {parts.folder}")
-    _together(0)
-    reset_peak(scorer.subject.device)
-    begin = time.perf_counter()
-    with explained(config.place), Progress(console if rank == 0 else None) as progress:
-        count = _score(scorer, documents, parts, (rank, ranks), progress)
-        tokens = _together(progress.tokens)
+    with explained(config.place), parts.locked() if rank == 0 else nullcontext():
+        if rank == 0 and parts.open(_manifest(config, scorer, documents)):
+            say(console, f"going on with the unfinished run in {parts.folder}")
+        _together(0)
+        reset_peak(scorer.subject.device)
+        begin = time.perf_counter()
+        with Progress(console if rank == 0 else None) as progress:
+            count = _score(scorer, documents, parts, (rank, ranks), progress)
+            tokens = _together(progress.tokens)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
@@ -194,8 +195,9 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
     for name, (size, found) in documents.contents().items():
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
     decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
+    decided |= {"a budget of bytes": config.memory_budget_bytes, "device": scorer.subject.device.type}  # of sums' order
     models = identities(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
-    return {"schema": 3, **config.deciding(), **decided, **models, **files}
+    return {"schema": 4, **config.deciding(), **decided, **models, **files}
 
 
 def identities(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
@@ -204,8 +206,7 @@ def identities(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSour
     for model in (source, *others):
         known[f"{'the model' if model is source else model.name}'s config"] = known_of(model.config)
         for path in sorted(Path(model.weights or "").glob("*.safetensors")):
-            size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
-            known[f"the weights {path.name} of {model.name}"] = f"of {size} bytes, {time_ns} ns"
+            known[f"the weights {path.name} of {model.name}"] = hash_of(path)
     return known
 
 

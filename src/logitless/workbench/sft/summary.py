@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ...printable import on_one_line
 from ...units import one_unit, plural
 
 SCHEMA = 1
@@ -44,10 +45,11 @@ def show(summary: dict[str, Any], run: Path, console: Console) -> None:
         name for name in ("loss.png", "memory.png", "metrics.jsonl", "summary.json", "model") if (run / name).exists()
     ]
     console.print()
-    title = f"{summary['model']}: {summary['parameters'] / 1e6:.1f} M parameters, {plural(summary['steps'], 'step')}"
-    console.print(f"[bold]{title}[/bold]", highlight=False, soft_wrap=True)
+    size, steps = f"{summary['parameters'] / 1e6:.1f} M parameters", plural(summary["steps"], "step")
+    title = f"{on_one_line(summary['model'])}: {size}, {steps}"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(table, highlight=False)
-    console.print(f"in {run}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"in {on_one_line(str(run))}: {', '.join(files)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

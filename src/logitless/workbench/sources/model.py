@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,15 @@ class ModelSource:
         if lora_rank:
             return LORA_RATE
         return FROM_SCRATCH_RATE if self.weights is None else PRETRAINED_RATE
+
+
+@contextmanager
+def said_of(option: str) -> Iterator[None]:
+    """Where a model is that of another option than --model, a ConfigError names that one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model", f"--{option}", 1)) from None
 
 
 def check_model(name: str, wish: str | None = None) -> None:
@@ -90,7 +101,7 @@ def resolve_trained(name: str, wish: str) -> ModelSource:
 
 
 def _is_hub_id(name: str) -> bool:
-    return "/" in name and not Path(name).is_absolute() and not name.startswith(".")
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
 
 
 def _check_directory(path: Path) -> None:
