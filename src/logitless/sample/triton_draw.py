@@ -139,25 +139,8 @@ class _Look:
         whole = torch.empty(3, n, dtype=torch.int32, device=self.z.device)
         real = torch.empty(3, n, dtype=self.z.dtype, device=self.z.device)
         shown = torch.empty(n, keep, dtype=torch.int32, device=self.z.device)
-        lanes = triton.next_power_of_2(self.parts)
         if n and self.alone:  # whoever is among the best has its rank there
-            kernels.count_above[(n, self.parts)](
-                self.z,
-                self.z.stride(0),
-                self.temperature,
-                self.noisy,
-                self.places,
-                self.best,
-                self.ids,
-                self.aboves,
-                width,
-                self.parts,
-                self.part_width,
-                self.n_topk,
-                PARTS=lanes,
-                BLOCK=COUNTED,
-                num_warps=1,
-            )
+            self._count_above()
         if n:
             kernels.draw_tokens[(n,)](
                 *self.rows,
@@ -179,9 +162,30 @@ class _Look:
                 shown,
                 RULES=kept is not None,
                 MASKED=self.masked,
-                PARTS=lanes,
+                PARTS=triton.next_power_of_2(self.parts),
                 LANES=triton.next_power_of_2(self.n_topk),
                 num_warps=1,
                 enable_fp_fusion=False,
             )
         return whole, real, shown
+
+    def _count_above(self) -> None:
+        """How many logits of each part are higher than the token's."""
+        n, width = self.z.shape
+        kernels.count_above[(n, self.parts)](
+            self.z,
+            self.z.stride(0),
+            self.temperature,
+            self.noisy,
+            self.places,
+            self.best,
+            self.ids,
+            self.aboves,
+            width,
+            self.parts,
+            self.part_width,
+            self.n_topk,
+            PARTS=triton.next_power_of_2(self.parts),
+            BLOCK=COUNTED,
+            num_warps=1,
+        )
