@@ -65,7 +65,7 @@ KERNELS = {
     "jsd look_again": (80, 132.0, 6),
 }
 LAUNCHES = {
-    "loss": 71, "loss-qwen": 233, "values": 31, "values-qwen": 58, "frozen": 79, "ppo": 363, "sample": 21,
+    "loss": 71, "loss-qwen": 233, "values": 31, "values-qwen": 58, "frozen": 78, "ppo": 363, "sample": 21,
     "loss-default": 69, "autocast": 80, "fp16": 70, "upstream": 71, "odd-loss": 42, "max-logit": 22, "top-20": 23,
     "jsd": 271, "jsd-gradient": 446, "loss-weights": 60, "loss-qwen-weights": 150,
 }  # fmt: skip
