@@ -105,7 +105,8 @@ def main(arguments: Sequence[str]) -> int:
         if names:
             tables.show_savings(found, base, console, config.units)
         else:
-            offer = f"--savings all traces what would help, each as slowly: {', '.join(CHANGES)}"
+            others = ", ".join(name for name, change in CHANGES.items() if change(step) is not None)
+            offer = f"--savings all traces what would help, each as slowly: {others}"
             console.print(f"[dim]{offer}[/dim]", highlight=False)
         if measured is not None:
             tables.show_measured(measured, console, config.units)
