@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ..common.files import read_lines, write_lines
+from ..common.files import read_lines, readable, write_lines
 from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Row, documents, is_said, passages, table
 from ..sources.packing import HELD_OUT_EVERY
@@ -93,11 +93,18 @@ def save(path: Path, train: list[Row], held: list[Row]) -> None:
     write_lines(path, [{"split": name, **row} for name, rows in (("train", train), ("held", held)) for row in rows])
 
 
-def load(path: Path) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) that `save` wrote."""
+def load(path: Path, config: AlignConfig) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) that `save` wrote. Raises DataError for rows that it did not write."""
     found: dict[str, list[Row]] = {"train": [], "held": []}
-    for row in read_lines(path):
-        found[row.pop("split")].append(row)
+    columns = ("prompt",) if config.kind.rollouts else PAIR
+    with readable(path):
+        for row in read_lines(path):
+            found[row.pop("split")].append(row)
+            _check_row(row, columns, str(path))
+            if isinstance(row["prompt"], list) != isinstance(found["train"][0]["prompt"], list):
+                raise ValueError("text among messages")
+        if not found["held"]:
+            raise ValueError("no row that is held out")
     return found["train"], found["held"]
 
 

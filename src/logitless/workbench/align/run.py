@@ -10,21 +10,22 @@ from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
-from transformers import PrinterCallback, TrainerState
+from transformers import PrinterCallback
 
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_lines, write_json
+from ..common.files import read_lines, readable, write_json
 from ..common.say import say
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ranks import first
+from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.trackers import explain_failures
-from ..runs.trainer import METRICS_FILE, guard_loading, on_processors, quiet, refuse_incomplete, save_model
+from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
@@ -82,7 +83,7 @@ def _set_up(
         save(path, train, held_out)
         record(config, place)
     state.wait_for_everyone()
-    train, held_out = load(path)
+    train, held_out = load(path, config)
     check_enough(config, train, state.num_processes)  # of a resumed run, which may have more ranks now
     return Alignment(config, place, tokenizer, train, held_out, console), model
 
@@ -106,8 +107,9 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     config, place, arguments = parts.config, parts.place, trainer.args
     found = last_checkpoint(place)
     per_step = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
-    records = Records(place / METRICS_FILE, per_step, found[1] if found else 0, every_metric=True)
-    held_out = HeldOutRows(trainer.evaluate, records.path)
+    with readable(place / METRICS_FILE, BY_STEPS):
+        records = Records(place / METRICS_FILE, per_step, found[1] if found else 0, every_metric=True)
+        held_out = HeldOutRows(trainer.evaluate, records.path)
     bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
@@ -119,17 +121,16 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
     refuse_incomplete(trainer)
-    if found and config.kind.rollouts:
-        after_epochs(trainer, found[0])
+    began = guard_loading(trainer, found[0]) if found else None
+    if began and config.kind.rollouts:
+        after_epochs(trainer, int(began.epoch))
     if alone:
         _examples(parts, trainer, "before")
     with bar, stop if alone else nullcontext():
-        if found:
-            guard_loading(trainer, found[0])
-        if found and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
+        if found and began and found[1] >= config.max_steps:  # killed between its last checkpoint and its summary
             trainer._load_from_checkpoint(str(found[0]))
             trainer._load_rng_state(str(found[0]))  # held-out completions are sampled
-            trainer.state = TrainerState.load_from_json(str(found[0] / "trainer_state.json"))
+            trainer.state = began
             records.rewrite(arguments)
             arguments.report_to = []  # the trackers' run has ended
             held_out.conclude(arguments, found[1])
@@ -158,8 +159,10 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    records = read_lines(place / METRICS_FILE)
-    plot(place / "align.png", config.method, records)
+    with readable(place / METRICS_FILE, BY_STEPS):
+        records = read_lines(place / METRICS_FILE)
+        plot(place / "align.png", config.method, records)
+        trained = numbers(config.method, records)
     names = getattr(trainer, "reward_func_names", [])
     summary = {
         "schema": SCHEMA,
@@ -177,7 +180,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
         "exact_kl": config.exact_kl,
         "temperature": config.temperature,
         "rewards": dict(zip(names, trainer.reward_weights.tolist(), strict=True)) if names else {},
-        **numbers(config.method, records),
+        **trained,
         "versions": versions("torch", "transformers", "trl"),
         "output_dir": str(place),
         "checkpoint": str(place / "model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ from transformers import TrainingArguments
 from ...algebra.costs import dense_loss_bytes
 from ...errors import OptionError
 from ...versions import installing
+from ..common.files import readable
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
 from ..sources.corpus import Row
 from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
+from .data import ROWS_FILE
 from .rewards import rewards_of
 
 # The name of the option changed within transformers 5.
@@ -55,7 +56,8 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
         "per_device_eval_batch_size": config.batch_size,
         "run_name": parts.place.name,
     }
-    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
+    with readable(parts.place / ROWS_FILE):
+        data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
     made = _of_pairs if config.method == "dpo" else _of_rollouts
     with _reference_like_the_policy():
         trainer = made(parts, model, shared, data)
@@ -121,13 +123,12 @@ def _with_markers(tokenizer: TextTokenizer) -> Any:
     return saved
 
 
-def after_epochs(trainer: Any, checkpoint: Path) -> None:
-    """Has a trainer of rollouts go on with the order of prompts that the epoch of a checkpoint has.
+def after_epochs(trainer: Any, passed: int) -> None:
+    """Has a trainer of rollouts go on with the order of prompts that comes after the epochs that are passed.
 
     TRL draws an order whenever an epoch begins, and a resumed trainer would begin with the first epoch's.
     """
     sampler_of = trainer._get_train_sampler
-    passed = int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["epoch"] or 0)
 
     def sampler(*args: Any) -> Any:
         made = sampler_of(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -9,17 +10,19 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError, OptionError
+from ...errors import DataError, LogitlessError, OptionError, is_out_of_memory
 
 TEMPORARY = ".tmp"
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # open files by number: - is standard output
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MADE_ANEW = "delete it, and --resume makes it anew"
 MOST_OF_NAME = 40  # characters of a file's name that its temporary folder's begins with: names end at 255 bytes
 
 
@@ -54,7 +57,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def remove_whole(place: Path) -> None:
-    """Takes a folder away at once: what a kill leaves of it lies where `remove_leftovers` finds it."""
+    """Takes a folder or file away at once: what a kill leaves of it lies where `remove_leftovers` finds it."""
     folder = _beside(place)
     os.replace(place, folder / place.name)
     shutil.rmtree(folder)
@@ -190,17 +193,43 @@ def strict_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote, of a file that a resumed run can make anew; DataError where it was damaged."""
+@contextmanager
+def readable(path: Path, remedy: str = MADE_ANEW) -> Iterator[None]:
+    """DataError, with what to do, for whatever reading a file or folder of ours raises that was damaged since."""
+    try:
+        _check_ends(path)
+        yield
+    except LogitlessError:
+        raise
+    except Exception as error:  # json, numpy, torch, safetensors, transformers and who takes what they return
+        if is_out_of_memory(error) or getattr(error, "errno", None) in DISK_FULL:
+            raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise DataError(f"{path} does not hold what was written there ({why}): {remedy}") from None
+
+
+def _check_ends(path: Path) -> None:
+    """ValueError for what may never end, or wait for a writer forever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError("expected a file, got a device or a pipe")
+
+
+def parsed(path: Path) -> Any:
+    """The JSON of a file; ValueError or OSError for a file that is none, nested too deeply, or a device."""
+    _check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise DataError(damaged(path)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
-def damaged(path: Path) -> str:
-    """What to do about a file that a resumed run can make anew."""
-    return f"{path} is damaged: delete it, and --resume makes it anew"
+def read_object(path: Path, remedy: str = MADE_ANEW) -> dict[str, Any]:
+    """The object that `write_json` wrote; DataError, with what to do, for anything else."""
+    with readable(path, remedy):
+        found = parsed(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+        return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -210,7 +239,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    with readable(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.endswith("\n")]
 
 
@@ -226,7 +256,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict):
             return record

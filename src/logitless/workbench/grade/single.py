@@ -18,7 +18,7 @@ from ...resident import reset_peak
 from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_lines, write_json, write_lines, write_whole
+from ..common.files import read_lines, readable, write_json, write_lines, write_whole
 from ..common.functions import function_named
 from ..common.say import say
 from ..runs import examples
@@ -29,7 +29,7 @@ from ..sft.default_model import default_model
 from ..sources.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
-from .data import prompts_of, saved_classifier, texts_of, train_classifier
+from .data import Prompts, prompts_of, saved_classifier, texts_of, train_classifier
 from .method import Task
 from .methods import method_of
 from .models import Reward, SoftReward, TokenReward, shared_vocabulary
@@ -70,8 +70,7 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)
     reward, vocab_size = _reward(config, place, model, tokenizer)
-    rows = read_lines(place / PROMPTS_FILE)
-    prompts = {name: [row["ids"] for row in rows if row["split"] == name] for name in ("train", "validation", "test")}
+    prompts = _prompts(place / PROMPTS_FILE, source.vocab_size)
     frozen = None if config.lora_rank else copy.deepcopy(model).requires_grad_(False)
     method = method_of(Task(config, model, frozen, reward, vocab_size, tokenizer.eos_id))
     leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
@@ -81,6 +80,19 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     reset_peak(device)
     restore(state)
     return state
+
+
+def _prompts(path: Path, vocab_size: int) -> Prompts:
+    """The prompts of each split that `materials` wrote; DataError for others."""
+    found: Prompts = {"train": [], "validation": [], "test": []}
+    with readable(path):
+        for row in read_lines(path):
+            found[row["split"]].append(row["ids"])
+            if not row["ids"] or not all(type(x) is int and 0 <= x < vocab_size for x in row["ids"]):
+                raise ValueError(f"expected ids below {vocab_size}, got {row['ids']}")
+        if not all(found.values()):
+            raise ValueError("a split without prompts")
+    return found
 
 
 def materials(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokenizer, console: Console) -> None:
@@ -126,7 +138,7 @@ def _reward_model(name: str) -> Any:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             name, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # of several libraries
         raise ConfigError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
     check_complete(f"--reward-model {name}", found["missing_keys"])
     return model

@@ -16,13 +16,15 @@ from rich.console import Console
 from ...models.positions import reach
 from ...relax import anneal
 from ...resident import peak_bytes
-from ..common.files import append_line, read_lines, write_lines, write_whole
+from ..common.files import append_line, read_lines, readable, write_lines, write_whole
 from ..common.say import say
+from ..runs import checkpoints
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import last_checkpoint, mark, readable
+from ..runs.checkpoints import last_checkpoint, mark
 from ..runs.progress import Bar
+from ..runs.restoring import check_moments
 from ..runs.trackers import Send
-from ..runs.trainer import METRICS_FILE
+from ..runs.trainer import BY_STEPS, METRICS_FILE
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, batch_of
@@ -88,7 +90,8 @@ class Run:
 def steps(state: Run, send: Send) -> dict[str, float]:
     """Trains to the end; returns how the policy did on the validation prompts before. send: gets what is recorded."""
     config, path = state.config, state.place / METRICS_FILE
-    records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
+    with readable(path, BY_STEPS):
+        records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
     write_lines(path, records)
 
     def put(found: dict[str, Any]) -> None:
@@ -111,8 +114,9 @@ def steps(state: Run, send: Send) -> dict[str, float]:
                 save(state)
     if state.step < config.max_steps:
         raise KeyboardInterrupt
-    first = next(x for x in read_lines(path) if x["step"] == 0)
-    return {name: value for name, value in first.items() if name != "step"}
+    with readable(path, BY_STEPS):
+        first = next(x for x in read_lines(path) if x["step"] == 0)
+        return {name: value for name, value in first.items() if name != "step"}
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -190,10 +194,13 @@ def restore(state: Run) -> None:
     if found is None:
         return
     place, state.step = found
-    with readable(place), torch.no_grad():
+    with checkpoints.readable(place), torch.no_grad():
         values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
         for name, parameter in state.task.model.named_parameters():
             if parameter.requires_grad:
+                if parameter.shape != values["weights"][name].shape:
+                    raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}")
                 parameter.copy_(values["weights"][name])
         state.optimizer.load_state_dict(values["optimizer"])
+        check_moments(state.optimizer, {p: name for name, p in state.task.model.named_parameters()})
         state.method.load(values["method"])

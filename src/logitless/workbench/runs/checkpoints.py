@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from zipfile import is_zipfile
 
-from ...errors import ConfigError, LogitlessError, OptionError
-from ..common.files import remove_all_leftovers, remove_whole, write_whole
+from ...errors import DataError, OptionError
+from ..common import files
+from ..common.files import read_object, remove_all_leftovers, remove_whole, write_whole
 
 RUN_FILE = "run.json"
+PREFIX = "checkpoint-"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
 KEPT = 2  # checkpoints of a run
 
@@ -29,8 +31,8 @@ _NEEDED = {
 def id_of(run: Path) -> str:
     """What tells this run from all others; empty for one that was begun before runs had ids."""
     try:
-        return str(json.loads((run / RUN_FILE).read_text(encoding="utf-8")).get("id", ""))
-    except (OSError, ValueError, AttributeError):
+        return str(read_object(run / RUN_FILE).get("id", ""))
+    except DataError:
         return ""
 
 
@@ -48,7 +50,7 @@ def last_checkpoint(run: Path) -> tuple[Path, int] | None:
 
 def begin_checkpoint(run: Path, step: int) -> None:
     """An empty checkpoint with the run's mark, for others to fill. OptionError where another run's lies there."""
-    path = run / f"checkpoint-{step}"
+    path = run / f"{PREFIX}{step}"
     if path.exists() and not _is_own(path, id_of(run)):
         raise OptionError(strange(path))
     write_whole(path, lambda new: mark(run, new))
@@ -69,21 +71,14 @@ def prune(run: Path) -> None:
 def strange_checkpoint(run: Path) -> Path | None:
     """A checkpoint in the run's directory that is not its own."""
     own = set(_own(run))
-    return next((path for path in sorted(run.glob("checkpoint-*")) if path.is_dir() and path not in own), None)
+    return next((path for path in sorted(run.glob(f"{PREFIX}*")) if path.is_dir() and path not in own), None)
 
 
 @contextmanager
 def readable(checkpoint: Path) -> Iterator[None]:
-    """ConfigError for whatever reading a checkpoint raises that holds something else than was saved."""
-    try:
+    """DataError for whatever reading a checkpoint raises that holds something else than was saved."""
+    with files.readable(checkpoint, "remove it to go on from an earlier one, or anew"):
         yield
-    except LogitlessError:
-        raise
-    except Exception as error:  # torch, pickle, safetensors and transformers each have their own
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(
-            f"{checkpoint} does not hold what was saved there ({why}); remove it to go on from an earlier one, or anew"
-        ) from None
 
 
 def strange(checkpoint: Path) -> str:
@@ -93,6 +88,8 @@ def strange(checkpoint: Path) -> str:
 
 def fault_of(checkpoint: Path) -> str | None:
     """What has been lost of a whole checkpoint since it was written: a file that is gone, or was cut short."""
+    if not _is_at(checkpoint, read_object(checkpoint / _LAST_FILE)):
+        return f"{checkpoint / _LAST_FILE} is damaged"
     kind = next(name for name in _NEEDED if (checkpoint / name).exists())
     for alternatives in _NEEDED[kind]:
         if not any(any(checkpoint.glob(pattern)) for pattern in alternatives.split("|")):
@@ -111,17 +108,20 @@ def discard_unfinished(run: Path) -> None:
 
 def _own(run: Path) -> Iterator[Path]:
     known = id_of(run)
-    return (path for path in run.glob("checkpoint-*") if path.is_dir() and _is_own(path, known))
+    return (path for path in run.glob(f"{PREFIX}*") if path.is_dir() and _is_own(path, known))
 
 
 def _is_own(checkpoint: Path, run_id: str) -> bool:
     try:
-        return (checkpoint / MARK).read_text(encoding="utf-8") == run_id
-    except (OSError, UnicodeDecodeError):
+        with readable(checkpoint / MARK):
+            return (checkpoint / MARK).read_text(encoding="utf-8") == run_id
+    except DataError:
         return run_id == ""
 
 
 def _is_cut_short(path: Path) -> bool:
+    if not path.is_file():
+        return not path.is_dir()  # a pipe, which would be waited for
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError, safe_open  # options are read where it is not installed, too
 
@@ -133,9 +133,21 @@ def _is_cut_short(path: Path) -> bool:
     return path.suffix in (".pt", ".pth", ".bin") and not is_zipfile(path)  # what torch.save writes
 
 
+def _is_at(checkpoint: Path, state: dict[str, Any]) -> bool:
+    """Whether its state is of the step that its name says."""
+    step = state.get("global_step")
+    return type(step) is int and step == _number(checkpoint)
+
+
+def _number(checkpoint: Path) -> int | None:
+    text = checkpoint.name.removeprefix(PREFIX)
+    return int(text) if text.isdecimal() else None
+
+
 def _step_of(checkpoint: Path) -> int | None:
+    """The step of a whole checkpoint."""
     try:
-        state = json.loads((checkpoint / _LAST_FILE).read_text(encoding="utf-8"))
-        return int(state["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        read_object(checkpoint / _LAST_FILE)
+    except DataError:
         return None
+    return _number(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ...integrations.transformers.generation import generate
 from ...printable import shown
 from ...sample.terminal import FAINT, Painter, legend
 from ...sample.text import pieces
-from ..common.files import read_json, write_json
+from ..common.files import read_object, readable, write_json
 from ..common.say import say
 from ..sources.tokenizer import TextTokenizer
 
@@ -44,7 +43,7 @@ def keep(
     Of a resumed run `before` is what it was. score: the reward of a completion's ids (T,).
     """
     path = place / EXAMPLES_FILE
-    found = read_json(path) if path.exists() else {}
+    found = _found(path) if path.exists() else {}
     if when == "before" and when in found:
         return
     was_training = model.training
@@ -55,6 +54,16 @@ def keep(
     ]
     model.train(was_training)
     write_json(path, found | {when: made})
+
+
+def _found(path: Path) -> dict[str, list[Record]]:
+    """What was kept before; DataError where it cannot be shown."""
+    found = read_object(path)
+    with readable(path):
+        for when, made in found.items():
+            for example in made:
+                _shown(when, example)
+    return found
 
 
 @torch.no_grad()
@@ -80,7 +89,7 @@ def show(place: Path, console: Console) -> None:
     path = place / EXAMPLES_FILE
     if not path.exists():
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_object(path)
     say(console, "\ncompletions before and after")
     for number in range(max(len(made) for made in found.values())):
         for when, made in found.items():
@@ -93,7 +102,7 @@ def show(place: Path, console: Console) -> None:
 def first_of(place: Path) -> Record:
     """{before, after}: the first completion of each; nothing where there are none."""
     path = place / EXAMPLES_FILE
-    return {when: made[0] for when, made in read_json(path).items() if made} if path.exists() else {}
+    return {when: made[0] for when, made in read_object(path).items() if made} if path.exists() else {}
 
 
 def cut(prompt: str) -> str:

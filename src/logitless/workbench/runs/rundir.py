@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 import uuid
@@ -12,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from ...errors import ConfigError, LogitlessError, OptionError
-from ..common.files import check_apart, write_json
+from ...errors import ConfigError, DataError, LogitlessError, OptionError
+from ..common.files import DISK_FULL, check_apart, read_object, write_json
 from ..common.lock import LOCK_FILE, acquire, holder, release
-from ..common.options import RESUMABLE, Options, RunOptions, from_dict
+from ..common.options import MOST, RESUMABLE, Options, RunOptions, from_dict
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import (
     RUN_FILE,
@@ -49,8 +47,8 @@ class OutOfSpace(LogitlessError, OSError):
 def stored(run: Path, default: Options) -> Options:
     """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
     try:
-        values = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        values = read_object(run / RUN_FILE)["config"]
+    except (DataError, KeyError):
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
     try:
         return from_dict(values, RUN_FILE, default)
@@ -104,7 +102,10 @@ def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
 
 def ranks_at_start(place: Path) -> int:
     """How many ranks with sequences of their own the run in this directory was started with."""
-    return int(json.loads((place / RUN_FILE).read_text(encoding="utf-8")).get("ranks", 1))
+    ranks = read_object(place / RUN_FILE).get("ranks", 1)
+    if type(ranks) is not int or not 1 <= ranks < MOST:
+        raise ConfigError(f"--resume {place}: {RUN_FILE} says ranks {ranks!r}; expected with how many the run began")
+    return ranks
 
 
 def _begin(config: RunOptions, wanted: Path | None, name: str) -> Path:
@@ -207,7 +208,7 @@ def _launch(command: str) -> str:
 
 def _disk_full(error: Exception, place: Path) -> bool:
     """torch and safetensors report a full disk as a RuntimeError and an error of their own, not always by name."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return True
     if "No space left" in str(error):
         return True

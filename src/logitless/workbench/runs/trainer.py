@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from datasets import disable_progress_bars
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from ..common import say
 from ..common.files import write_whole
 from ..common.options import RunOptions
-from ..sources.model import check_complete
 from ..sources.tokenizer import TextTokenizer
-from .checkpoints import readable
 
 METRICS_FILE = "metrics.jsonl"
+BY_STEPS = "remove the lines in it that no step of this run wrote"  # what to do about metrics.jsonl
 CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
 WARM_UP = 0.05  # of the steps
 
@@ -59,16 +58,6 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
     return given
 
 
-def refuse_incomplete(trainer: Any) -> None:
-    """Has a trainer raise ConfigError where a checkpoint lacks weights, of which Trainer only warns."""
-
-    def refuse(found: Any) -> None:
-        tied = getattr(trainer.model, "all_tied_weights_keys", {})
-        check_complete(f"--resume {trainer.args.output_dir}", set(found.missing_keys) - set(tied))
-
-    trainer._issue_warnings_after_load = refuse
-
-
 def save_model(
     place: Path, tokenizer: TextTokenizer, lora_rank: int, model: Any, weights: dict[str, Any] | None
 ) -> None:
@@ -84,24 +73,3 @@ def save_model(
     write_whole(place / "adapter", save)
     model, weights = model.merge_and_unload(), None
     write_whole(place / "model", save)
-
-
-def guard_loading(trainer: Any, checkpoint: Path) -> None:
-    """ConfigError where the trainer cannot read what a checkpoint holds, in the place of whatever its parts raise."""
-    with readable(checkpoint):
-        TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        _check_adapter(trainer, checkpoint / "adapter_model.safetensors")
-    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
-        setattr(trainer, name, readable(checkpoint)(getattr(trainer, name)))
-
-
-def _check_adapter(trainer: Any, saved: Path) -> None:
-    """ConfigError where a saved adapter lacks tensors, of which PEFT only warns."""
-    if not saved.exists():
-        return
-    from peft import get_peft_model_state_dict
-    from safetensors import safe_open
-
-    with safe_open(saved, framework="np") as file:
-        missing = set(get_peft_model_state_dict(trainer.model)) - set(file.keys())
-    check_complete(f"--resume {trainer.args.output_dir}", missing, "adapter_config.json")

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...errors import OptionError
-from ..common.files import remove_leftovers, remove_whole, write_json, write_whole
+from ...errors import DataError, OptionError
+from ..common.files import read_object, readable, remove_leftovers, remove_whole, write_json, write_whole
 from ..common.lock import acquire, holder, release
 from ..sources.identity import hash_of
 from .block import PLACES, Scored
@@ -88,15 +88,17 @@ class Parts:
         if not path.exists():
             return None
         try:
-            _read(path)
-            return pq.read_schema(path).metadata[RUN].decode() == self._run()
-        except (OSError, ValueError, KeyError, pa.ArrowException):
+            with readable(path):
+                table, pieces = _read(path)
+                same = pq.read_schema(path).metadata[RUN].decode() == self._run()
+                return same and table.num_rows == sum(piece["rows"] for piece in pieces)
+        except DataError:
             return False
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the run's parts have in common."""
-        return json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+        return read_object(self.folder / MANIFEST, f"remove {self.folder} to begin anew, or choose another --out")
 
     def _run(self) -> str:
         """What tells the parts of this run from all others: what its manifest says."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,7 @@ from ...resident import peak_bytes, reset_peak
 from ...sample.teacher import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
+from ..common.files import DISK_FULL, remove_whole
 from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
@@ -219,6 +219,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
             whole = parts.whole(number)
             if whole is False:
                 progress.say(f"{parts.part(number)} is damaged or of another run: scoring its documents again")
+                remove_whole(parts.part(number))  # whatever lies there
             if not whole:
                 scored = score_block(scorer, block, partial(progress.scored, share=share))
                 parts.write(number, scored)
@@ -235,6 +236,6 @@ def explained(place: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         raise Interrupted("the same command goes on where this one stopped") from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         raise OutOfSpace(f"no space left at {place}: free some, then the same command goes on") from error

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from ...errors import DataError
-from ..common.files import damaged, write_whole
+from ..common.files import readable, write_whole
 from ..sources import chat
 from ..sources.chat import Example, example, is_chat
 from ..sources.corpus import Row, documents, table
@@ -52,7 +51,7 @@ def check_teacher(path: Path, teacher: Teacher | None) -> None:
     """DataError where the rows in a file that `prepare` wrote are of another record than the teacher's."""
     if teacher is None:
         return
-    with np.load(path, allow_pickle=False) as arrays:
+    with readable(path), np.load(path, allow_pickle=False) as arrays:
         before = str(arrays[TEACHER]) if TEACHER in arrays else "none"
     if before != teacher.record.identity:
         raise DataError(
@@ -105,19 +104,16 @@ def load(path: Path, length: int) -> tuple[PackedRows, PackedRows]:
     """(training rows, held-out rows) from a file that `prepare` wrote; nothing in it is unpickled. Raises DataError."""
     if not path.exists():
         raise DataError(f"{path} is not on this machine: all ranks need an --output-dir that all of them see")
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            kept, held = (
-                Stream(
-                    arrays[f"{name}_ids"],
-                    arrays[f"{name}_starts"],
-                    arrays.get(f"{name}_said"),
-                    arrays.get(f"{name}_rows"),
-                )
-                for name in ("train", "held")
+    with readable(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        kept, held = (
+            Stream(
+                arrays[f"{name}_ids"],
+                arrays[f"{name}_starts"],
+                arrays.get(f"{name}_said"),
+                arrays.get(f"{name}_rows"),
             )
-    except (BadZipFile, EOFError, KeyError, ValueError):
-        raise DataError(damaged(path)) from None
+            for name in ("train", "held")
+        )
     return PackedRows(kept, length), PackedRows(held, length, max(1, HELD_OUT_TOKENS // length))
 
 

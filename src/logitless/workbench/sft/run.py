@@ -23,16 +23,17 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_json, read_lines, write_json
+from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
 from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
+from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.trackers import check_tracker, explain_failures, project
-from ..runs.trainer import METRICS_FILE, arguments, guard_loading, on_processors, quiet, refuse_incomplete, save_model
+from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, save_model
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
@@ -41,7 +42,7 @@ from .data import check_teacher, load, prepare
 from .launcher import by_options_alone
 from .mesh import CONTEXT, Layout, device_mesh
 from .sharded import STATE, ShardedTrainer
-from .stepcost import METHODS, measure
+from .stepcost import METHODS, check_measured, measure
 from .summary import SCHEMA, numbers
 from .teacher import TaughtRows, TaughtShardedTrainer, TaughtTrainer, Teacher
 
@@ -154,11 +155,16 @@ def _step_memory(parts: Run) -> dict[str, Any]:
     path = parts.place / "step_memory.json"
     if parts.teacher is not None:
         return {method: {"not_measured": "its loss is a teacher's"} for method in METHODS}
-    if not path.exists():
-        say(parts.console, "measuring one step's memory, logitless and dense ...")
-        own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
-        write_json(path, measure(own, parts.place / TOKENS_FILE))
-    return read_json(path)
+    if path.exists():
+        with readable(path):
+            found = read_object(path)
+            check_measured(found)
+            return found
+    say(parts.console, "measuring one step's memory, logitless and dense ...")
+    own = replace(parts.config, context_length=parts.config.context_length // parts.layout.context)
+    found = measure(own, parts.place / TOKENS_FILE)
+    write_json(path, found)
+    return found
 
 
 def train_steps(parts: Run, model: Any) -> dict[str, Any]:
@@ -171,10 +177,11 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided}, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
-    records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
     batch_of = _batches(layout, mesh, model)
-    held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
+    with readable(place / METRICS_FILE, BY_STEPS):
+        records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)
+        held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
     alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
     trainer = _trainer_for(parts, mesh, found)(
@@ -246,8 +253,10 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    records = read_lines(place / METRICS_FILE)
-    plot_loss(place / "loss.png", records, vocab)
+    with readable(place / METRICS_FILE, BY_STEPS):
+        records = read_lines(place / METRICS_FILE)
+        plot_loss(place / "loss.png", records, vocab)
+        trained = numbers(records)
     plot_memory(place / "memory.png", step_memory, tokens, vocab)
     summary = {
         "schema": SCHEMA,
@@ -263,7 +272,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
         "tensor_parallel": config.tensor_parallel,
         "context_parallel": config.context_parallel,
         "dtype": str(dtype).removeprefix("torch."),
-        **numbers(records),
+        **trained,
         "loss": {
             "asked": config.loss,
             "method": choose(config.loss_on_ranks, size, config.loss_threshold_bytes),

@@ -36,6 +36,13 @@ def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
     return {method: found.get(method, {"not_measured": reason}) for method in METHODS}
 
 
+def check_measured(found: dict[str, Any]) -> None:
+    """Raises where it is not what `measure` returned."""
+    for record in (found[method] for method in METHODS):
+        if not isinstance(record.get("not_measured"), str):
+            sum((a + b for a, b in record["curve"]), record["loss"] + record["peak_bytes"])
+
+
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1] if lines else "the measuring process said nothing"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.positions import check_reach, scale
 from ...models.presets import PRESETS, preset
 from ...models.pretrained import PACKAGES
+from ..common.files import parsed
 from ..common.options import RunOptions
 from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
@@ -128,8 +128,8 @@ def _check_index(index: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return parsed(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
 
 
@@ -234,10 +234,13 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
 def check_complete(model: str, missing: Iterable[str], config: str = "config.json") -> None:
     """ConfigError for a model some of whose weights its checkpoint lacks: they would be random."""
     if names := sorted(missing):
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        raise ConfigError(
-            f"{model}: its weights lack {', '.join(names[:MOST_NAMED])}{more}, which its {config} asks for"
-        )
+        raise ConfigError(f"{model}: its weights lack {few(names)}, which its {config} asks for")
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def _sparse(source: ModelSource, attention: str, model: Any) -> Any:

@@ -103,7 +103,7 @@ def as_marked_chat(messages: list[dict[str, Any]], saved: Any) -> tuple[str, Spa
 
     def write() -> tuple[str, Spans]:
         (text,), (spans,) = render_jinja_template([kept], **given)
-        return text, spans
+        return text, spans  # pyright: ignore[reportReturnType]
 
     return _written(messages, write)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from ....errors import OptionError
 from ....versions import versions
-from ...common.files import read_lines, write_json, write_lines
+from ...common.files import read_lines, read_object, write_json, write_lines
 from ...common.say import say
 from ...runs.examples import first_of
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
@@ -108,4 +107,4 @@ def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], consol
 
 
 def _summary(place: Path) -> dict[str, Any]:
-    return json.loads((place / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return read_object(place / SUMMARY_FILE)

@@ -1,0 +1,64 @@
+"""What a killed run left, changed since: refused in one line, or scored again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from logitless.errors import LogitlessError
+from logitless.workbench.runs.rundir import Interrupted
+from logitless.workbench.scoring import run as scoring
+from logitless.workbench.scoring.parts import KEY, MANIFEST
+from tests.support.workbench.damage import JSON
+from tests.workbench.scoring.conftest import config, corpus
+
+
+@pytest.fixture
+def stopped(micro, tmp_path, small_blocks, monkeypatch):
+    """Options of a run that was stopped when all its parts were there."""
+    options = config(micro, corpus(tmp_path / "a.jsonl", 8), tmp_path / "a.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "conclude", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(Interrupted):
+            scoring.run(options)
+    return options
+
+
+def test_a_manifest_in_whose_place_anything_lies(stopped, tmp_path):
+    parts, kept = tmp_path / "a.parquet.parts", tmp_path / "kept"
+    shutil.copytree(parts, kept)
+    contents = [json.dumps(x) for x in ({}, {"schema": None}, {"the tokenizer": 5})]
+    for change in [*JSON.values(), *(lambda path, x=x: path.write_text(x) for x in contents)]:
+        change(parts / MANIFEST)
+        with pytest.raises(LogitlessError, match=f"{parts}.*remove") as caught:
+            scoring.run(stopped)
+        assert "\n" not in str(caught.value)
+        shutil.rmtree(parts)
+        shutil.copytree(kept, parts)
+
+
+def _pieces(path: Path) -> None:
+    """Another count of rows than there are."""
+    table = pq.read_table(path)
+    about = {**table.schema.metadata, KEY: json.dumps([{"document": 0, "name": "x", "rows": 1}])}
+    pq.write_table(table.replace_schema_metadata(about), path, write_page_checksum=True)
+
+
+def _deep(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, KEY: "[" * 100_000}), path)
+
+
+def test_parts_in_whose_place_anything_lies_are_scored_again(stopped, tmp_path):
+    part, kept = tmp_path / "a.parquet.parts" / "00000000.parquet", tmp_path / "kept"
+    shutil.copytree(part.parent, kept)
+    scoring.run(stopped)
+    whole = stopped.place.read_bytes()
+    for kind, change in {**JSON, "pieces": _pieces, "deep pieces": _deep}.items():
+        stopped.place.unlink()
+        shutil.copytree(kept, part.parent)
+        change(part)
+        scoring.run(stopped)
+        assert stopped.place.read_bytes() == whole, kind
