@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     parameters = shape_of(config.model).parameters  # a model that is not there is refused before torch is imported
     from ..workbench.profile import recording_tables, tables  # below, so that --help needs no torch
     from ..workbench.profile.measure import measure
-    from ..workbench.profile.savings import CHANGES, chosen, savings
+    from ..workbench.profile.savings import chosen, savings
     from ..workbench.profile.step import Step, both
     from ..workbench.runs.progress import working
     from .screen import Screen
@@ -105,9 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         if names:
             tables.show_savings(found, base, console, config.units)
         else:
-            others = ", ".join(name for name, change in CHANGES.items() if change(step) is not None)
-            offer = f"--savings all traces what would help, each as slowly: {others}"
-            console.print(f"[dim]{offer}[/dim]", highlight=False)
+            tables.offer_savings(step, console)
         if measured is not None:
             tables.show_measured(measured, console, config.units)
 

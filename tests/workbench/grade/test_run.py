@@ -317,6 +317,8 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
     assert ran == [*((m, 0) for m in methods[3:]), *((m, 1) for m in methods)]
     assert tuple(summary["methods"]) == methods
     assert summary == json.loads((place / "summary.json").read_text())
+    page = (place / "comparison.html").read_text()
+    assert all(f"<td>{name}</td><td>{when}</td>" in page for name in methods for when in ("before", "after"))
     for name, found in summary["methods"].items():
         reward = found["test_reward"]
         assert reward["low"] <= reward["mean"] <= reward["high"]
@@ -345,8 +347,8 @@ def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypat
     assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_what_one_seed_cannot_say_is_said(seeds):
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_what_few_seeds_cannot_say_is_said(seeds):
     """A sample's deviation has a column of its own, and is no interval; the table fits 80 columns."""
     reward = {"mean": 0.803, "values": [0.803] * seeds} | ({"low": 0.7, "high": 0.9} if seeds > 1 else {})
     found = {
@@ -374,8 +376,9 @@ def test_what_one_seed_cannot_say_is_said(seeds):
     show(summary, console)
     text = console.file.getvalue()
     assert "±" not in text
-    assert ("0.700-0.900" in text) == (seeds > 1)
-    assert ("intervals: none of one seed" in text) == (seeds == 1)
+    assert ("0.700-0.900" in text) == (seeds > 2)
+    few = {1: "intervals: not shown: 1 seed; give --seeds 3 or more", 2: "intervals: not shown: 2 seeds; give"}
+    assert few.get(seeds, "intervals: 95 %, Student's t over seeds") in text
     assert "0.36" in text
     assert "…" not in text
 

@@ -12,7 +12,7 @@ from ...units import format_bytes, one_unit
 from .measure import Measured
 from .recording import Recording
 from .recording_tables import columns
-from .savings import Saving
+from .savings import CHANGES, Saving
 from .step import Step
 
 SCHEMA = 1
@@ -48,6 +48,12 @@ def show_savings(found: Sequence[Saving], base: Recording, console: Console, uni
         table.add_row(saving.name, size(peak.nbytes), size(saving.saved), peak.stage)
     console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
+
+
+def offer_savings(step: Step, console: Console) -> None:
+    """The option that shows what was not asked for, and the changes of which it would."""
+    others = ", ".join(name for name, change in CHANGES.items() if change(step) is not None)
+    console.print(f"[dim]--savings all traces what would help, each as slowly: {others}[/dim]", highlight=False)
 
 
 def show_measured(measured: Measured, console: Console, units: str = "GiB") -> None:
