@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from logitless.errors import DataError, OptionError
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
-from tests.support.integrations.launching import torchrun
+from tests.support.integrations.launching import leave, torchrun
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.evaluation.conftest import LETTERS, drawn, lettered, options
@@ -309,3 +309,4 @@ if __name__ == "__main__":
     documents.PIECE = block.PIECE = 400
     model, data, out, other = map(Path, sys.argv[1:])
     run(options(model, data, out, against=str(other)))
+    leave()

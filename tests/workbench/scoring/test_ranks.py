@@ -5,7 +5,7 @@ import pytest
 
 from logitless.workbench.scoring import block, documents
 from logitless.workbench.scoring.run import run
-from tests.support.integrations.launching import torchrun
+from tests.support.integrations.launching import leave, torchrun
 from tests.workbench.scoring.conftest import config, corpus
 
 
@@ -40,3 +40,4 @@ if __name__ == "__main__":
     model, data, out = map(Path, sys.argv[1:4])
     summary = run(config(model, data, out, store=sys.argv[4]))
     assert not summary or (summary["ranks"] == 2 and summary["tokens_scored_now"] == summary["scored_tokens"])
+    leave()

@@ -21,6 +21,7 @@ RULES = {
     "top-k, top-p": {"top_k": 40, "top_p": 0.8},
     "top-p": {"top_p": 0.9, "temperature": 0.3},
     "min-p": {"min_p": 0.05},
+    "vLLM's order": {"top_p": 0.8, "min_p": 0.05, "order": "vllm"},
 }
 
 
