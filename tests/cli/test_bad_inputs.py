@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from logitless.cli.main import main
-from tests.support.workbench.damage import DEEP, MARK, TEMPLATES
+from logitless.workbench.common.options import DEFAULT_MODEL
+from logitless.workbench.runs.rundir import how_to_go_on
+from tests.support.workbench.damage import DEEP, MARK, REWARDS, REWARDS_SAY, TEMPLATES
 from tests.support.workbench.micro import micro_directory, micro_model
 
 NUMBERS = {
@@ -100,14 +103,14 @@ def told(call: list[str], capsys) -> str:
     return error
 
 
-def refused(call: list[str], capsys) -> str:
+def refused(call: list[str], capsys, expected: int = 2) -> str:
     """The last line of a call that must fail, after what it says of its progress."""
     try:
         status = main(call)
     except SystemExit as stop:
         status = stop.code
     error = capsys.readouterr().err
-    assert status == 2, (call, error)
+    assert status == expected, (call, error)
     assert "Traceback" not in error
     last = error.splitlines()[-1]
     assert last.startswith("logitless: "), (call, error)
@@ -214,6 +217,40 @@ def test_rewards_that_cannot_be_imported(tmp_path, trained, capsys):
         "[/]:x",
     ):
         assert "--rewards" in told([*call, str(tmp_path / "text"), "--rewards", rewards], capsys)
+
+
+SHORT = ["--prompt-length", "8", "--completion-length", "8", "--batch-size", "4", "--max-steps", "1"]
+
+
+@pytest.mark.parametrize("name", ["text", "fails", "later_leaves", "nobody", "nan"])
+def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys):
+    (tmp_path / "here" / "my_rewards.py").write_text(REWARDS)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
+    call = ["align", "--model", str(trained), "--method", "grpo", "--device", "cpu", "--data", str(data)]
+    call += [*SHORT, "--rewards", f"my_rewards:{name}"]
+    said = {**REWARDS_SAY, "nobody": "nobody returned None for every completion of a step"}[name]
+    assert said in refused(call, capsys, 1 if name == "nan" else 2)
+    sys.modules.pop("my_rewards", None)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_resumed_run_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
+    """What lies in a run's directory may be anybody's."""
+    run, given = tmp_path / "run", tmp_path / "given.yaml"
+    run.mkdir()
+    given.write_text("max-steps: 7\n")
+    for method, option in (("grpo", "rewards"), ("ste", "token-reward")):
+        config = {"model": DEFAULT_MODEL, "method": method, option.replace("-", "_"): "json:loads"}
+        (run / "run.json").write_text(json.dumps({"config": config}))
+        call = ["align", "--resume", str(run)]
+        for more in ([], ["--config", str(given)]):
+            assert f"give --{option} on the command line, or --trust-config" in told([*call, *more], capsys)
+        for more in (["--trust-config"], [f"--{option}", "json:loads"]):
+            with pytest.raises(AssertionError, match="accepted"):
+                main([*call, *more])
+    (run / "run.json").write_text(json.dumps({"config": config}))
+    assert how_to_go_on(run, "align").startswith(f"logitless align --resume {run} --trust-config goes on")
 
 
 @pytest.mark.usefixtures("nothing_runs")

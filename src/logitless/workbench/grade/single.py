@@ -19,7 +19,7 @@ from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
-from ..common.functions import function_named
+from ..common.functions import blamed, function_named
 from ..common.say import say
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
@@ -124,7 +124,9 @@ def _reward(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokeniz
     if config.token_reward is not None:
         vocab_size = shared_vocabulary(model, model, tokenizer.saved, tokenizer.saved)
         rule = function_named("--token-reward", config.token_reward)
-        return TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device), vocab_size
+        with blamed(f"--token-reward {config.token_reward}", "; it is called with the text of each token"):
+            reward = TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device)
+        return reward, vocab_size
     reward = _reward_model(config.reward_model or str(place / REWARD))
     theirs = tokenizer if config.reward_model is None else load_tokenizer(resolve(config.reward_model))
     vocab_size = shared_vocabulary(model, reward, tokenizer.saved, theirs.saved)
