@@ -26,7 +26,16 @@ from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
-from ..sources.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
+from ..sources.model import (
+    ModelSource,
+    align_tokens,
+    build,
+    check_complete,
+    check_used,
+    load_tokenizer,
+    resolve,
+    resolve_trained,
+)
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, prompts_of, saved_classifier, texts_of, train_classifier
@@ -143,6 +152,7 @@ def _reward_model(name: str) -> Any:
     except Exception as error:  # of several libraries
         raise ConfigError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
     check_complete(f"--reward-model {name}", found["missing_keys"])
+    check_used(f"--reward-model {name}", found["unexpected_keys"], model)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -74,9 +74,11 @@ def strange_checkpoint(run: Path) -> Path | None:
     return next((path for path in sorted(run.glob(f"{PREFIX}*")) if path.is_dir() and path not in own), None)
 
 
-def readable(checkpoint: Path) -> AbstractContextManager[None]:
+@contextmanager
+def readable(checkpoint: Path) -> Iterator[None]:
     """DataError for whatever reading a checkpoint raises that holds something else than was saved."""
-    return files.readable(checkpoint, "remove it to go on from an earlier one, or anew")
+    with files.readable(checkpoint, "remove it to go on from an earlier one, or anew"):
+        yield
 
 
 def strange(checkpoint: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from ..sources.model import check_complete, few
+from ..sources.model import check_complete, check_used, few
 from .checkpoints import readable
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what AdamW, which all runs use, keeps of a parameter
@@ -18,11 +18,12 @@ Names = Mapping[Tensor, str]
 
 
 def refuse_incomplete(trainer: Any) -> None:
-    """Has a trainer raise ConfigError where a checkpoint lacks weights, of which Trainer only warns."""
+    """Has a trainer raise ConfigError where a checkpoint lacks weights or has others, of which Trainer only warns."""
 
     def refuse(found: Any) -> None:
         tied = getattr(trainer.model, "all_tied_weights_keys", {})
         check_complete(f"--resume {trainer.args.output_dir}", set(found.missing_keys) - set(tied))
+        check_used(f"--resume {trainer.args.output_dir}", found.unexpected_keys, trainer.model)
 
     trainer._issue_warnings_after_load = refuse
 
