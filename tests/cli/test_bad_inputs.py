@@ -38,6 +38,17 @@ NUMBERS = {
     ],
     "align": ["--max-steps", "--beta", "--temperature", "--generations-per-prompt", "--method", "--seed"],
     "score": ["--keep", "--context-length", "--stride", "--batch-tokens", "--memory-budget"],
+    "eval": [
+        "--context-length",
+        "--stride",
+        "--batch-tokens",
+        "--memory-budget",
+        "--top-k",
+        "--bins",
+        "--num-fewshot",
+        "--limit",
+    ],
+    "demo": ["--max-steps", "--max-new-tokens", "--learning-rate", "--memory-budget", "--seed"],
     "sample": ["--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--max-new-tokens", "--repetition-penalty"],
 }
 TOO_MUCH = {str(10**30), str(2**63), "1e400", "nan", "inf", "-1", "x", "[/]", "\x1b[31m", "ü" * 300}
@@ -45,6 +56,8 @@ PATHS = {
     "train": ["--data", "--model", "--config", "--resume"],
     "align": ["--data", "--model", "--config", "--resume"],
     "score": ["--data", "--model"],
+    "eval": ["--data", "--model", "--against"],
+    "demo": ["--model"],
     "sample": ["--model", "--prompt-file"],
     "plan": ["--model", "--critic-shape"],
     "profile": ["--model"],
@@ -131,7 +144,14 @@ def nothing_runs(monkeypatch):
     def accepted(*_: object, **__: object) -> None:
         raise AssertionError("accepted")
 
-    for name in ("sft.run.run", "align.run.run", "scoring.run.run", "grade.run.run"):
+    for name in (
+        "sft.run.run",
+        "align.run.run",
+        "scoring.run.run",
+        "grade.run.run",
+        "evaluation.run.run",
+        "demo.run.run",
+    ):
         monkeypatch.setattr(f"logitless.workbench.{name}", accepted)
     monkeypatch.setattr("logitless.workbench.sampling.run.run", accepted)
 
@@ -139,8 +159,9 @@ def nothing_runs(monkeypatch):
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("command", NUMBERS)
 def test_numbers_without_a_meaning(command, capsys):
-    needed = {"sample": ["--prompt", "a"], "score": ["--data", "."]}.get(command, [])
     for option in NUMBERS[command]:
+        given = {"sample": ["--prompt", "a"], "score": ["--data", "."], "eval": ["--data", "."]}
+        needed = ["--tasks", "x"] if option in ("--num-fewshot", "--limit") else given.get(command, [])
         for value in sorted(TOO_MUCH):
             if option in ("--learning-rate", "--beta", "--temperature", "--repetition-penalty") and value.isdigit():
                 continue  # a number like others
