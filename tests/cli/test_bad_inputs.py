@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
+from logitless.errors import LogitlessError
 from logitless.workbench.common.options import DEFAULT_MODEL
 from logitless.workbench.runs.rundir import how_to_go_on
-from tests.support.workbench.damage import DEEP, MARK, REWARDS, REWARDS_SAY, TEMPLATES
+from logitless.workbench.scoring import run as scoring
+from logitless.workbench.sft import run as sft
+from tests.support.workbench.damage import DEEP, JSON, MARK, REWARDS, REWARDS_SAY, TEMPLATES
 from tests.support.workbench.micro import micro_directory, micro_model
 
 NUMBERS = {
@@ -189,6 +193,67 @@ def trained(tmp_path_factory) -> Path:
     micro_directory(place)
     micro_model().save_pretrained(place)
     return place
+
+
+@pytest.fixture(scope="module")
+def begun(trained, tmp_path_factory) -> Path:
+    """train/, a run of two steps, and scores.parquet.parts/, of a run that was stopped."""
+    place = tmp_path_factory.mktemp("begun")
+    (place / "text.txt").write_text("a line of text\n" * 200)
+    shared = ["--model", str(trained), "--data", str(place / "text.txt"), "--context-length", "32", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("logitless", "dense")})
+        assert main(["train", *shared, "--max-steps", "2", "--output-dir", str(place / "train")]) == 0
+        patch.setattr(scoring, "conclude", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["score", *shared, "--out", str(place / "scores.parquet")]) == 130
+    return place
+
+
+RESUMED = ["train", "--resume", "copy/train", "--max-steps", "3"]
+SCORED = [
+    "score",
+    "--data",
+    "copy/text.txt",
+    "--context-length",
+    "32",
+    "--device",
+    "cpu",
+    "--out",
+    "copy/scores.parquet",
+]
+CHANGED = {
+    "train/run.json": RESUMED,
+    "train/metrics.jsonl": RESUMED,
+    "train/step_memory.json": RESUMED,
+    "train/checkpoint-2/trainer_state.json": RESUMED,
+    "train/checkpoint-2/optimizer.pt": RESUMED,
+    "scores.parquet.parts/manifest.json": SCORED,
+    "tokenizer.json": ["sample", "--model", "copy", "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"],
+    "tokenizer_config.json": ["sample", "--model", "copy", "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_files_that_anything_may_lie_in_the_place_of(name, trained, begun, capsys, monkeypatch):
+    """Refused in one line, or gone on without; the steps themselves are left out."""
+
+    def accept(*_: object, **__: object) -> None:
+        raise LogitlessError("accepted")
+
+    monkeypatch.setattr("transformers.Trainer._inner_training_loop", accept)
+    for change in JSON.values():
+        shutil.copytree(trained if "/" not in name else begun, "copy")
+        change(Path("copy") / name)
+        more = ["--model", str(trained)] if CHANGED[name] is SCORED else []
+        try:
+            status = main([*CHANGED[name], *more])
+        except SystemExit as stop:
+            status = stop.code
+        error = capsys.readouterr().err
+        assert status in (0, 2), error
+        assert status == 0 or error.splitlines()[-1].startswith("logitless: "), error
+        assert "Traceback" not in error
+        shutil.rmtree("copy")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../../x.safetensors", "/x.safetensors", "a/b.safetensors", 3])
