@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
+from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.data import load, prompt_ids, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
@@ -254,6 +256,12 @@ class TestData:
         train, held = rows_of(config(path, method="grpo"), tokenizer, 10)
         assert sorted([*train, *held], key=lambda row: row["answer"]) == rows
         assert [row["answer"] for row in held] == ([38, 39] if kind == "splits" else [10, 30])
+
+    def test_columns_of_mixed_kinds(self, tmp_path):
+        rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
+        parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path)
+        with pytest.raises(DataError, match=r"--data here, in .*: expected values of one kind in each column"):
+            trainers._dataset(parts, rows)
 
     def test_rows_survive_their_file(self, tmp_path):
         train, held = (

@@ -13,12 +13,11 @@ from rich.console import Console
 from transformers import TrainingArguments
 
 from ...algebra.costs import dense_loss_bytes
-from ...errors import OptionError
+from ...errors import DataError, OptionError
 from ...versions import installing
-from ..common.files import readable
 from ..runs.trackers import check_tracker
 from ..runs.trainer import arguments
-from ..sources.corpus import Row
+from ..sources.corpus import Row, first_line
 from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
 from .data import ROWS_FILE
@@ -51,8 +50,7 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
         "per_device_eval_batch_size": config.batch_size,
         "run_name": parts.place.name,
     }
-    with readable(parts.place / ROWS_FILE):
-        data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
+    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
     made = _of_pairs if config.method == "dpo" else _of_rollouts
     trainer = made(parts, model, shared, data)
     trainer.create_model_card = lambda **_: None  # TRL's, beside each checkpoint: it names a model [None]
@@ -123,10 +121,16 @@ def after_epochs(trainer: Any, passed: int) -> None:
 
 def _dataset(parts: Alignment, rows: list[Row]) -> Any:
     from datasets import Dataset
+    from pyarrow import ArrowException
 
     columns = ("prompt", "chosen", "rejected")
     pairs = parts.config.method == "dpo"
-    return Dataset.from_list([{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows])
+    kept = [{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows]
+    try:
+        return Dataset.from_list(kept)
+    except (ArrowException, TypeError, ValueError, OverflowError) as error:
+        where = f"--data {parts.config.data}, in {parts.place / ROWS_FILE}"
+        raise DataError(f"{where}: expected values of one kind in each column ({first_line(error)[:200]})") from None
 
 
 def check_available(config: AlignConfig) -> None:

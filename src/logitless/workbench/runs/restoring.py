@@ -104,7 +104,8 @@ def _check_alike(where: str, found: Any, expected: Any) -> None:
         for one, other in zip(found, expected, strict=False):
             _check_alike(where, one, other)
     elif type(found) is not type(expected):
-        raise ValueError(f"{where}: expected {type(expected).__name__}, got {type(found).__name__}")
+        kind = "a number" if numbers[1] else type(expected).__name__
+        raise ValueError(f"{where}: expected {kind}, got {type(found).__name__}")
 
 
 def _check_adapter(trainer: Any, saved: Path) -> None:
