@@ -172,8 +172,15 @@ def how_to_go_on(place: Path, command: str) -> str:
     found = last_checkpoint(place)
     finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
     whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
-    trusted = " --trust-config" if code_named(read_object(place / RUN_FILE).get("config", {})) else ""
-    return f"{_launch(command)} --resume {place}{trusted} goes on from {whence}"
+    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence}"
+
+
+def _trusting(place: Path) -> str:
+    """The flag without which a resumed run's own code would be refused."""
+    try:
+        return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
+    except (DataError, KeyError):
+        return ""
 
 
 def _launch(command: str) -> str:
