@@ -179,7 +179,7 @@ def _trusting(place: Path) -> str:
     """The flag without which a resumed run's own code would be refused."""
     try:
         return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
-    except (DataError, KeyError):
+    except (DataError, KeyError, AttributeError):
         return ""
 
 
