@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
-from tests.support.workbench.damage import DEEP, MARK, TEMPLATES
+from logitless.errors import LogitlessError
+from logitless.workbench.common.options import DEFAULT_MODEL
+from logitless.workbench.runs.rundir import how_to_go_on
+from logitless.workbench.scoring import run as scoring
+from logitless.workbench.sft import run as sft
+from tests.support.workbench.damage import DEEP, JSON, MARK, REWARDS, REWARDS_SAY, TEMPLATES
 from tests.support.workbench.micro import micro_directory, micro_model
 
 NUMBERS = {
@@ -37,6 +43,17 @@ NUMBERS = {
     ],
     "align": ["--max-steps", "--beta", "--temperature", "--generations-per-prompt", "--method", "--seed"],
     "score": ["--keep", "--context-length", "--stride", "--batch-tokens", "--memory-budget"],
+    "eval": [
+        "--context-length",
+        "--stride",
+        "--batch-tokens",
+        "--memory-budget",
+        "--top-k",
+        "--bins",
+        "--num-fewshot",
+        "--limit",
+    ],
+    "demo": ["--max-steps", "--max-new-tokens", "--learning-rate", "--memory-budget", "--seed"],
     "sample": ["--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--max-new-tokens", "--repetition-penalty"],
 }
 TOO_MUCH = {str(10**30), str(2**63), "1e400", "nan", "inf", "-1", "x", "[/]", "\x1b[31m", "ü" * 300}
@@ -44,10 +61,11 @@ PATHS = {
     "train": ["--data", "--model", "--config", "--resume"],
     "align": ["--data", "--model", "--config", "--resume"],
     "score": ["--data", "--model"],
+    "eval": ["--data", "--model", "--against"],
+    "demo": ["--model"],
     "sample": ["--model", "--prompt-file"],
     "plan": ["--model", "--critic-shape"],
     "profile": ["--model"],
-    "eval": ["--data", "--model", "--against"],
     "align --method ppo": ["--model", "--reward-model"],
 }
 
@@ -104,14 +122,14 @@ def told(call: list[str], capsys) -> str:
     return error
 
 
-def refused(call: list[str], capsys) -> str:
+def refused(call: list[str], capsys, expected: int = 2) -> str:
     """The last line of a call that must fail, after what it says of its progress."""
     try:
         status = main(call)
     except SystemExit as stop:
         status = stop.code
     error = capsys.readouterr().err
-    assert status == 2, (call, error)
+    assert status == expected, (call, error)
     assert "Traceback" not in error
     last = error.splitlines()[-1]
     assert last.startswith("logitless: "), (call, error)
@@ -132,7 +150,14 @@ def nothing_runs(monkeypatch):
     def accepted(*_: object, **__: object) -> None:
         raise AssertionError("accepted")
 
-    for name in ("sft.run.run", "align.run.run", "scoring.run.run", "evaluation.run.run", "grade.run.run"):
+    for name in (
+        "sft.run.run",
+        "align.run.run",
+        "scoring.run.run",
+        "grade.run.run",
+        "evaluation.run.run",
+        "demo.run.run",
+    ):
         monkeypatch.setattr(f"logitless.workbench.{name}", accepted)
     monkeypatch.setattr("logitless.workbench.sampling.run.run", accepted)
 
@@ -140,8 +165,9 @@ def nothing_runs(monkeypatch):
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("command", NUMBERS)
 def test_numbers_without_a_meaning(command, capsys):
-    needed = {"sample": ["--prompt", "a"], "score": ["--data", "."]}.get(command, [])
     for option in NUMBERS[command]:
+        given = {"sample": ["--prompt", "a"], "score": ["--data", "."], "eval": ["--data", "."]}
+        needed = ["--tasks", "x"] if option in ("--num-fewshot", "--limit") else given.get(command, [])
         for value in sorted(TOO_MUCH):
             if option in ("--learning-rate", "--beta", "--temperature", "--repetition-penalty") and value.isdigit():
                 continue  # a number like others
@@ -198,6 +224,67 @@ def trained(tmp_path_factory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def begun(trained, tmp_path_factory) -> Path:
+    """train/, a run of two steps, and scores.parquet.parts/, of a run that was stopped."""
+    place = tmp_path_factory.mktemp("begun")
+    (place / "text.txt").write_text("a line of text\n" * 200)
+    shared = ["--model", str(trained), "--data", str(place / "text.txt"), "--context-length", "32", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("logitless", "dense")})
+        assert main(["train", *shared, "--max-steps", "2", "--output-dir", str(place / "train")]) == 0
+        patch.setattr(scoring, "conclude", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["score", *shared, "--out", str(place / "scores.parquet")]) == 130
+    return place
+
+
+RESUMED = ["train", "--resume", "copy/train", "--max-steps", "3"]
+SCORED = [
+    "score",
+    "--data",
+    "copy/text.txt",
+    "--context-length",
+    "32",
+    "--device",
+    "cpu",
+    "--out",
+    "copy/scores.parquet",
+]
+CHANGED = {
+    "train/run.json": RESUMED,
+    "train/metrics.jsonl": RESUMED,
+    "train/step_memory.json": RESUMED,
+    "train/checkpoint-2/trainer_state.json": RESUMED,
+    "train/checkpoint-2/optimizer.pt": RESUMED,
+    "scores.parquet.parts/manifest.json": SCORED,
+    "tokenizer.json": ["sample", "--model", "copy", "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"],
+    "tokenizer_config.json": ["sample", "--model", "copy", "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_files_that_anything_may_lie_in_the_place_of(name, trained, begun, capsys, monkeypatch):
+    """Refused in one line, or gone on without; the steps themselves are left out."""
+
+    def accept(*_: object, **__: object) -> None:
+        raise LogitlessError("accepted")
+
+    monkeypatch.setattr("transformers.Trainer._inner_training_loop", accept)
+    for change in JSON.values():
+        shutil.copytree(trained if "/" not in name else begun, "copy")
+        change(Path("copy") / name)
+        more = ["--model", str(trained)] if CHANGED[name] is SCORED else []
+        try:
+            status = main([*CHANGED[name], *more])
+        except SystemExit as stop:
+            status = stop.code
+        error = capsys.readouterr().err
+        assert status in (0, 2), error
+        assert status == 0 or error.splitlines()[-1].startswith("logitless: "), error
+        assert "Traceback" not in error
+        shutil.rmtree("copy")
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../../x.safetensors", "/x.safetensors", "a/b.safetensors", 3])
 def test_an_index_of_other_files_is_refused(name, trained, capsys):
     """torch.load would run what a .bin says, and files outside of a model's directory are not the model's."""
@@ -245,6 +332,40 @@ def test_rewards_that_cannot_be_imported(tmp_path, trained, capsys):
         "[/]:x",
     ):
         assert "--rewards" in told([*call, str(tmp_path / "text"), "--rewards", rewards], capsys)
+
+
+SHORT = ["--prompt-length", "8", "--completion-length", "8", "--batch-size", "4", "--max-steps", "1"]
+
+
+@pytest.mark.parametrize("name", ["text", "fails", "later_leaves", "nobody", "nan"])
+def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys):
+    (tmp_path / "here" / "my_rewards.py").write_text(REWARDS)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
+    call = ["align", "--model", str(trained), "--method", "grpo", "--device", "cpu", "--data", str(data)]
+    call += [*SHORT, "--rewards", f"my_rewards:{name}"]
+    said = {**REWARDS_SAY, "nobody": "nobody returned None for every completion of a step"}[name]
+    assert said in refused(call, capsys, 1 if name == "nan" else 2)
+    sys.modules.pop("my_rewards", None)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_resumed_run_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
+    """What lies in a run's directory may be anybody's."""
+    run, given = tmp_path / "run", tmp_path / "given.yaml"
+    run.mkdir()
+    given.write_text("max-steps: 7\n")
+    for method, option in (("grpo", "rewards"), ("ste", "token-reward")):
+        config = {"model": DEFAULT_MODEL, "method": method, option.replace("-", "_"): "json:loads"}
+        (run / "run.json").write_text(json.dumps({"config": config}))
+        call = ["align", "--resume", str(run)]
+        for more in ([], ["--config", str(given)]):
+            assert f"give --{option} on the command line, or --trust-config" in told([*call, *more], capsys)
+        for more in (["--trust-config"], [f"--{option}", "json:loads"]):
+            with pytest.raises(AssertionError, match="accepted"):
+                main([*call, *more])
+    (run / "run.json").write_text(json.dumps({"config": config}))
+    assert how_to_go_on(run, "align").startswith(f"logitless align --resume {run} --trust-config goes on")
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -146,7 +146,8 @@ def method_of(arguments: Sequence[str]) -> str | None:
         return None  # whoever reads all of the options says what is wrong
     tables = [] if given.config is None else [read_table(given.config)]
     if given.resume is not None and (given.resume / RUN_FILE).is_file():
-        tables.append(read_table(given.resume / RUN_FILE).get("config"))
+        run = read_table(given.resume / RUN_FILE)
+        tables.append(run.get("config") if isinstance(run, dict) else None)
     found = [table["method"] for table in tables if isinstance(table, dict) and "method" in table]
     return given.method or next(iter(found), None)
 

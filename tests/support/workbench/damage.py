@@ -1,7 +1,6 @@
 """What may lie in the place of a file or a template: every kind of damage that tests of bad inputs go through."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,8 +55,56 @@ JSON: dict[str, Callable[[Path], object]] = {
 }
 
 
-def changed(place: Path, copy: Path, name: str, change: Callable[[Path], object]) -> Path:
-    """A copy of a folder with a file of it changed."""
-    shutil.copytree(place, copy)
-    change(copy / name)
-    return copy
+# A module of reward functions for `logitless align`, and what is said of each: after its name, on one line.
+REWARDS = """
+import numpy as np, torch
+def short(completions, **_): return [1.0]
+def none(completions, **_): return None
+def text(completions, **_): return "1" * len(completions)
+def texts(completions, **_): return ["x"] * len(completions)
+def table(completions, **_): return {i: 1.0 for i in range(len(completions))}
+def nested(completions, **_): return [[1.0, 2.0]] * len(completions)
+def tensors(completions, **_): return [torch.ones(2)] * len(completions)
+def huge(completions, **_): return [10**400] * len(completions)
+def number(completions, **_): return 1.0
+def fails(completions, **_): raise RuntimeError("boom" + chr(10) + "and more")
+def column(completions, **given): return [given["answer"] for _ in completions]
+def late(completions, **_): yield 1 / 0
+def nothing(): return []
+def leaves(completions, **_): raise SystemExit(5)
+def nan(completions, **_): return [float("nan")] * len(completions)
+def infinite(completions, **_): return np.full(len(completions), np.inf)
+async def later_nan(completions, **_): return [float("nan")] * len(completions)
+async def later_short(completions, **_): return []
+async def later_fails(completions, **_): raise RuntimeError("boom")
+async def later_leaves(completions, **_): raise SystemExit(5)
+def nobody(completions, **_): return [None] * len(completions)
+class Kind: pass
+class Later:
+    async def __call__(self, completions, **_): return [float("nan")] * len(completions)
+later_object = Later()
+"""
+REWARDS_SAY = {
+    "short": "a number, or None for no reward, for each of 4 completions, got 1 value",
+    "none": "got NoneType",
+    "text": "got str",
+    "texts": "got str among them",
+    "table": "got dict",
+    "nested": "got list among them",
+    "tensors": "got Tensor among them",
+    "huge": "got int among them",
+    "number": "got float",
+    "fails": "RuntimeError: boom and more (my_rewards.py:12); it is called with prompts, completions, completion_ids",
+    "column": "KeyError: 'answer' (my_rewards.py:13)",
+    "late": "ZeroDivisionError: division by zero (my_rewards.py:14)",
+    "nothing": "TypeError: nothing() got an unexpected keyword argument",
+    "leaves": "SystemExit: 5 (my_rewards.py:16)",
+    "nan": "returned nan: expected a finite number",
+    "infinite": "returned inf: expected a finite number",
+    "later_nan": "returned nan: expected a finite number",
+    "later_short": "got 0 values",
+    "later_fails": "RuntimeError: boom (my_rewards.py:21)",
+    "later_leaves": "SystemExit: 5 (my_rewards.py:22)",
+    "Kind": "TypeError: Kind() takes no arguments",
+    "later_object": "returned nan: expected a finite number",
+}

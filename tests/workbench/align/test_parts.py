@@ -1,15 +1,25 @@
 """Options, rewards and data of an alignment run."""
 
+import asyncio
+import inspect
 import json
+import re
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 
-from logitless.errors import ConfigError, DataError, OptionError
+from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
+from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.data import load, prompt_ids, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
@@ -17,6 +27,7 @@ from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
 from logitless.workbench.sources.corpus import passages
 from logitless.workbench.sources.tokenizer import pretrained
+from tests.support.workbench.damage import REWARDS, REWARDS_SAY
 from tests.support.workbench.micro import MICRO_CHAT, line_corpus
 
 
@@ -69,7 +80,54 @@ class TestOptions:
             read_file(path, AlignConfig())
 
 
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
 class TestRewards:
+    @pytest.mark.usefixtures("my_rewards")
+    @pytest.mark.parametrize("name", REWARDS_SAY)
+    def test_functions_that_return_or_raise_anything(self, name):
+        (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards=f"my_rewards:{name}"))
+        given = {"prompts": ["a"] * 4, "completions": ["b"] * 4, "completion_ids": [[1]] * 4, "trainer_state": None}
+        said = REWARDS_SAY[name]
+        error = NotFiniteError if "returned" in said else OptionError
+
+        async def called() -> object:
+            found = reward(**given)
+            return await found if inspect.isawaitable(found) else found
+
+        with pytest.raises(error, match=rf"^--rewards my_rewards:{name}.*{re.escape(said)}") as caught:
+            asyncio.run(called())
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            [1.0, None, True, 2],
+            (1.0, 0.0, 0.5, 2.0),
+            np.ones(4, np.float32),
+            torch.ones(4, dtype=torch.bfloat16),
+            (Fraction(i, 2) for i in range(4)),
+        ],
+        ids=["list", "tuple", "array", "tensor", "generator"],
+    )
+    def test_numbers_of_every_kind(self, values, monkeypatch):
+        async def later(**_):
+            return values
+
+        for function in (lambda **_: values, later)[: 1 if isinstance(values, Iterator) else 2]:
+            monkeypatch.setattr(json, "reward", function, raising=False)
+            (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards="json:reward"))
+            found = reward(completions=["a"] * 4)
+            found = asyncio.run(found) if function is later else found
+            assert len(found) == 4
+            assert all(x is None or type(x) is float for x in found)
+
     @pytest.mark.parametrize(
         "line",
         [
@@ -201,10 +259,19 @@ class TestData:
         assert sorted([*train, *held], key=lambda row: row["answer"]) == rows
         assert [row["answer"] for row in held] == ([38, 39] if kind == "splits" else [10, 30])
 
+    def test_columns_of_mixed_kinds(self, tmp_path):
+        rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
+        parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path)
+        with pytest.raises(DataError, match=r"--data here, in .*: expected values of one kind in each column"):
+            trainers._dataset(parts, rows)
+
     def test_rows_survive_their_file(self, tmp_path):
-        train, held = [{"prompt": [{"role": "user", "content": "ä"}]}], [{"prompt": "b", "n": 1}]
+        train, held = (
+            [{"prompt": [{"role": "user", "content": "ä"}]}],
+            [{"prompt": [{"role": "user", "content": "b"}], "n": 1}],
+        )
         save(tmp_path / "rows.jsonl", train, held)
-        assert load(tmp_path / "rows.jsonl") == (train, held)
+        assert load(tmp_path / "rows.jsonl", AlignConfig()) == (train, held)
 
     @pytest.mark.parametrize(
         ("text", "method", "message"),

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, wherever their names lead."""
 
+import errno
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ import pytest
 from logitless.cli.main import main
 from logitless.errors import OptionError
 from logitless.workbench.common.files import check_outputs, remove_leftovers, target, write_text, write_whole
+from logitless.workbench.common.lock import LOCK_FILE, acquire
 
 
 def names(folder: Path) -> list[str]:
@@ -38,8 +40,22 @@ def test_a_device_is_written_into():
 
 
 def test_a_full_device_is_an_error_of_the_system():
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_text(Path("/dev/full"), "text")
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    def write(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/x'"):
+        write_whole(tmp_path / "x", write)
+
+
+def test_a_lock_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(OptionError, match=f"{tmp_path / LOCK_FILE}: expected a file, got a folder, a device or a pipe"):
+        acquire(tmp_path)
 
 
 @pytest.fixture(params=["pipe", "socket", "circle", "stream"])
@@ -165,9 +181,18 @@ OUTPUTS = {
     "train": ["--json"],
     "align": ["--json"],
     "score": ["--json", "--out", "--documents"],
+    "eval": ["--json"],
+    "demo": ["--json"],
     "sample": ["--json", "--html", "--parquet"],
 }
-INPUTS = {"train": "--data", "align": "--data", "score": "--data", "sample": "--prompt-file", "plan": "--model"}
+INPUTS = {
+    "train": "--data",
+    "align": "--data",
+    "score": "--data",
+    "eval": "--data",
+    "sample": "--prompt-file",
+    "plan": "--model",
+}
 
 
 @pytest.mark.parametrize("command", OUTPUTS)
@@ -175,7 +200,8 @@ def test_no_command_begins_what_it_could_not_write(command, tmp_path, capsys):
     """Pipes, other outputs and inputs, for every option that writes: one line, no work, everything as it was."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "input").write_text("text")
-    needed = {"score": ["--data", str(tmp_path / "input")]}.get(command, [])
+    data = {"score": ["--data", str(tmp_path / "input")], "eval": ["--data", str(tmp_path / "input")]}
+    needed = data.get(command, [])
     same = str(tmp_path / "same")
     calls = [[*needed, option, str(tmp_path / "pipe")] for option in OUTPUTS[command]]
     calls += [

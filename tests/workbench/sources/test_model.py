@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM, BertModel
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel, GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from logitless.errors import ConfigError
 from logitless.workbench.sources.model import load_model, resolve_trained
@@ -30,6 +31,54 @@ def test_a_checkpoint_that_lacks_any_one_tensor(tmp_path, name):
     model.save_pretrained(tmp_path, state_dict={k: x for k, x in model.state_dict().items() if k != name})
     with pytest.raises(ConfigError, match=rf"--model {tmp_path}: its weights lack {name}, which its config.json asks"):
         load(tmp_path)
+
+
+def with_tensors(place: Path, model: PreTrainedModel, *names: str) -> Path:
+    """A checkpoint with tensors besides."""
+    model.save_pretrained(place, state_dict={**model.state_dict(), **{name: torch.zeros(4) for name in names}})
+    return place
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_checkpoint_with_more_layers_than_its_configuration(tmp_path, kept):
+    micro_model(num_hidden_layers=3).save_pretrained(tmp_path)
+    micro_model(num_hidden_layers=kept).config.save_pretrained(tmp_path)
+    said = (
+        rf"its weights have model.layers.{kept}.input_layernorm.weight, .* and \d+ more, which its config.json has no "
+    )
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.g_proj.weight",
+        "model.layers.0.extra_norm.weight",
+        "model.layers.7.mlp.up_proj.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_a_tensor_of_the_models_own_layers_that_it_has_no_place_for(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"--model {tmp_path}: its weights have {name}, which its config.json has"):
+        load(with_tensors(tmp_path, micro_model(), name))
+
+
+def test_parts_that_a_model_does_not_have_and_old_buffers_are_left_out(tmp_path):
+    load(
+        with_tensors(
+            tmp_path / "a", micro_model(), "score.weight", "model.vision.layers.0.q_proj.weight", "mtp.0.weight"
+        )
+    )
+    load(with_tensors(tmp_path / "b", micro_model(), "model.layers.0.self_attn.rotary_emb.inv_freq"))
+    tied = micro_model(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "c", state_dict={**tied.state_dict(), "lm_head.weight": tied.lm_head.weight + 0})
+    load(tmp_path / "c")
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=16)
+    masks = ("bias", "masked_bias", "causal_mask")
+    load(with_tensors(tmp_path / "d", GPTJForCausalLM(config), *(f"transformer.h.0.attn.{mask}" for mask in masks)))
 
 
 def test_many_tensors_are_named_and_counted(tmp_path):

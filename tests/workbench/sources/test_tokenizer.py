@@ -1,14 +1,22 @@
 """The Tekken vocabulary: as mistral-common encodes it, and as AutoTokenizer loads it beside a model."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
+from random import Random
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from logitless.errors import ConfigError
+from logitless.errors import ConfigError, LogitlessError
 from logitless.models.presets import preset
 from logitless.workbench.sources.corpus import standard_library
 from logitless.workbench.sources.tokenizer import pretrained, tekken
+from tests.support.workbench.damage import JSON
+from tests.support.workbench.micro import micro_directory
 
 SAMPLES = (
     "def f(x):\n\treturn x ** 2  # größer, 数学, 🙂\n",
@@ -50,6 +58,44 @@ def test_documents_end_where_they_end(tokenizer):
     found = list(tokenizer.documents(["one </s> two", "", "three"]))
     assert [ids[-1] for ids in found] == [2, 2]
     assert all((ids[:-1] != 2).all() for ids in found)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", [kind for kind in JSON if kind not in ("a pipe", "a folder")])
+def test_files_in_whose_place_anything_lies(tmp_path, kind, name):
+    """Refused in one line; transformers takes a tokenizer_config.json of null for none."""
+    micro_directory(tmp_path)
+    JSON[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=f"tokenizer at {tmp_path}") as caught:
+        pretrained(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def _places(content: Any, at: tuple = ()) -> Iterator[tuple]:
+    """Where values stand in JSON; the first ones of long lists and tables."""
+    inner = list(
+        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    )
+    for name, value in inner[:30]:
+        yield (*at, name)
+        yield from _places(value, (*at, name))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_values_of_other_kinds(tmp_path, name):
+    """A tokenizer that encodes and decodes, or one line."""
+    micro_directory(tmp_path)
+    text, draw = (tmp_path / name).read_text(), Random(0)
+    places, values = list(_places(json.loads(text))), [None, True, -1, 10**30, 1.5, "x", "", [], {}, [1], {"a": 1}]
+    cases = [*((place, draw.choice(values)) for place in draw.choices(places, k=80))]
+    for place, value in [*cases, *((place, {}) for place in places if name == "tokenizer_config.json")]:
+        content = json.loads(text)
+        *above, last = place
+        reduce(getitem, above, content)[last] = value
+        (tmp_path / name).write_text(json.dumps(content))
+        with suppress(LogitlessError):
+            tokenizer = pretrained(str(tmp_path))
+            list(tokenizer.documents(["abc"]))
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):

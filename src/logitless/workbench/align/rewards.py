@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any
 
 from ...errors import NotFiniteError, OptionError
 from ...integrations.trl.rewards import SelfCertaintyReward
-from ..common.functions import function_named
+from ...units import plural
+from ..common.functions import blamed, function_named
 from .config import AlignConfig
 
 Reward = Callable[..., list[float]]
@@ -68,20 +69,67 @@ def _find(name: str) -> Reward:
 
 
 def _checked(reward: Reward, name: str) -> Reward:
-    """The function, whose NaN raises NotFiniteError: TRL takes it for None, a completion without this reward."""
-    asynchronous: Any = reward
-    if iscoroutinefunction(asynchronous):
-        return asynchronous
+    """The function, each of whose completions gets a number or None; OptionError, NotFiniteError for anything else.
+
+    TRL would take a NaN for None, a completion without this reward.
+    """
+    by_name = f"--rewards {name}"
+
+    def called_with(given: dict[str, Any]) -> str:
+        return f"; it is called with {', '.join(given)}"
 
     @wraps(reward)
-    def checked(*args: Any, **kwargs: Any) -> list[float]:
-        values = reward(*args, **kwargs)
-        for x in values:
-            if x is not None and not math.isfinite(x):
-                raise NotFiniteError(f"--rewards {name} returned {x}: expected a finite number, or None for no reward")
-        return values
+    def checked(**given: Any) -> list[float | None]:
+        with blamed(by_name, called_with(given)):
+            return _numbers(reward(**given), len(given["completions"]), by_name)
 
-    return checked
+    @wraps(reward)
+    async def checked_later(**given: Any) -> list[float | None]:
+        answer: Any = reward
+        with blamed(by_name, called_with(given)):
+            return _numbers(await answer(**given), len(given["completions"]), by_name)
+
+    later = iscoroutinefunction(reward) or iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+    return checked_later if later else checked  # pyright: ignore[reportReturnType]
+
+
+def _numbers(values: Any, count: int, name: str) -> list[float | None]:
+    expected = f"{name}: expected a number, or None for no reward, for each of {plural(count, 'completion')}"
+    if isinstance(values, str | dict) or not isinstance(values, Iterable):
+        raise OptionError(f"{expected}, got {type(values).__name__}")
+    found = list(values)  # once: it may be a generator
+    if len(found) != count:
+        raise OptionError(f"{expected}, got {plural(len(found), 'value')}")
+    for x in found:
+        try:
+            finite = x is None or math.isfinite(x)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            OverflowError,
+        ):  # what lists, arrays, tensors and huge numbers raise
+            raise OptionError(f"{expected}, got {type(x).__name__} among them") from None
+        if not finite:
+            raise NotFiniteError(f"{name} returned {x}: expected a finite number, or None for no reward")
+    return [None if x is None else float(x) for x in found]
+
+
+def refuse_unrewarded(trainer: Any, weights: Sequence[float]) -> None:
+    """Has a trainer of rollouts raise OptionError where no completion that it would learn from has a reward.
+
+    TRL takes a completion without any for one of reward 0.
+    """
+    calculate, counted = trainer._calculate_rewards, [i for i, weight in enumerate(weights) if weight]
+
+    def calculate_checked(*args: Any) -> Any:
+        found = calculate(*args)
+        if counted and trainer.model.training and found[:, counted].isnan().all():
+            names = ", ".join(trainer.reward_func_names[i] for i in counted)
+            raise OptionError(f"--rewards: {names} returned None for every completion of a step: nothing to learn from")
+        return found
+
+    trainer._calculate_rewards = calculate_checked
 
 
 def _text(completion: Any) -> str:

@@ -159,7 +159,8 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    with readable(place / METRICS_FILE, BY_STEPS):
+    before = readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext()
+    with before:
         records = read_lines(place / METRICS_FILE)
         plot(place / "align.png", config.method, records)
         trained = numbers(config.method, records)

@@ -17,16 +17,15 @@ from rich.console import Console
 from transformers import TrainingArguments
 
 from ...algebra.costs import dense_loss_bytes
-from ...errors import OptionError
+from ...errors import DataError, OptionError
 from ...versions import installing
-from ..common.files import readable
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
-from ..sources.corpus import Row
+from ..sources.corpus import Row, first_line
 from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
 from .data import ROWS_FILE
-from .rewards import rewards_of
+from .rewards import refuse_unrewarded, rewards_of
 
 # The name of the option changed within transformers 5.
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
@@ -56,8 +55,7 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
         "per_device_eval_batch_size": config.batch_size,
         "run_name": parts.place.name,
     }
-    with readable(parts.place / ROWS_FILE):
-        data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
+    data = {"train_dataset": _dataset(parts, parts.train), "eval_dataset": _dataset(parts, parts.held_out)}
     made = _of_pairs if config.method == "dpo" else _of_rollouts
     with _reference_like_the_policy():
         trainer = made(parts, model, shared, data)
@@ -105,6 +103,7 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     tokenizer = _with_markers(parts.tokenizer) if chats else parts.tokenizer.saved
     trainer = trainer_kind(model=model, reward_funcs=list(functions), args=given, processing_class=tokenizer, **data)
     functions[0].bind(trainer)
+    refuse_unrewarded(trainer, weights)
     return trainer
 
 
@@ -141,10 +140,16 @@ def after_epochs(trainer: Any, passed: int) -> None:
 
 def _dataset(parts: Alignment, rows: list[Row]) -> Any:
     from datasets import Dataset
+    from pyarrow import ArrowException
 
     columns = ("prompt", "chosen", "rejected")
     pairs = parts.config.method == "dpo"
-    return Dataset.from_list([{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows])
+    kept = [{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows]
+    try:
+        return Dataset.from_list(kept)
+    except (ArrowException, TypeError, ValueError, OverflowError) as error:
+        where = f"--data {parts.config.data}, in {parts.place / ROWS_FILE}"
+        raise DataError(f"{where}: expected values of one kind in each column ({first_line(error)[:200]})") from None
 
 
 def check_available(config: AlignConfig) -> None:

@@ -26,6 +26,17 @@ MADE_ANEW = "delete it, and --resume makes it anew"
 MOST_OF_NAME = 40  # characters of a file's name that its temporary folder's begins with: names end at 255 bytes
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """The system's errors with the file's name, which they lack where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Calls `write` on a new path (file or directory) and puts the result in `path`'s place, a symlink's target.
 
@@ -36,12 +47,13 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     if place.is_char_device():
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder, place.name))
-            with Path(folder, place.name).open("rb") as made, place.open("wb", buffering=0) as device:
+            with _named(path), Path(folder, place.name).open("rb") as made, place.open("wb", buffering=0) as device:
                 shutil.copyfileobj(made, device)
         return
     folder = _beside(place)
     try:
-        write(folder / place.name)
+        with _named(path):
+            write(folder / place.name)
         if place.is_dir() and (folder / place.name).is_dir():
             os.replace(place, folder / ".previous")
         os.replace(folder / place.name, place)

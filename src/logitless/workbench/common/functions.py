@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import OptionError
+from ...errors import LogitlessError, OptionError, is_out_of_memory
+
+HERE = Path(__file__).parents[2]  # of the package
+
+
+@contextmanager
+def blamed(what: str, hint: str = "") -> Iterator[None]:
+    """OptionError for whatever somebody's own code raises, with its place there; `hint` is said behind it."""
+    try:
+        yield
+    except LogitlessError:
+        raise
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({Path(last.filename).name}:{last.lineno})" if _is_theirs(last.filename) else ""
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise OptionError(f"{what}: {why}{where}{hint}") from error
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether a file is neither of this package nor of Python's imports."""
+    return not file.startswith("<") and HERE not in Path(file).parents
 
 
 def function_named(option: str, name: str, built_in: str | None = None) -> Callable[..., Any]:
@@ -21,10 +46,8 @@ def function_named(option: str, name: str, built_in: str | None = None) -> Calla
         raise OptionError(f"{option} {name}: expected {'' if built_in is None else f'{built_in} or '}module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # `logitless` is a script elsewhere; python -m would have it
-    try:
+    with blamed(f"{option} {name}"):
         found = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        raise OptionError(f"{option} {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     if not callable(found):
         raise OptionError(f"{option} {name}: expected a function, got {type(found).__name__}")
     return found

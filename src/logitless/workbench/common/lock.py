@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from ...errors import OptionError
+
 try:
     import fcntl
 except ImportError:  # Windows: nothing is locked there
@@ -17,8 +19,10 @@ _held: dict[Path, IO[str]] = {}  # open files: the system keeps a lock for as lo
 
 
 def acquire(place: Path) -> bool:
-    """Whether the directory's lock was free; it is this process's then, until `release`."""
+    """Whether the directory's lock was free; it is this process's then, until `release`. OptionError for no file."""
     path = place / LOCK_FILE
+    if path.exists() and not path.is_file():
+        raise OptionError(f"{path}: expected a file, got a folder, a device or a pipe: move it elsewhere")
     while True:
         file = path.open("a+", encoding="utf-8")
         if not _lock(file):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -188,7 +188,7 @@ class RunOptions:
     config: Path | None = None
     """Read options from this YAML or TOML file; the command line overrides them."""
     trust_config: bool = False
-    """Also run code of the modules that --config names, such as its rewards."""
+    """Also run code of the modules that --config, or the run that --resume goes on with, names as its rewards."""
 
     # How the model's body is computed: options of `train` alone.
     attention = "auto"
@@ -232,16 +232,22 @@ class RunOptions:
 
 
 def check_trusted(options: RunOptions, on_the_line: RunOptions) -> None:
-    """OptionError where --config, and not the command line, names a module whose code would run."""
-    if options.config is None or on_the_line.trust_config:
+    """OptionError where a file, --config or a resumed run's, and not the command line, names code that would run."""
+    if on_the_line.trust_config:
         return
-    for name in ("rewards", "token_reward"):
-        value = getattr(options, name, None) or ""
-        if ":" in value and value != getattr(on_the_line, name):
+    file = f"--resume {options.resume}" if options.config is None else f"--config {options.config}"
+    for name, value in code_named(options.to_dict()).items():
+        if value != getattr(on_the_line, name):
             raise OptionError(
-                f"--config {options.config}: its {name} {value} would import a module and run its code: give "
+                f"{file}: its {name} {value} would import a module and run its code: give "
                 f"--{name.replace('_', '-')} on the command line, or --trust-config"
             )
+
+
+def code_named(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those of a run's options that name a module whose code runs."""
+    named = {name: options.get(name) for name in ("rewards", "token_reward")}
+    return {name: value for name, value in named.items() if isinstance(value, str) and ":" in value}
 
 
 def kinds_of(options: Any) -> dict[str, Any]:

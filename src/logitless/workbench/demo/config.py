@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,4 +32,6 @@ class DemoConfig:
         """Itself, or OptionError for the first value without a meaning."""
         check_values(self)
         require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
+        rate = self.learning_rate
+        require(math.isfinite(rate) and rate > 0, "learning_rate", "positive", rate)
         return self

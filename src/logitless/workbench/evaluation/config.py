@@ -49,6 +49,8 @@ class EvalConfig(TextOptions):
             self._check_tasks()
         elif not self.data:
             raise OptionError("--data is missing: expected text to read, or --tasks with names of lm-eval's tasks")
+        elif self.num_fewshot is not None or self.limit is not None:
+            raise OptionError("--num-fewshot and --limit are of --tasks, got them with --data: leave them out")
         else:
             self.check_text()
         if self.against == "":

@@ -19,14 +19,23 @@ from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
-from ..common.functions import function_named
+from ..common.functions import blamed, function_named
 from ..common.say import say
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
-from ..sources.model import ModelSource, align_tokens, build, check_complete, load_tokenizer, resolve, resolve_trained
+from ..sources.model import (
+    ModelSource,
+    align_tokens,
+    build,
+    check_complete,
+    check_used,
+    load_tokenizer,
+    resolve,
+    resolve_trained,
+)
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, prompts_of, saved_classifier, texts_of, train_classifier
@@ -124,7 +133,9 @@ def _reward(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokeniz
     if config.token_reward is not None:
         vocab_size = shared_vocabulary(model, model, tokenizer.saved, tokenizer.saved)
         rule = function_named("--token-reward", config.token_reward)
-        return TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device), vocab_size
+        with blamed(f"--token-reward {config.token_reward}", "; it is called with the text of each token"):
+            reward = TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device)
+        return reward, vocab_size
     reward = _reward_model(config.reward_model or str(place / REWARD))
     theirs = tokenizer if config.reward_model is None else load_tokenizer(resolve(config.reward_model))
     vocab_size = shared_vocabulary(model, reward, tokenizer.saved, theirs.saved)
@@ -141,6 +152,7 @@ def _reward_model(name: str) -> Any:
     except Exception as error:  # of several libraries
         raise ConfigError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
     check_complete(f"--reward-model {name}", found["missing_keys"])
+    check_used(f"--reward-model {name}", found["unexpected_keys"], model)
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from ..sources.model import check_complete, few
+from ..sources.model import check_complete, check_used, few
 from .checkpoints import readable
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what AdamW, which all runs use, keeps of a parameter
@@ -18,11 +18,12 @@ Names = Mapping[Tensor, str]
 
 
 def refuse_incomplete(trainer: Any) -> None:
-    """Has a trainer raise ConfigError where a checkpoint lacks weights, of which Trainer only warns."""
+    """Has a trainer raise ConfigError where a checkpoint lacks weights or has others, of which Trainer only warns."""
 
     def refuse(found: Any) -> None:
         tied = getattr(trainer.model, "all_tied_weights_keys", {})
         check_complete(f"--resume {trainer.args.output_dir}", set(found.missing_keys) - set(tied))
+        check_used(f"--resume {trainer.args.output_dir}", found.unexpected_keys, trainer.model)
 
     trainer._issue_warnings_after_load = refuse
 
@@ -103,7 +104,8 @@ def _check_alike(where: str, found: Any, expected: Any) -> None:
         for one, other in zip(found, expected, strict=False):
             _check_alike(where, one, other)
     elif type(found) is not type(expected):
-        raise ValueError(f"{where}: expected {type(expected).__name__}, got {type(found).__name__}")
+        kind = "a number" if numbers[1] else type(expected).__name__
+        raise ValueError(f"{where}: expected {kind}, got {type(found).__name__}")
 
 
 def _check_adapter(trainer: Any, saved: Path) -> None:

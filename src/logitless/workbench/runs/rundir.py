@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import ConfigError, DataError, LogitlessError, OptionError
 from ..common.files import DISK_FULL, check_apart, read_object, write_json
 from ..common.lock import LOCK_FILE, acquire, holder, release
-from ..common.options import MOST, RESUMABLE, Options, RunOptions, from_dict
+from ..common.options import MOST, RESUMABLE, Options, RunOptions, code_named, from_dict
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import (
     RUN_FILE,
@@ -194,7 +194,15 @@ def how_to_go_on(place: Path, command: str) -> str:
     found = last_checkpoint(place)
     finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
     whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
-    return f"{_launch(command)} --resume {place} goes on from {whence}"
+    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence}"
+
+
+def _trusting(place: Path) -> str:
+    """The flag without which a resumed run's own code would be refused."""
+    try:
+        return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
+    except (DataError, KeyError, AttributeError):
+        return ""
 
 
 def _launch(command: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-import transformers
 from rich.console import Console
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from ...sample.shown import to_dict
 from ...sample.terminal import streamed
 from ..common.device import device_of
 from ..common.options import budget_bytes_on
+from ..common.say import quiet
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import chat_ids
@@ -52,6 +52,7 @@ def run(
     config: SampleConfig, prompts: list[str], console: Console, screen: Console | None = None
 ) -> tuple[dict[str, Any], pa.Table]:
     """(what is shown and written as JSON, the records as a table); a `screen` sees the only completion as it comes."""
+    quiet()
     default_model(config.model, config.device, console)
     source = _source(config)
     tokenizer = load_tokenizer(source).saved
@@ -84,7 +85,6 @@ def _source(config: SampleConfig) -> ModelSource:
 
 def _load(config: SampleConfig, source: ModelSource) -> Any:
     """The model, on its device."""
-    transformers.utils.logging.disable_progress_bar()
     model = load_model(source, dtype=config.dtype)
     return model.eval().to(device_of(config.device))
 

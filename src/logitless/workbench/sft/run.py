@@ -253,7 +253,8 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    with readable(place / METRICS_FILE, BY_STEPS):
+    before = readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext()
+    with before:
         records = read_lines(place / METRICS_FILE)
         plot_loss(place / "loss.png", records, vocab)
         trained = numbers(records)

@@ -115,10 +115,12 @@ def _check_directory(path: Path) -> None:
 
 def _check_index(index: Path) -> None:
     """ConfigError unless an index names safetensors of its own directory: others would be unpickled, or from afar."""
-    files = _read_json(index)
-    files = files.get("weight_map") if isinstance(files, dict) else None
-    if not isinstance(files, dict):
-        raise ConfigError(f"--model {index.parent}: {index.name} has no weight_map of tensors to files")
+    found = _read_json(index)
+    files, metadata = (found.get(x) if isinstance(found, dict) else None for x in ("weight_map", "metadata"))
+    if not isinstance(files, dict) or not isinstance(metadata, dict):
+        raise ConfigError(
+            f"--model {index.parent}: {index.name}: expected metadata, and a weight_map of tensors to files"
+        )
     for name in files.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(
@@ -177,13 +179,16 @@ def load_model(
     """The transformers model on the CPU, for sequences of `length` tokens; new weights are of the seed.
 
     dtype, attention: as --dtype and --attention say it; scaling: as `reaching` takes it. Raises LogitlessError, also
-    for a checkpoint that lacks weights of the model.
+    for a checkpoint that lacks weights of the model, or has more of its layers.
     """
     from transformers import set_seed
 
     wanted = reaching(source, length, scaling)
     set_seed(seed)
-    return _sparse(source, attention, _transformers_model(source, wanted, dtype, attention))
+    model, unused = _transformers_model(source, wanted, dtype, attention)
+    model = _sparse(source, attention, model)
+    check_used(f"--model {source.name}", unused, model)
+    return model
 
 
 def build(config: RunOptions, source: ModelSource) -> Any:
@@ -202,7 +207,8 @@ def build(config: RunOptions, source: ModelSource) -> Any:
     return with_adapters(model, config.lora_rank) if config.lora_rank else model
 
 
-def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention: str) -> Any:
+def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention: str) -> tuple[Any, Iterable[str]]:
+    """The model, and the tensors of its checkpoint that it has no place for."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -218,7 +224,7 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
     try:
         if source.weights is None:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-            return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared)
+            return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared), ()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
         )
@@ -228,13 +234,37 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
         raise ConfigError(f"--model {source.name}: {reason}") from None
     check_complete(f"--model {source.name}", found["missing_keys"])
-    return model
+    return model, found["unexpected_keys"]
 
 
 def check_complete(model: str, missing: Iterable[str], config: str = "config.json") -> None:
     """ConfigError for a model some of whose weights its checkpoint lacks: they would be random."""
     if names := sorted(missing):
         raise ConfigError(f"{model}: its weights lack {few(names)}, which its {config} asks for")
+
+
+def check_used(name: str, unused: Iterable[str], model: Any, config: str = "config.json") -> None:
+    """ConfigError for tensors without a place that belong to the model's layers: it would be another model without.
+
+    Parts that it does not have at all, such as a tower for images, and old buffers are left out as transformers does.
+    """
+    tensors, modules = model.state_dict(), {_kind(module) for module, _ in model.named_modules()}
+    kinds = {_kind(tensor) for tensor in tensors}
+    owners = {kind.rpartition(".")[0] for kind in kinds}
+
+    def belongs(tensor: str) -> bool:
+        module, _, last = _kind(tensor).rpartition(".")
+        layer = module.rpartition(".")[0]
+        another = last in ("weight", "bias") and module not in modules and layer in modules and "*" in layer
+        return _kind(tensor) in kinds or module in owners or another
+
+    if names := sorted(tensor for tensor in set(unused).difference(tensors) if belongs(tensor)):
+        raise ConfigError(f"{name}: its weights have {few(names)}, which its {config} has no place for")
+
+
+def _kind(name: str) -> str:
+    """The name of a tensor or module in whichever layer it lies."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def few(names: Sequence[str]) -> str:

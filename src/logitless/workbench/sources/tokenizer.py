@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, LogitlessError
 from ..common.bounds import bounded
 
 TEKKEN_FILE = "tekken_240911.json"
@@ -65,12 +65,19 @@ def tekken() -> TextTokenizer:
 
 def pretrained(name: str) -> TextTokenizer:
     """The tokenizer of a local directory or hub id; ConfigError when there is none or it has no end-of-text id."""
+    try:
+        return _pretrained(name)
+    except LogitlessError:
+        raise
+    except Exception as error:  # of JSON, of tokenizers in Rust, of the network and of transformers' own checks
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"no usable tokenizer at {name}: {why}") from None
+
+
+def _pretrained(name: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
-    try:
-        saved = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ConfigError(f"no usable tokenizer at {name}: {' '.join(str(error).split())[:200]}") from None
+    saved = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     eos = saved.eos_token_id
     if eos is None:
         raise ConfigError(f"the tokenizer at {name} has no eos_token; set one in its tokenizer_config.json")
@@ -102,8 +109,8 @@ def as_marked_chat(messages: list[dict[str, Any]], saved: Any) -> tuple[str, Spa
     given = {"chat_template": saved.chat_template, "return_assistant_tokens_mask": True, **saved.special_tokens_map}
 
     def write() -> tuple[str, Spans]:
-        (text,), (spans,) = render_jinja_template([kept], **given)
-        return text, spans  # pyright: ignore[reportReturnType]
+        texts, spans = render_jinja_template([kept], **given)
+        return texts[0], list(spans[0])  # pyright: ignore[reportReturnType]
 
     return _written(messages, write)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from ....errors import OptionError
 from ....versions import versions
 from ...common.files import read_lines, read_object, write_json, write_lines
+from ...common.options import check_trusted
 from ...common.say import say
 from ...runs.examples import first_of
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
@@ -58,6 +59,7 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
     given = replace(config, method=method, seed=seed, seeds=1, reward_model=reward, json=None, config=None)
     if (place / RUN_FILE).exists():
         given = replace(stored(place, given), resume=place, output_dir=None)
+        check_trusted(given, config)
     else:
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy(whole / PROMPTS_FILE, place / PROMPTS_FILE)
