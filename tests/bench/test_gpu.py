@@ -73,13 +73,14 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
     about, check, *records = read_lines(out)
     assert about["kind"] == "environment"
     assert check["kind"] == "gpu-check"
-    assert len(check["passed"]) == 1  # each process begins one
+    assert 1 <= len(check["passed"]) <= 2  # each process begins one, and may end it in no time
     assert len(check["left"]) > 50
     assert {(r["status"], r["reason"]) for r in records} == {("not run", "no time left")}
     assert "| not run: no time left |" in written
     assert "not run: values: logitless: no time left" in written
-    names, begun, ended, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
-    assert [begun["begun"]] == [ended["ended"]] == names["names"][:1] == check["passed"]
+    names, *cases, kernels = read_lines(tmp_path / "gpu.cases.jsonl")
+    ended = [case["ended"] for case in cases if "ended" in case]
+    assert ended == check["passed"] == names["names"][: len(ended)]
     assert kernels["kernels"]
 
 

@@ -196,11 +196,11 @@ def test_in_a_graph_nobody_waits(found):
     assert {name: x["waits in a graph"] for name, x in found["calls"].items() if x["waits in a graph"]} == {}
 
 
-def test_a_decode_step_of_other_rows_compiles_three_kernels_at_most(found):
+def test_a_decode_step_of_other_rows_compiles_four_kernels_at_most(found):
     """The sizes of two are those of a number of parts, and a third tells addresses apart: `docs/gpu-counts.md`."""
     late = found["calls"]["sample"]["late with rows"]
     assert set(late) == {"1 after 64", "2 after 64", "3 after 64", "62 after 63"}
-    assert set().union(*late.values()) <= {"merge_parts", "look_for_tokens", "draw_tokens"}
+    assert set().union(*late.values()) <= {"merge_parts", "look_for_tokens", "count_above", "draw_tokens"}
 
 
 def test_a_decode_step_in_a_graph_is_a_few_launches(found):
@@ -253,8 +253,10 @@ def test_the_host_waits_once_a_call(found):
 
 def test_sets_launch_few_kernels_and_gather_rows_alone(found):
     sets, gradient = (found["calls"][name] for name in CHECKS_SETS)
-    assert (sets["launches"], sets["waits"], sets["kernels"]) <= (113, 11, ["dot"])
-    assert (gradient["launches"], gradient["waits"]) <= (174, 13)
+    assert sets["launches"] <= 117
+    assert gradient["launches"] <= 178
+    assert sets["waits"] == gradient["waits"] == 3  # valid tokens, and two checks of the mask
+    assert sets["kernels"] == ["dot"]
     assert sets["largest_operator"] < 100  # MB: no row of an entry is gathered
 
 

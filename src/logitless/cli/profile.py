@@ -72,8 +72,7 @@ class ProfileConfig:
 def main(arguments: Sequence[str]) -> int:
     """Traces, prints, writes."""
     config = options.parse(ProfileConfig, prog="logitless profile", description=DESCRIPTION, arguments=arguments)
-    outputs = {"json": config.json, "png": config.png, "html": config.html}
-    check_outputs(outputs, {"model": config.model})
+    check_outputs({"json": config.json, "png": config.png, "html": config.html}, {"model": config.model})
     budget = budget_bytes(config.memory_budget)
     from ..models.catalog import shape_of
 

@@ -38,7 +38,7 @@ def check(device: str, ops: Operands, want: tuple[str, ...] = ("logprob",), **op
 
 def drawn(ops: Operands, by: str = "triton", **options: Any) -> SampleRecord:
     """What `sample_tokens` draws with this backend, whichever would be chosen."""
-    with patch.object(validate, "choose", lambda name, device, logits: by):
+    with patch.object(validate, "choose", lambda name, device, logits, want: by):
         return ll.sample_tokens(ops.hidden, ops.head, **options)
 
 

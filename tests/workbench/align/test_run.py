@@ -318,7 +318,7 @@ def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
 def test_a_run_with_fewer_prompts_than_a_step_of_more_ranks_is_not_resumed(start, finished, tmp_path):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
-    train, held = load(place / "rows.jsonl")
+    train, held = load(place / "rows.jsonl", start)
     save(place / "rows.jsonl", train[:1], held)
     with pytest.raises(DataError, match=r"a step needs 2 prompts .* got 1 beside those held out"):
         run(replace(stored(place, start), resume=place, max_steps=10), QUIET)

@@ -114,7 +114,7 @@ class SamplingMask:
         if self.offsets.device != device:
             raise DeviceError(f"sampling_mask is on {self.offsets.device}, hidden on {device}; move one of them")
         steps = self.counts.clamp(-1, 0).sum()
-        first, last, falls = torch.stack([*self.offsets[[0, -1]], steps]).tolist()  # one wait for the device
+        first, last, falls = torch.stack([self.offsets[0], self.offsets[-1], steps]).tolist()  # one wait for the device
         if first != 0 or last != self.token_ids.shape[0] or falls:
             raise OptionError(
                 f"sampling_mask: expected offsets that rise from 0 to {self.token_ids.shape[0]}, the number of "
@@ -137,7 +137,7 @@ class SamplingMask:
             at = torch.searchsorted(ordered, wanted).clamp(max=max(ordered.shape[0] - 1, 0))
             places = order[at] if ordered.shape[0] else at
             faults.append(ordered[at] != wanted if ordered.shape[0] else torch.ones_like(at, dtype=torch.bool))
-        if bool(torch.stack([x.any() for x in faults]).any()):
+        if bool(torch.cat(faults).any()):
             self._raise(rows, ordered, faults, labels, names)
         return places
 
