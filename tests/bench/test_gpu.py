@@ -1,5 +1,6 @@
 """The GPU benchmark from end to end on toy shapes: under Triton's interpreter where there is no GPU."""
 
+import copy
 import faulthandler
 import json
 import os
@@ -365,6 +366,24 @@ def test_tuning_writes_sizes(tmp_path):
     sizes = json.loads(out.read_text("utf-8"))
     assert sizes["accumulate"]["block"] in (256, 512)
     assert set(sizes) == set(triton_tuned.table("default"))
+
+
+@pytest.mark.parametrize("name", ["plain", "plain_basis", "basis", "bases", "best", "accumulate"])
+def test_a_kernel_is_tuned_by_calls_that_run_it(name, monkeypatch):
+    from bench import gpu_tune  # which needs Triton
+    from logitless.vocab.backends.triton.backend import Running
+
+    ran, kind = set(), Running.kind
+
+    def seen(self, weights):
+        ran.add(kind(self, weights))
+        return kind(self, weights)
+
+    monkeypatch.setattr(Running, "kind", seen)
+    monkeypatch.setattr(gpu_tune.Trial, "seconds", lambda _, step: float(step() is None))
+    sizes = copy.deepcopy(triton_tuned.table("interpreter"))
+    gpu_tune.Parts(Bench("cpu", time.monotonic() + 100), sizes, True).all()[name]()
+    assert ran == {name}
 
 
 def test_a_tuning_that_is_ended_leaves_what_it_has_found(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.allocations import poison
 from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.parallel_split import Split, V, check
 from tests.support.vocab.sharding import run
@@ -15,6 +16,7 @@ ROUNDING = {"backend": "triton", "tolerance": 4e-5}
 def kernels(group: Any) -> None:
     if group is dist.group.WORLD:
         return  # interpreted kernels are slow: two ranks are enough
+    poison()
     ops = operands(v=V, dtype=torch.float32, reference=True, ranks=(2, 1), scale=0.7, vocab_size=V - 2)
     ops.labels[3] = -100
     check(Split(ops, group, (3, 20)), EVERYTHING, top_k=8, temperature=1.3, jsd_beta=0.3, **ROUNDING)
@@ -22,6 +24,9 @@ def kernels(group: Any) -> None:
         ops = operands(v=V, dtype=torch.float32, reference=True, bias=False).training("hidden")
         check(Split(ops, group, (3, 20)), want, **ROUNDING)
     check(Split(operands(v=V, dtype=torch.float32), group, (0, V)), ("logprob", "entropy", "rank"), **ROUNDING)
+    for want in (("logprob",), ("logprob", "mean_logit"), ("entropy",), ("kl",)):  # a rank that has no slice
+        ops = operands(v=V, dtype=torch.float32, reference="kl" in want, bias=False).training("hidden")
+        check(Split(ops, group, (0, V)), want, **ROUNDING)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ....algebra.costs import Slices, fused_slices_of
-from ....algebra.online_softmax import FAR, SECOND_LOOK, Accumulation, Totals
+from ....algebra.online_softmax import FAR, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
 from ...devices import has_tf32, tf32_products
@@ -65,6 +65,10 @@ class Running:
         self.reference = {"REF": chunk.reference is not None, "WITH_QE": "qe" in chunk.sums}
         fields = len(accumulating.FIELDS) if chunk.reference is not None else accumulating.ALONE
         self.state = torch.empty(fields, self.parts, n, **like)
+        if not local_rows:  # no slice begins it
+            self.state.zero_()
+            for maximum in (0, accumulating.ALONE)[: 1 if chunk.reference is None else 2]:
+                self.state[maximum] = MASK
         self.topk.begin(self.parts)
         self.final = (keep == "logits" or self.topk.reads_logits) and not self.heads.plain
         self.growth = torch.empty(4, n, **like)  # of the maximum, its logarithm, the reference's, the shift's step
