@@ -338,7 +338,8 @@ SHORT = ["--prompt-length", "8", "--completion-length", "8", "--batch-size", "4"
 
 
 @pytest.mark.parametrize("name", ["text", "fails", "later_leaves", "nobody", "nan"])
-def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys):
+def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     (tmp_path / "here" / "my_rewards.py").write_text(REWARDS)
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(40)))
@@ -346,7 +347,6 @@ def test_rewards_that_fail_in_a_run(name, tmp_path, trained, capsys):
     call += [*SHORT, "--rewards", f"my_rewards:{name}"]
     said = {**REWARDS_SAY, "nobody": "nobody returned None for every completion of a step"}[name]
     assert said in refused(call, capsys, 1 if name == "nan" else 2)
-    sys.modules.pop("my_rewards", None)
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -84,8 +84,7 @@ class TestOptions:
 def my_rewards(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("my_rewards", None)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
 
 
 class TestRewards:
@@ -168,6 +167,7 @@ class TestRewards:
 
     def test_what_a_method_is_rewarded_with(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
         Path("my_rewards.py").write_text("def short(completions, **_):\n    return [-len(c) for c in completions]\n")
 
         def named(**options):
