@@ -62,6 +62,7 @@ class TestOptions:
             ({"min_p": 0.1, "method": "dpo"}, "got them with --method dpo"),
             ({"order": "vllm"}, "--order vllm is of --top-p and --min-p"),
             ({"self_certainty_weight": 0.0}, "leaves intuitor without a reward"),
+            ({"method": "grpo", "rewards": " , "}, "leaves grpo without a reward"),
             ({"resume": Path("a"), "output_dir": Path("b")}, "leave out --output-dir"),
         ],
     )

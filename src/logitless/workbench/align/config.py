@@ -131,6 +131,8 @@ class AlignConfig(RunOptions):
             raise OptionError(f"--self-certainty-weight is intuitor's, got it with --method {self.method}")
         if self.method == "intuitor" and not self.self_certainty_weight and not self.rewards:
             raise OptionError("--self-certainty-weight 0 leaves intuitor without a reward: give --rewards")
+        if self.kind.rewards and self.rewards is not None and not self.rewards.strip(" ,") and not self.guard_weight:
+            raise OptionError(f"--rewards {self.rewards!r} leaves {self.method} without a reward: name one")
         return self
 
     def _check_whole_rows(self) -> None:
