@@ -3,7 +3,7 @@
 One size is varied at a time. Each step is the loss with the gradients of hidden states and weight, or the log-prob and
 entropy alone; methods in turn in one process, wall seconds, minima of rounds. `bare` is the fastest order of the matrix
 products alone, `chunks` torch's own loss in chunks of 256 tokens. The peak counts what a step allocates beside its
-inputs. `--png` draws a result file.
+inputs. With --allocator, jemalloc's library, a step may use the memory of the one before. `--png` draws a result file.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import CASES, Shape, make_tensors
-from bench.harness import MB, environment, read_lines, timed, write_line
+from bench.harness import MB, Worker, environment, preloaded, read_lines, timed, write_line
 from bench.peers import METHODS
 from tests.support.allocations import peak_new_bytes
 
@@ -42,26 +42,39 @@ def points():
     yield from (("threads", OF_THREADS, threads) for threads in THREADS)
 
 
-def measured(name, shape, threads, rounds):
-    """Per shown method its seconds and peak, and how much of the machine others kept busy."""
-    torch.set_num_threads(threads)
-    case, of = CASES[name], {method.name: method for method in METHODS[name]}
-    tensors = make_tensors(case, shape)
-    steps, peaks = {}, {}
-    for shown, names in SHOWN.items():
-        for each in names:
-            if each in of:
-                own = {key: x.detach() for key, x in tensors.items()}
-                steps[shown, each] = of[each].build(case, own)
-                peaks[shown] = peak_new_bytes(steps[shown, each]) / MB
-    seconds, busy = dict.fromkeys(peaks, math.inf), 0.0
-    for _ in range(rounds):
-        for (shown, _), step in steps.items():
-            wall, others = timed(step)
-            if wall < LEAST_SECONDS:
-                wall, others = timed(step, math.ceil(LEAST_SECONDS / wall))
-            seconds[shown], busy = min(seconds[shown], wall), max(busy, others)
-    return {shown: {"seconds": seconds[shown], "peak_mb": peaks[shown]} for shown in peaks}, busy
+class Point:
+    """One shape's tensors and every method's step on them."""
+
+    def __init__(self, name, shape, threads):
+        torch.set_num_threads(threads)
+        case, of = CASES[name], {method.name: method for method in METHODS[name]}
+        tensors = make_tensors(case, shape)
+        self.steps, self.peaks = {}, {}
+        for shown, names in SHOWN.items():
+            for each in names:
+                if each in of:
+                    own = {key: x.detach() for key, x in tensors.items()}
+                    step = self.steps[shown, each] = of[each].build(case, own)
+                    self.peaks[shown] = peak_new_bytes(step) / MB
+
+    def measured(self, rounds):
+        """Per shown method its seconds and peak, and how much of the machine others kept busy."""
+        seconds, busy = dict.fromkeys(self.peaks, math.inf), 0.0
+        for _ in range(rounds):
+            for (shown, _), step in self.steps.items():
+                wall, others = timed(step)
+                if wall < LEAST_SECONDS:
+                    wall, others = timed(step, math.ceil(LEAST_SECONDS / wall))
+                seconds[shown], busy = min(seconds[shown], wall), max(busy, others)
+        return {shown: {"seconds": seconds[shown], "peak_mb": peak} for shown, peak in self.peaks.items()}, busy
+
+
+def measured(allocator, rounds, *point):
+    """`Point.measured`, in a process of its own where it has an allocator of its own."""
+    if allocator is None:
+        return Point(*point).measured(rounds)
+    with preloaded(allocator), Worker(Point, *point) as worker:
+        return worker.call("measured", rounds)
 
 
 def draw(records, path):
@@ -106,6 +119,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=("entropy", "loss"), default=["loss", "entropy"])
+    parser.add_argument("--allocator", type=Path, help="a library that keeps freed memory, such as libjemalloc.so.2")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     parser.add_argument("--png", type=Path, help="draw what --out holds, and measure nothing")
     o = parser.parse_args(arguments)
@@ -115,12 +129,13 @@ def main(arguments=None):
         draw(read_lines(o.out), o.png)
         return
     if o.out:
-        write_line(o.out, environment())
+        kept = {"allocator": o.allocator.resolve().name} if o.allocator else {}
+        write_line(o.out, environment() | {"freed_memory": "kept" if kept else "fresh", "rounds": o.rounds} | kept)
     for name in o.cases:
         found = {}  # sweeps share a point
         for sweep, shape, threads in points():
             if (shape, threads) not in found:
-                found[shape, threads] = measured(name, shape, threads, o.rounds)
+                found[shape, threads] = measured(o.allocator, o.rounds, name, shape, threads)
             methods, busy = found[shape, threads]
             sizes = [shape.tokens, shape.hidden, shape.vocab]
             told = ", ".join(f"{k} {m['seconds']:.3f} s {m['peak_mb']:,.0f} MB" for k, m in methods.items())

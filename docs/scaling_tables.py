@@ -26,9 +26,10 @@ def scaling(records: list[Record]) -> str:
         parts.append(f"{_growth(some, names)} {_limits(some, names)}")
     env = records[0]
     busy = max(r["others"] for r in rows)
+    kept = f"used again ({env['allocator']})" if "allocator" in env else "given back"
     parts.append(
         f"`bare`: seconds of the fastest bare products. The others: times that, and the peak above the inputs. Least "
-        "of two rounds: a tenth more or less is noise. "
+        f"of {env['rounds']} rounds; freed memory is {kept}. "
         f"{env['cpu']}, torch {env['versions']['torch']}, {env['date'][:10]}; other processes took up to {busy:.0%} "
         "of the machine."
     )

@@ -56,6 +56,7 @@ def test_the_page_says_how_time_grows_and_what_fills_a_machine():
         return about | {"methods": methods}
 
     machine = {"kind": "environment", "cpu": "a processor", "versions": {"torch": "2.13.0"}, "date": "2026-11-23"}
+    machine |= {"rounds": 3}
     rows = [  # 4 bytes for each number of the inputs, and as many again
         *(row("vocab", 10, 50, n, seconds=n, peak=2e-4 * n) for n in (1000, 2000, 4000)),
         *(row("tokens", n, 50, 10, seconds=n * n, peak=2e-4 * n) for n in (1000, 2000, 4000)),
@@ -66,6 +67,7 @@ def test_the_page_says_how_time_grows_and_what_fills_a_machine():
     assert "(entries: bare 1.0, logitless 1.0; tokens: bare 2.0, logitless 2.0; width: bare 0.0, logitless 0.0)" in page
     assert "tokens at H=50, V=10: logitless 60,000,000; width at N=10, V=50: logitless 100,000,000;" in page
     assert "entries at N=10, H=50: logitless 60,000,000." in page
+    assert "Least of 3 rounds; freed memory is given back." in page
     assert "up to 10% of the machine" in page
 
 
