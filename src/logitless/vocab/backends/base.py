@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +90,21 @@ class Backend(ABC):
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
         """`accumulate_local` of all rows, finished."""
-        return self.accumulate_local(chunk, bases, keep).finished(chunk)
+        return self.finished(chunk, self.accumulate_local(chunk, bases, keep))
+
+    def finished(self, chunk: Chunk, whole: Partial) -> Accumulated:
+        """What an accumulation of all rows amounts to."""
+        totals = self.finish(whole.state, chunk.label)
+        if whole.zsum is not None:
+            totals.mean_logit = whole.zsum / chunk.policy.head.rows
+        out = Accumulated(totals, products=whole.normalised(totals))
+        if whole.topk is not None:
+            out.top_logits, out.top_ids = whole.topk
+        return out
+
+    def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
+        """The totals of an accumulation and of the label's logit, (C,) each."""
+        return finish(state, label, torch)
 
     def look_again(self, chunk: Chunk, totals: Totals) -> None:
         """What needs both log-sum-exps first into `totals`."""
@@ -375,24 +388,13 @@ class Partial:
     """The accumulation of the rows here, the label's entry left out, before it is finished.
 
     normalised: the products, once the totals are known. zsum: (C,), the sum of the logits, the label's included.
-    topk: (C, k) logits and rows, best first, -inf and -1 where there are less. finish: with the chunk's label.
+    topk: (C, k) logits and rows, best first, -inf and -1 where there are less.
     """
 
     state: Accumulation
     normalised: Callable[[Totals], dict[str, Tensor]]
     zsum: Tensor | None = None
     topk: tuple[Tensor, Tensor] | None = None
-    finish: Callable[[Accumulation, Any], Totals] = lambda state, label: finish(state, label, torch)
-
-    def finished(self, chunk: Chunk) -> Accumulated:
-        """What an accumulation of all rows amounts to."""
-        totals = self.finish(self.state, chunk.label)
-        if self.zsum is not None:
-            totals.mean_logit = self.zsum / chunk.policy.head.rows
-        out = Accumulated(totals, products=self.normalised(totals))
-        if self.topk is not None:
-            out.top_logits, out.top_ids = self.topk
-        return out
 
 
 def normalised(products: dict[str, Tensor], state: Accumulation, totals: Totals) -> dict[str, Tensor]:

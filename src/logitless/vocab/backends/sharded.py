@@ -52,9 +52,12 @@ class ShardedBackend(Backend):
         got = dict(zip(sent, each, strict=False))
         if label:
             chunk.label = self._label(each[len(sent) :])
-        whole = self._merged(chunk, partial, got).finished(chunk)
+        whole = self.finished(chunk, self._merged(chunk, partial, got))
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
+
+    def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
+        return self.local.finish(state, label)
 
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         sums = self.local.second_sums(chunk, totals)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, Slices
-from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, finish, times
+from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, times
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
 from ..backends.base import Backend, Chunk, Scratch, is_dense, put_second_sums
 from ..backends.eager.formulas import logits_grad
@@ -141,7 +141,7 @@ def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Sav
     for rows, chunk, entries in run.chunks():
         z = run.logits(chunk.policy, entries)
         z_ref = None if chunk.reference is None else run.logits(chunk.reference, entries)
-        totals = totals_of(chunk, entries, z, z_ref)
+        totals = totals_of(run.backend, chunk, entries, z, z_ref)
         for name in out:
             call.put(out[name], rows, STATISTICS[name].value(totals, entries.counts.to(z.dtype)))
         if save:
@@ -156,12 +156,12 @@ def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Sav
     return out, Saved({name: torch.cat(parts) for name, parts in totals_kept.items()}, extra, {})
 
 
-def totals_of(chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Totals:
+def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Totals:
     """What each token's entries amount to, the label's kept apart as in the pass over whole rows."""
     if entries.labels_at is not None:
         at = entries.labels_at
         chunk.label = z[at], None if z_ref is None else z_ref[at]
-    totals = finish(_accumulation(chunk, entries, z, z_ref), chunk.label, torch)
+    totals = backend.finish(_accumulation(chunk, entries, z, z_ref), chunk.label)
     if "zsum" in chunk.sums:
         totals.mean_logit = entries.sum(z) / entries.counts
     if looks_twice(chunk.sums) and z_ref is not None:

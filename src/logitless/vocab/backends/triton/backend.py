@@ -242,7 +242,6 @@ class Running:
             partial(normalised, self.products, relative) if self.bases else lambda _: {},
             self.zsum if self.flags["WITH_SUM"] else None,
             self.topk.result() if self.chunk.top_k else None,
-            finished,
         )
 
 
@@ -340,6 +339,9 @@ class TritonBackend(Backend):
                 if keep:
                     chunk.materialised.append(tile)
             return run.result()
+
+    def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
+        return finished(state, label)
 
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         device = totals.m.device

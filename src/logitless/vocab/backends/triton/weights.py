@@ -26,7 +26,6 @@ from .device import processors
 from .parts import merge
 from .slices import Heads, buffer_of
 from .tuned import launch, table_for
-from .written import finished
 
 weighing: Any = weights_kernels  # a launch turns plain numbers into what a kernel's signature says
 NEAR = 60.0  # nats from a row's maximum within which weights relative to a level keep bf16's range, and sums fp32's
@@ -50,7 +49,7 @@ def weigh_products(chunk: Chunk) -> Partial:
     found.rest = torch.where(redone, second.rest, found.rest)
     found.m = torch.where(redone, second.m, found.m)
     chunk.materialised.append(Tile(slice(0, width), weights, m=levels[0]))
-    return Partial(found, lambda _: {}, finish=finished)
+    return Partial(found, lambda _: {})
 
 
 def _weighed(chunk: Chunk, weights: Tensor, levels: Tensor, again: bool) -> Accumulation:

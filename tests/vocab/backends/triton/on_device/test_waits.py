@@ -133,7 +133,7 @@ def over_sets(ops: Operands) -> Step:
 
 
 @over(
-    "step_most", {"a draw": (a_draw, 20), "values": (values, 16), "a loss": (a_loss, 52), "over sets": (over_sets, 135)}
+    "step_most", {"a draw": (a_draw, 20), "values": (values, 16), "a loss": (a_loss, 52), "over sets": (over_sets, 107)}
 )
 def test_launches_are_few(step_most: tuple[Callable[[Operands], Step], int], device):
     """A launch takes microseconds whatever it does, and a decode step has 300 of them in all."""
