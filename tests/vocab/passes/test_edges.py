@@ -6,7 +6,16 @@ import torch
 import logitless as ll
 from logitless.errors import GradientError
 from logitless.vocab.reference import dense_token_stats
-from tests.support.vocab.comparing import ALONE, EVERYTHING, INTEGERS, PAIRED, Operands, compare, operands
+from tests.support.vocab.comparing import (
+    ALONE,
+    EVERYTHING,
+    INTEGERS,
+    PAIRED,
+    Operands,
+    assert_near_in_norm,
+    compare,
+    operands,
+)
 
 DTYPES = [torch.float64, torch.float32]
 BUDGETS = [None, 60_000]
@@ -31,6 +40,22 @@ def test_impossible_entries(impossible, budget, dtype, backend):
         compare(ops, FINITE_WHERE_IMPOSSIBLE, candidates=ops.labels[:, None], temperature=0.7, **options)
         for frozen in (("hidden",), ("weight", "bias")):
             compare(ops.training(*frozen), ("logprob", "kl"), **options)
+
+
+def test_gradients_where_entries_are_impossible(backend):
+    """A probability of 0 times its own logarithm is 0, under an upstream gradient of any size."""
+    for name in FINITE_WHERE_IMPOSSIBLE[:-1]:
+        ops = operands((5,), 7, 67, dtype=torch.float32)
+        ops.labels = torch.arange(1, 6)
+        with torch.no_grad():
+            ops.bias[[0, 40]] = -torch.inf
+        exact = ops.to(torch.float64)
+        got = getattr(ll.token_stats(ops.hidden, ops.head, ops.labels, want=(name,), backend=backend), name)
+        expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=(name,))[name]
+        ours = torch.autograd.grad(1e6 * got.sum(), list(ops.leaves.values()))
+        theirs = torch.autograd.grad(1e6 * expected.sum(), list(exact.leaves.values()))
+        for x, y in zip(ours, theirs, strict=True):
+            assert_near_in_norm(x, y, 4e-5, name, floor=4.0)
 
 
 MASKS = [-30.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf]

@@ -235,7 +235,10 @@ def logits_grad_slice(
                 total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
                 total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
         if PLOGP:
-            total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
+            surprise = log_p
+            if BIAS:  # times a coefficient it stays a number, which p is 0 of
+                surprise = tl.maximum(log_p, MASK, propagate_nan=tl.PropagateNan.ALL)
+            total += load_rows(coefficients, 1, n, rows, live)[:, None] * surprise
         if P2:
             total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
         dz = p * total
