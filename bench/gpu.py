@@ -26,8 +26,9 @@ from pathlib import Path
 import torch
 
 from bench.cases import Shape
-from bench.gpu_measure import GRACE, Apart, Bench, Record, Subject, gpu_environment
+from bench.gpu_measure import GRACE, Apart, Subject, gpu_environment
 from bench.gpu_rows import FASTER, IN_A_GRAPH, MIB, RIVAL, ROWS, Row, methods
+from bench.gpu_timing import Bench, Record
 from bench.harness import MB, read_lines, write_line
 from bench.peers import Method
 from bench.run import describe

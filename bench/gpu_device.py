@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import logitless as ll
 from bench.gpu_rows import with_weights
+from bench.gpu_timing import Bench, Record
 from bench.harness import said
 from logitless.vocab.backends.triton.device import processors
 from logitless.vocab.devices import tf32_products
-
-if TYPE_CHECKING:
-    from bench.gpu_measure import Bench, Record
 
 DEPTH = 8192  # of products, so that their results take next to no time
 LAUNCHES = 500

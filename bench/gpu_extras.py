@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu_measure import Apart, Record, gpu_environment
+from bench.gpu_measure import Apart, gpu_environment
+from bench.gpu_timing import Record
 from bench.harness import MB, read_lines, write_line
 from bench.logits_table import methods
 

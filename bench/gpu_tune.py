@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 import logitless as ll
-from bench.gpu_measure import Bench
+from bench.gpu_timing import Bench
 from logitless.sample import triton_draw
 from logitless.vocab.backends.triton import tuned as triton_tuned
 

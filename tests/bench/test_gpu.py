@@ -15,8 +15,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, gpu_extras, gpu_rows, grade
-from bench.gpu_measure import Apart, Bench, Subject, wrong
+from bench.gpu_measure import Apart, Subject, wrong
 from bench.gpu_rows import ROWS, errors_of, make_operands, methods, oracle
+from bench.gpu_timing import Bench
 from bench.harness import environment, read_lines
 from logitless.vocab.backends.triton import tuned as triton_tuned
 from tests.support import forked

@@ -17,7 +17,7 @@ import torch
 
 from bench.gpu_counts import sass
 from bench.gpu_device import Device
-from bench.gpu_measure import Bench
+from bench.gpu_timing import Bench
 from bench.harness import read_lines, write_line
 from logitless.versions import version_of
 from logitless.vocab.backends.triton.tuned import table
