@@ -42,16 +42,24 @@ def test_impossible_entries(impossible, budget, dtype, backend):
             compare(ops.training(*frozen), ("logprob", "kl"), **options)
 
 
-def test_gradients_where_entries_are_impossible(backend):
-    """A probability of 0 times its own logarithm is 0, under an upstream gradient of any size."""
-    for name in FINITE_WHERE_IMPOSSIBLE[:-1]:
-        ops = operands((5,), 7, 67, dtype=torch.float32)
+@pytest.mark.parametrize("own", [-2e30, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("other", [None, -2e30, torch.finfo(torch.float32).min])
+def test_gradients_where_entries_are_impossible(own, other, backend):
+    """A probability of 0 times its own logarithm, or a ratio's, is 0, under an upstream gradient of any size."""
+    wants = FINITE_WHERE_IMPOSSIBLE[:-1] if other is None else ("kl", "jsd")
+    for name in wants:
+        ops = operands((5,), 7, 67, dtype=torch.float32, reference=other is not None)
         ops.labels = torch.arange(1, 6)
         with torch.no_grad():
-            ops.bias[[0, 40]] = -torch.inf
+            ops.bias[[0, 40]] = own
+            if ops.ref is not None:
+                ops.ref.bias[[0, 40]] = other
         exact = ops.to(torch.float64)
-        got = getattr(ll.token_stats(ops.hidden, ops.head, ops.labels, want=(name,), backend=backend), name)
-        expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=(name,))[name]
+        options = {"want": (name,), "reference": ops.reference, "backend": backend}
+        got = getattr(ll.token_stats(ops.hidden, ops.head, ops.labels, **options), name)
+        expected = dense_token_stats(exact.hidden, exact.head, ops.labels, want=(name,), reference=exact.reference)[
+            name
+        ]
         ours = torch.autograd.grad(1e6 * got.sum(), list(ops.leaves.values()))
         theirs = torch.autograd.grad(1e6 * expected.sum(), list(exact.leaves.values()))
         for x, y in zip(ours, theirs, strict=True):

@@ -283,4 +283,7 @@ def _dense_part(
     flat = None if outer is None else flatness(z, of_tokens(outer, own))
     numbers = Totals(**{name: x[own] for name, x in totals.items()})
     c = {basis: x[own] for basis, x in chained.items()}
-    return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None)[:, 0]
+    infinite = chunk.may_be_infinite
+    return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None, infinite=infinite)[
+        :, 0
+    ]

@@ -72,12 +72,13 @@ def _accumulate(tensors: Tensors, bases: frozenset[str]) -> Tensors:
     return found
 
 
-def _logits_grad(tensors: Tensors, bases: tuple[str, ...], beta: float) -> Tensors:
+def _logits_grad(tensors: Tensors, bases: tuple[str, ...], beta: float, infinite: bool) -> Tensors:
     """`formulas.logits_grad` of named tensors, into the slice."""
     z = tensors["z"]
     totals = Totals(**{name: tensors[name] for name in READ if name in tensors})
     c = {basis: tensors[f"c.{basis}"] for basis in bases}
-    dz = logits_grad(z, tensors.get("z_ref"), None, tensors.get("flat"), totals, c, beta, lambda name, like: None)
+    given = z, tensors.get("z_ref"), None, tensors.get("flat"), totals, c, beta
+    dz = logits_grad(*given, lambda name, like: None, infinite=infinite)
     z.copy_(dz)
     return {}
 
@@ -153,5 +154,7 @@ class CompiledBackend(EagerBackend):
         if chunk.policy.outer is not None:
             tensors["flat"] = chunk.policy.flatness(tile.z)
         bases, beta = tuple(sorted(c)), chunk.jsd_beta if {"pM", "excess"} & c.keys() else 0.0
-        kernels.run(("logits_grad", bases, beta), partial(_logits_grad, bases=bases, beta=beta), tensors)
+        infinite = chunk.may_be_infinite
+        written = partial(_logits_grad, bases=bases, beta=beta, infinite=infinite)
+        kernels.run(("logits_grad", bases, beta, infinite), written, tensors)
         return tile.z

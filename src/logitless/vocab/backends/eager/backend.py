@@ -237,4 +237,6 @@ class EagerBackend(Backend):
             return like if name in ("z", "z_ref") else chunk.scratch.take(name, like)
 
         capped = partial(chunk.cap_candidates, v=tile.v, most=0.0) if "tail" in c else None
-        return logits_grad(tile.z, tile.z_ref, gap, flat, totals, c, chunk.jsd_beta, room, capped)
+        return logits_grad(
+            tile.z, tile.z_ref, gap, flat, totals, c, chunk.jsd_beta, room, capped, chunk.may_be_infinite
+        )

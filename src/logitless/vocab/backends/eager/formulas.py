@@ -184,14 +184,14 @@ def logits_grad(
     beta: float,
     room: Callable[[str, Tensor], Tensor | None],
     outside: Callable[[Tensor], Tensor] | None = None,
+    infinite: bool = False,
 ) -> Tensor:
     """dL/dz of a slice of logits, the label's entry masked, times the chain's row factor; 0 at the label but for δ.
 
     gap: z_ref - z where that is known, used up; flat: the softcap's derivative; beta: of jsd; room: as a `Form`'s;
-    outside: its argument with 0 at the candidates, where the rest's tail has a coefficient.
+    outside: its argument with 0 at the candidates, where the rest's tail has a coefficient; infinite: as `_times_p`'s.
     """
-    zero = torch.zeros_like(totals.m)
-    base = c.get("p", zero)
+    base = c.get("p", torch.zeros_like(totals.m))
     terms: list[tuple[Tensor, Tensor]] = []  # what multiplies p, and its coefficient
     if z_ref is not None and RATIO & c.keys():
         gap = torch.sub(z_ref, z, out=room("gap", z)) if gap is None else gap
@@ -215,14 +215,14 @@ def logits_grad(
     shares = None
     if outside is not None:  # before what follows writes over log p
         shares = outside(share_of_tail(log_p, totals.tail_logprob[:, None], torch))
-    dz = _weighted(terms, base).mul_(p) if terms else p.mul_(base[:, None])
+    dz = _times_p(p, terms, base, infinite)
     if "q" in c and z_ref is not None:
         log_q = torch.sub(z_ref, totals.m_ref[:, None], out=room("z_ref", z_ref)).sub_(totals.log_s_ref[:, None])
         dz.add_(exp_(log_q).mul_(c["q"][:, None]))
     if shares is not None:
         dz.add_(shares.mul_(c["tail"][:, None]))
     if flat is not None:
-        dz.add_(c.get("one", zero)[:, None]).mul_(flat)
+        dz.add_(c.get("one", torch.zeros_like(totals.m))[:, None]).mul_(flat)
     return dz
 
 
@@ -234,6 +234,14 @@ def second_shares(
     p = exp_((z - totals.m[:, None]).sub_(totals.log_s[:, None]))
     q = exp_((z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
     return {name: share.sum(1) for name, share in second_look(sums, p, q, d, beta, torch).items()}
+
+
+def _times_p(p: Tensor, terms: list[tuple[Tensor, Tensor]], base: Tensor, infinite: bool) -> Tensor:
+    """p·(base + Σ term·coefficient), in the buffer of the first term, or of p; infinite: 0 where p is, as `times`."""
+    if not terms:
+        return p.mul_(base[:, None])
+    found = _weighted(terms, base).mul_(p)
+    return found.masked_fill_(p == 0, 0.0) if infinite else found
 
 
 def _weighted(terms: list[tuple[Tensor, Tensor]], base: Tensor) -> Tensor:

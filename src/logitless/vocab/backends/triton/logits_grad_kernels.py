@@ -235,14 +235,11 @@ def logits_grad_slice(
                 total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
                 total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
         if PLOGP:
-            surprise = log_p
-            if BIAS:  # times a coefficient it stays a number, which p is 0 of
-                surprise = tl.maximum(log_p, MASK, propagate_nan=tl.PropagateNan.ALL)
-            total += load_rows(coefficients, 1, n, rows, live)[:, None] * surprise
+            total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
         if P2:
             total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
         dz = p * total
-        if PD or PM:  # whose factors of p can be infinite
+        if PD or PM or (PLOGP and BIAS):  # whose factors of p can be infinite
             dz = times(p, total)
         if Q:
             m_ref = load_rows(totals, 4, n, rows, live)[:, None]
