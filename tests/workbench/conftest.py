@@ -11,6 +11,7 @@ from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.workbench.micro import CONTEXT, line_corpus, micro_corpus, micro_directory
+from tests.support.workbench.unmeasured import leave_unmeasured
 
 
 @pytest.fixture(scope="session")
@@ -55,5 +56,4 @@ def start(micro, tmp_path_factory) -> AlignConfig:
 @pytest.fixture
 def unmeasured(monkeypatch) -> None:
     """Skips the measurement in a process of its own: most tests are about something else."""
-    nothing = {"logitless": {"not_measured": "test"}, "dense": {"not_measured": "test"}}
-    monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: nothing)
+    leave_unmeasured(monkeypatch)

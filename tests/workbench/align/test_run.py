@@ -29,6 +29,7 @@ from logitless.workbench.sources.chat import ASSISTANT
 from tests.support.workbench.killing import curve
 from tests.support.workbench.micro import MICRO_CHAT
 from tests.support.workbench.processes import flags, killed_at
+from tests.support.workbench.unmeasured import leave_unmeasured
 
 QUIET = Console(quiet=True)
 TRL_METRICS = {
@@ -346,9 +347,9 @@ def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):
 def default_place(tmp_path_factory) -> Path:
     """A directory with the default model of `logitless train`, Tekken's 131,072 entries, after two steps."""
     place = tmp_path_factory.mktemp("default")
-    measure, sft.measure = sft.measure, lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")}
-    sft.run(TrainConfig(max_steps=2, context_length=64, batch_size=2, output_dir=place / "runs" / "tiny"), QUIET)
-    sft.measure = measure
+    with pytest.MonkeyPatch.context() as patch:
+        leave_unmeasured(patch)
+        sft.run(TrainConfig(max_steps=2, context_length=64, batch_size=2, output_dir=place / "runs" / "tiny"), QUIET)
     return place
 
 

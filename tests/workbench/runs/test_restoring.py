@@ -17,6 +17,7 @@ from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.workbench.damage import JSON
+from tests.support.workbench.unmeasured import leave_unmeasured
 
 QUIET = Console(quiet=True)
 STATE = "checkpoint-2/trainer_state.json"
@@ -28,7 +29,7 @@ SOME = 20  # changes, always the same ones: each costs a tenth of a second
 def trained(micro, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("runs") / "trained"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("logitless", "dense")})
+        leave_unmeasured(patch)
         sft.run(replace(micro.config, max_steps=2, output_dir=place), QUIET)
     return place
 

@@ -15,6 +15,7 @@ from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.workbench.unmeasured import leave_unmeasured
 
 QUIET = Console(quiet=True)
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -25,7 +26,7 @@ def whole(micro, tmp_path_factory) -> Path:
     """A run of four steps, killed before its summary."""
     place = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda *_: {m: {"not_measured": "test"} for m in ("logitless", "dense")})
+        leave_unmeasured(patch)
         sft.run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
     (place / "summary.json").unlink()
     return place

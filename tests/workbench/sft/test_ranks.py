@@ -21,6 +21,7 @@ from logitless.workbench.runs.ranks import accumulation
 from logitless.workbench.sft.run import run
 from tests.support.integrations.launching import ROOT
 from tests.support.workbench.micro import CONTEXT, micro_directory
+from tests.support.workbench.unmeasured import leave_unmeasured
 from tests.workbench.sft.test_run import dense_held_out_loss, losses, resume
 
 QUIET = Console(quiet=True)
@@ -63,11 +64,10 @@ def options(micro, place: Path, *more: object) -> list[object]:
 @pytest.fixture(scope="module")
 def alone(micro, tmp_path_factory) -> dict[int, float]:
     """The losses of one process."""
-    from logitless.workbench.sft import run as sft
 
     place = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")})
+        leave_unmeasured(patch)
         run(replace(micro.config, batch_size=PER_STEP, max_steps=STEPS, output_dir=place), QUIET)
     return losses(place)
 

@@ -12,11 +12,11 @@ from logitless.errors import OptionError
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.checkpoints import last_checkpoint
 from logitless.workbench.runs.rundir import stored
-from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.mesh import Layout
 from logitless.workbench.sft.run import run
 from tests.support.workbench.micro import micro_directory
+from tests.support.workbench.unmeasured import leave_unmeasured
 from tests.workbench.sft.test_ranks import PER_STEP, QUIET, STEPS, launch, options
 from tests.workbench.sft.test_run import dense_held_out_loss, losses
 
@@ -40,7 +40,7 @@ def alone(four_heads, tmp_path_factory) -> Path:
     """A run of one process."""
     place = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "measure", lambda config, tokens: {m: {"not_measured": ""} for m in ("logitless", "dense")})
+        leave_unmeasured(patch)
         run(replace(four_heads.config, batch_size=PER_STEP, max_steps=STEPS, output_dir=place), QUIET)
     return place
 
