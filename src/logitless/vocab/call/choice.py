@@ -12,9 +12,9 @@ from ...algebra.stats import looks_twice, sums_of
 from ...errors import BackendError
 from . import compiled_support, quack_support, triton_support
 
-WORTH_COMPILING = 1 << 32  # logits of a call, from which on what is compiled or loaded for it has paid for itself
-SAVED_BESIDE_REFERENCE = 4  # times as much of a logit's time as of a log-prob's and an entropy's
-SAVED_AT_SECOND_LOOK = 64
+WORTH_COMPILING = 1 << 32  # logits of a call, from which on ten such calls pay for what is loaded to compile them
+SAVED_WITH_MORE = 16  # times as much of a logit's time as of a log-prob's, with entropy or beside a reference
+SAVED_AT_SECOND_LOOK = 256
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Candidate:
         sums = sums_of(want)
         if looks_twice(sums):
             return self.least // SAVED_AT_SECOND_LOOK
-        return self.least // SAVED_BESIDE_REFERENCE if "ref" in sums else self.least
+        return self.least // SAVED_WITH_MORE if sums & {"t", "ref"} else self.least
 
     def fits(self, device: torch.device | str, logits: int, want: tuple[str, ...]) -> bool:
         """Whether it is taken for so many logits, too."""

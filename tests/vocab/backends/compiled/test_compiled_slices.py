@@ -192,7 +192,7 @@ def test_taken_unasked_where_a_call_is_worth_it():
     assert choice.choose(None, "cpu", choice.WORTH_COMPILING) == "compiled"
     assert choice.choose(None, "cpu", choice.WORTH_COMPILING - 1) == "eager"
     assert choice.choose(None, "meta", choice.WORTH_COMPILING) == "eager"
-    for want, times in ((("logprob", "kl"), 4), (("kl", "jsd"), 64)):
+    for want, times in ((("logprob", "entropy"), 16), (("kl",), 16), (("kl", "jsd"), 256)):
         assert choice.choose(None, "cpu", choice.WORTH_COMPILING // times, want) == "compiled"
         assert choice.choose(None, "cpu", choice.WORTH_COMPILING // times - 1, want) == "eager"
     few = ll.explain(torch.zeros(4, 2), ll.LMHead(torch.zeros(9, 2)), torch.zeros(4, dtype=torch.long))
