@@ -36,7 +36,7 @@ class Accumulation:
     near: Array = (
         None  # max (z + z'), or nearly, of an entry that both heads like; EMPTY where each masks what is there
     )
-    shift: Array = None  # d0: that entry's z - z', from which differences are measured: e = z - z' - d0
+    shift: Array = None  # d0: that entry's z - z', or 0, from which differences are measured: e = z - z' - d0
     a: Array = None  # Σ w·e
     b: Array = None  # Σ w·expm1(-e); inf or NaN where that overflows: `finish` then does without it
     a_ref: Array = None  # Σ w'·e
@@ -101,7 +101,7 @@ def merge(x: Accumulation, y: Accumulation, xp: Any) -> Accumulation:
 
 def rebase(x: Accumulation, shift: Array, xp: Any) -> Accumulation:
     """`x` with its differences measured from another d0."""
-    step = step_to(x, shift, xp)
+    step = x.shift - shift
     moved = Accumulation(**dict(x.items()))
     moved.shift = shift
     moved.a = x.a + (1 + x.rest) * step
@@ -111,18 +111,13 @@ def rebase(x: Accumulation, shift: Array, xp: Any) -> Accumulation:
     return moved
 
 
-def step_to(x: Accumulation, shift: Array, xp: Any) -> Array:
-    """What differences grow by where they are measured from `shift`; 0 where no entry gave `x` a d0 of its own."""
-    return xp.where(x.near > EMPTY, x.shift - shift, xp.zeros_like(shift))
-
-
 def moved_b(x: Accumulation, m: Array, shift: Array, xp: Any) -> Array:
     """`b` relative to another maximum and measured from another d0.
 
     Where that is far, or Σ w·e^(-e) much less than Σw, it is taken from the reference's weights: its factors over- and
     underflow, and a sum that is nearly -Σw has lost what a growing factor would show.
     """
-    s, step, down = 1 + x.rest, step_to(x, shift, xp), x.m - m
+    s, step, down = 1 + x.rest, x.shift - shift, x.m - m
     f = xp.exp(down)
     far = x.s_ref * xp.exp((x.m_ref - m) + shift) - s * f
     keeps_digits = (xp.abs(step) < FAR) & (down > -FAR) & (x.b > -s / 2)

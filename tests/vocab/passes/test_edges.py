@@ -94,6 +94,26 @@ def test_divergences_of_masked_heads(masked, budget, backend):
                 torch.testing.assert_close(ours, value, rtol=1e-5, atol=1e-5, msg=lambda m, s=where: s + m)
 
 
+@pytest.mark.parametrize("size", [-1e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("want", ["jsd", "kl_mixture", "reverse_kl_mixture", "acceptance", "total_variation"])
+def test_heads_that_have_no_entry_in_common_at_first(want, size, backend):
+    """What each has alone in the slices before the first common entry is measured from no d0 of its own."""
+    ops = operands((5,), 7, 512, dtype=torch.float32, reference=True)
+    with torch.no_grad():
+        ops.ref = Operands(ops.hidden.clone(), ops.weight + 0.1 * torch.randn_like(ops.weight), ops.bias + 0.3, None)
+        ops.bias[:128], ops.ref.bias[128:256] = size, size
+        ops.bias[128:256] -= 3
+        ops.ref.bias[:128] -= 3
+    exact = ops.to(torch.float64)
+    options = {"want": (want,), "reference": ops.reference, "memory_budget": 20_000}
+    got = getattr(ll.token_stats(ops.hidden, ops.head, **options, backend=backend), want)
+    expected = dense_token_stats(exact.hidden, exact.head, want=(want,), reference=exact.reference)[want]
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
+    leaves = ops.weight, exact.weight
+    ours, theirs = (torch.autograd.grad(x.sum(), leaf)[0] for x, leaf in zip((got, expected), leaves, strict=True))
+    assert_near_in_norm(ours, theirs, 2e-5, want)
+
+
 @pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
 @pytest.mark.parametrize("size", [-1e29, -2e30, torch.finfo(torch.float32).min / 2])
 def test_gradients_of_a_divergence_to_a_mask(size, trainable, backend):

@@ -97,6 +97,30 @@ def test_each_side_of_a_mixture_keeps_its_digits_near_zero(step, beta, backend):
         assert_near_in_norm(grad, wanted, 4e-6 / step + 2e-5)
 
 
+@pytest.mark.parametrize("sure", [False, True])
+def test_digits_near_zero_where_logits_have_no_rounding(sure, backend):
+    """Two heads of few bits: what is off is the divergences' own arithmetic, and not the products'."""
+    hidden, other = (torch.randn(6, 16) * 8).round() / 8, torch.randn(2000, 16) / 1000
+    weight, bias = torch.randn(2000, 16), torch.zeros(2000)
+    weight, other = ((x * 2**14).round() / 2**14 for x in (weight, other))
+    bias[77] = 40.0 * sure
+    heads = [ll.LMHead(x.requires_grad_(), bias.to(x.dtype)) for x in (weight, weight.detach().double())]
+    references = [hidden, ll.LMHead(weight.detach() + other, bias)], [
+        hidden.double(),
+        ll.LMHead(weight.detach().double() + other, bias.double()),
+    ]
+    want = ("jsd", *SIDES, "total_variation")
+    got = ll.token_stats(hidden, heads[0], want=want, reference=tuple(references[0]), backend=backend)
+    expected = dense_token_stats(hidden.double(), heads[1], want=want, reference=tuple(references[1]))
+    for name in want:
+        value = getattr(got, name)
+        # a sure token's are of what it leaves of 1, and next to nothing
+        torch.testing.assert_close(value.double(), expected[name], rtol=2e-3, atol=1e-13 * sure)
+        (grad,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
+        (exact,) = torch.autograd.grad(expected[name].sum(), heads[1].weight, retain_graph=True)
+        assert_near_in_norm(grad, exact, 1e-5 if not sure else 1e-3, name, floor=0)
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.9])
 def test_sides_of_a_mixture_of_far_policies(beta, backend):
     """Each sure of an entry that the other finds impossible: what a mixture bounds, and no gradient to speak of."""

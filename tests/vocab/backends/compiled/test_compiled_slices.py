@@ -52,6 +52,22 @@ def test_one_function_for_all_sizes_threads_and_gradient_modes(fresh):
 
 
 @needs_a_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_functions_keep_their_digits_near_zero(name, dtype, fresh):
+    """Inductor's own expm1 is a difference of two numbers near 1."""
+    x = torch.cat([torch.logspace(-9, 1, 2000, dtype=dtype), -torch.logspace(-9, -0.01, 2000, dtype=dtype)])
+    x = torch.stack([x, torch.linspace(-0.9, 80, 4000, dtype=dtype)])
+    function = getattr(torch, name)
+    got = kernels.run(name, lambda tensors: {"y": function(tensors["x"])}, {"x": x})["y"]
+    torch.testing.assert_close(got.double(), function(x.double()), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    ends = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0]] * 2, dtype=dtype).abs_()
+    got = kernels.run(name, lambda tensors: {"y": function(tensors["x"])}, {"x": ends})["y"]
+    torch.testing.assert_close(got, function(ends), equal_nan=True)
+    assert kernels.count() == 1
+
+
+@needs_a_compiler
 def test_one_token_and_a_last_slice_of_one_entry_are_plain(fresh):
     compare(problem(1, 257), WANT, backend="compiled")
     assert kernels.count() == 0

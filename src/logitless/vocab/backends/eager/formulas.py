@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, step_to, times
+from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
 from ..base import SliceMass
 from ..logits import LOG2E, exp_
@@ -30,7 +30,7 @@ class Moves:
     grow: Tensor  # e^(m before - m)
     step: Tensor  # m before - m
     grow_ref: Tensor | None = None
-    shift: Tensor | None = None  # d0 before - d0, 0 where there was none
+    shift: Tensor | None = None  # d0 before - d0
 
     def apply(self, products: dict[str, Tensor], infinite: bool) -> None:
         """Σ basis·W of the entries so far, relative to the new maxima and d0."""
@@ -123,7 +123,7 @@ def add_slice(
 
 def _move_reference(f: Accumulation, out: Accumulation, moves: Moves) -> None:
     """The sums of KL before this slice, relative to its maxima and measured from its d0."""
-    moves.grow_ref, moves.shift = torch.exp(f.m_ref - out.m_ref), step_to(f, out.shift, torch)
+    moves.grow_ref, moves.shift = torch.exp(f.m_ref - out.m_ref), f.shift - out.shift
     out.a = times(moves.grow, f.a + (1 + f.rest) * moves.shift, torch)
     out.b = moved_b(f, out.m, out.shift, torch)
     out.s_ref = f.s_ref * moves.grow_ref

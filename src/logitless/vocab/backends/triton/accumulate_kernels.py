@@ -269,9 +269,9 @@ def accumulate_slice(
             if RAGGED:
                 z_ref = tl.where(seen, z_ref, 0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, True)
-            had, before = near > EMPTY, shift
+            before = shift
             near, shift = nearest(finite(x), finite(z_ref), valid, near, shift)
-            moved = tl.where(had, before - shift, 0.0)
+            moved = before - shift
             gap = minus_e(x, z_ref, shift, valid)
             z_ref = finite(z_ref)
         x = finite(x)
@@ -376,7 +376,7 @@ def merge_parts(
         near = tl.max(nears, 0)
         best = tl.min(tl.where(nears == near[None, :], place, PARTS), 0)
         shift = tl.sum(tl.where(place == best[None, :], shifts, 0.0), 0)
-        moved = tl.where(nears > EMPTY, shifts - shift[None, :], 0.0)
+        moved = shifts - shift[None, :]
         mr = tl.load(cell + M_REF * field, mask=seen, other=2 * EMPTY)
         sr = tl.load(cell + S_REF * field, mask=seen, other=0.0)
         m_ref = tl.max(mr, 0)
