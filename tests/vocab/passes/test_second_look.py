@@ -105,10 +105,13 @@ def test_digits_near_zero_where_logits_have_no_rounding(sure, backend):
     weight, other = ((x * 2**14).round() / 2**14 for x in (weight, other))
     bias[77] = 40.0 * sure
     heads = [ll.LMHead(x.requires_grad_(), bias.to(x.dtype)) for x in (weight, weight.detach().double())]
-    references = [hidden, ll.LMHead(weight.detach() + other, bias)], [
-        hidden.double(),
-        ll.LMHead(weight.detach().double() + other, bias.double()),
-    ]
+    references = (
+        [hidden, ll.LMHead(weight.detach() + other, bias)],
+        [
+            hidden.double(),
+            ll.LMHead(weight.detach().double() + other, bias.double()),
+        ],
+    )
     want = ("jsd", *SIDES, "total_variation")
     got = ll.token_stats(hidden, heads[0], want=want, reference=tuple(references[0]), backend=backend)
     expected = dense_token_stats(hidden.double(), heads[1], want=want, reference=tuple(references[1]))
