@@ -97,31 +97,31 @@ def test_each_side_of_a_mixture_keeps_its_digits_near_zero(step, beta, backend):
         assert_near_in_norm(grad, wanted, 4e-6 / step + 2e-5)
 
 
+def of_few_bits(x: torch.Tensor, after_the_point: int) -> torch.Tensor:
+    return (x.detach() * 2**after_the_point).round() / 2**after_the_point
+
+
 @pytest.mark.parametrize("sure", [False, True])
 def test_digits_near_zero_where_logits_have_no_rounding(sure, backend):
     """Two heads of few bits: what is off is the divergences' own arithmetic, and not the products'."""
-    hidden, other = (torch.randn(6, 16) * 8).round() / 8, torch.randn(2000, 16) / 1000
-    weight, bias = torch.randn(2000, 16), torch.zeros(2000)
-    weight, other = ((x * 2**14).round() / 2**14 for x in (weight, other))
-    bias[77] = 40.0 * sure
-    heads = [ll.LMHead(x.requires_grad_(), bias.to(x.dtype)) for x in (weight, weight.detach().double())]
-    references = (
-        [hidden, ll.LMHead(weight.detach() + other, bias)],
-        [
-            hidden.double(),
-            ll.LMHead(weight.detach().double() + other, bias.double()),
-        ],
-    )
+    ops = operands((6,), 16, 2000, dtype=torch.float32)
+    with torch.no_grad():
+        ops.hidden.copy_(of_few_bits(torch.randn(6, 16), 3))
+        ops.weight.copy_(of_few_bits(torch.randn(2000, 16), 14))
+        ops.bias.zero_()[77] = 40.0 * sure
+    weight = ops.weight + of_few_bits(torch.randn(2000, 16) / 1000, 14)
+    ops.ref = Operands(*(x.detach().clone() for x in (ops.hidden, weight, ops.bias)), None)
+    exact = ops.to(torch.float64)
     want = ("jsd", *SIDES, "total_variation")
-    got = ll.token_stats(hidden, heads[0], want=want, reference=tuple(references[0]), backend=backend)
-    expected = dense_token_stats(hidden.double(), heads[1], want=want, reference=tuple(references[1]))
+    got = ll.token_stats(ops.hidden, ops.head, want=want, reference=ops.reference, backend=backend)
+    expected = dense_token_stats(exact.hidden, exact.head, want=want, reference=exact.reference)
     for name in want:
         value = getattr(got, name)
         # a sure token's are of what it leaves of 1, and next to nothing
         torch.testing.assert_close(value.double(), expected[name], rtol=2e-3, atol=1e-13 * sure)
-        (grad,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
-        (exact,) = torch.autograd.grad(expected[name].sum(), heads[1].weight, retain_graph=True)
-        assert_near_in_norm(grad, exact, 1e-5 if not sure else 1e-3, name, floor=0)
+        (grad,) = torch.autograd.grad(value.sum(), ops.weight, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected[name].sum(), exact.weight, retain_graph=True)
+        assert_near_in_norm(grad, wanted, 1e-3 if sure else 1e-5, name, floor=0)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.9])
