@@ -151,6 +151,7 @@ def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_
 CHANGES = {
     "the content of .*a.jsonl": lambda place: edit(place / "a.jsonl", "a", "b"),
     "the tokenizer": lambda place: edit(place / "model" / "tokenizer.json", '"Ġ"', '"ġ"'),
+    "the chat template": lambda place: edit(place / "model" / "chat_template.jinja", "role", "rule"),
     "the weights model.safetensors of .*": lambda place: flip(place / "model" / "model.safetensors"),
     "the model's config": lambda place: edit(
         place / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'
@@ -181,6 +182,9 @@ def test_an_unfinished_run_does_not_go_on_with_changed_content(micro, tmp_path, 
     if "arrow" in what:
         Dataset.from_dict({"text": ["xyz", "xyz"]}).save_to_disk(data := tmp_path / "table")
     shutil.copytree(micro, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    )
     given = config(tmp_path / "model", data, tmp_path / "a.parquet")
     with monkeypatch.context() as stopped:
         stopped.setattr("logitless.workbench.scoring.run.conclude", _interrupt)

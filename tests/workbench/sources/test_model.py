@@ -7,8 +7,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from logitless.errors import ConfigError
-from logitless.workbench.sources.model import load_model, resolve_trained
-from tests.support.workbench.micro import micro_model
+from logitless.workbench.sources.model import align_tokens, load_model, resolve_trained
+from logitless.workbench.sources.tokenizer import pretrained
+from tests.support.workbench.micro import micro_directory, micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -93,3 +94,16 @@ def test_a_model_that_sees_what_follows(tmp_path):
     BertForMaskedLM(BertConfig(**BERT)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="expected a causal language model, got BertForMaskedLM, which sees what fol"):
         load(tmp_path)
+
+
+def test_a_temperature_without_do_sample_is_saved_again(tmp_path):
+    """As published models have it, and transformers refuses to write."""
+    micro_directory(tmp_path)
+    tokenizer, model = pretrained(str(tmp_path)), micro_model()
+    model.generation_config.update(temperature=0.9, top_p=0.6)
+    align_tokens(model, tokenizer)
+    model.save_pretrained(tmp_path / "again")
+    assert '"temperature": 0.9' in (tmp_path / "again" / "generation_config.json").read_text()
+    model.generation_config.early_stopping = "soon"
+    with pytest.raises(ConfigError, match=r"generation_config\.json: expected what transformers can save"):
+        align_tokens(model, tokenizer)

@@ -203,6 +203,8 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
 def identities(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
     """What tells a model, with its tokenizer, and the models beside it from all others."""
     known = {"the tokenizer": known_of(tokenizer)}
+    if template := getattr(tokenizer.saved, "chat_template", None):
+        known["the chat template"] = hash_of(str(template).encode())
     for model in (source, *others):
         known[f"{'the model' if model is source else model.name}'s config"] = known_of(model.config)
         for path in sorted(Path(model.weights or "").glob("*.safetensors")):
