@@ -64,7 +64,6 @@ def options(micro, place: Path, *more: object) -> list[object]:
 @pytest.fixture(scope="module")
 def alone(micro, tmp_path_factory) -> dict[int, float]:
     """The losses of one process."""
-
     place = tmp_path_factory.mktemp("alone") / "run"
     with pytest.MonkeyPatch.context() as patch:
         leave_unmeasured(patch)
