@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +261,21 @@ class TestData:
         train, held = rows_of(config(path, method="grpo"), tokenizer, 10)
         assert sorted([*train, *held], key=lambda row: row["answer"]) == rows
         assert [row["answer"] for row in held] == ([38, 39] if kind == "splits" else [10, 30])
+
+    @pytest.mark.parametrize(
+        "value", [datetime(2026, 1, 1), b"\xff", Decimal("1.5"), [{"on": date(2026, 1, 1)}]], ids=repr
+    )
+    def test_columns_that_no_json_has(self, tokenizer, tmp_path, value):
+        """Rewards are given them, and a resumed run's too; pairs are not."""
+        rows = [{"prompt": f"question {i}", "chosen": "a", "rejected": "b", "more": value} for i in range(40)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        given = config(tmp_path / "rows.parquet", method="grpo")
+        with pytest.raises(DataError, match=r"row 0: column 'more' must be of text, .* got \w+; write it as text"):
+            rows_of(given, tokenizer, 10)
+        save(tmp_path / "rows.jsonl", *rows_of(replace(given, method="dpo"), tokenizer, 10))
+        train, held = load(tmp_path / "rows.jsonl", replace(given, method="dpo"))
+        assert train[0] == {"prompt": "question 0", "chosen": "a", "rejected": "b"}
+        assert len(train) + len(held) == 40
 
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
@@ -243,13 +245,14 @@ class Killed(BaseException):
     """Ends a run as a signal that cannot be caught would, at a moment that a test chooses."""
 
 
-@pytest.fixture(scope="module")
-def epochs(start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
-    """Options of a run of three steps an epoch, with a checkpoint every second step, and its curve."""
+@pytest.fixture(scope="module", params=["intuitor", "dpo"])
+def epochs(request, start, tmp_path_factory) -> tuple[AlignConfig, list[dict]]:
+    """Options of a run of two or three steps an epoch, with a checkpoint every second step, and its curve."""
     place = tmp_path_factory.mktemp("epochs")
-    lines = [json.dumps({"prompt": f"d{i:02d} x{i} ="}) for i in range(8)]
-    (place / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    config = replace(start, data=str(place / "prompts.jsonl"), max_steps=8, output_dir=place / "run")
+    rows = [{"prompt": f"d{i:02d} x{i} =", "chosen": f" {i}", "rejected": f" {i} {i}"} for i in range(8)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"method": request.param, "data": str(place / "rows.jsonl"), "max_steps": 8}
+    config = replace(start, **given, output_dir=place / "run")
     run(config, QUIET)
     return config, curve(place / "run")
 
@@ -276,6 +279,24 @@ def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypat
     assert last_checkpoint(place) == (None if step == 1 else (place / f"checkpoint-{step}", step))
     run(replace(stored(place, AlignConfig()), resume=place), QUIET)
     assert curve(place) == whole
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_policy_that_has_diverged_ends_the_run_in_one_line(start, tmp_path, monkeypatch, capsys, method):
+    """transformers cannot sample from it, nor pairs' rejected completions; some looks find it before."""
+    monkeypatch.chdir(tmp_path)
+    given = flags(replace(start, method=method, max_steps=4, learning_rate=1e20))
+    if method in ("rloo", "dpo"):  # the one without a reward here, the other samples before it learns
+        shutil.copytree(start.model, "model")
+        tensors = load_file("model/model.safetensors")
+        tensors["model.norm.weight"][0] = torch.nan
+        save_file(tensors, "model/model.safetensors", {"format": "pt"})
+        given = [*given, "--model", "model"]
+    assert main(["align", *given, "--output-dir", "run"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    seen_earlier = {"rloo": "head: expected finite logits, got NaN or infinity"}
+    assert seen_earlier.get(method, "the policy's probabilities are not finite") in error.splitlines()[-1]
 
 
 def test_a_reward_that_is_not_a_number_ends_the_run(start, tmp_path, monkeypatch, capsys):

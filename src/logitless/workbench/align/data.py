@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -161,6 +162,13 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
     for i, row in enumerate(every):
         _check_row(row, columns, f"--data {config.data}: row {i}")
         _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
+        if config.kind.rollouts:
+            _check_kept(row, f"--data {config.data}: row {i}")
+    if config.kind.rollouts:  # whose rewards are given the other columns
+        return rows, held
+    rows, held = (
+        None if split is None else [{name: row[name] for name in columns} for row in split] for split in (rows, held)
+    )
     return rows, held
 
 
@@ -187,6 +195,18 @@ def _check_row(row: Row, columns: tuple[str, ...], where: str) -> None:
                 f"{where}: {name} must be text or a list of messages with role and content, "
                 f"got {type(row[name]).__name__}"
             )
+
+
+def _check_kept(row: Row, where: str) -> None:
+    """DataError for a value that `save` cannot write."""
+    for name, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"{where}: column {name!r} must be of text, numbers or lists of them, which {ROWS_FILE} can keep, got "
+                f"{type(value).__name__}; write it as text, or leave it out"
+            ) from None
 
 
 def _check_kinds(row: Row, first: Row, columns: tuple[str, ...], where: str, tokenizer: TextTokenizer) -> None:

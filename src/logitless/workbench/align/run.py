@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback
 
+from ...errors import NotFiniteError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
@@ -53,7 +55,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
     place = first(lambda: claim(config, config.method))
-    with explained(place, "align"), warnings.catch_warnings():
+    with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
         # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
         warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
         parts, model = _set_up(config, place, source, tokenizer, console)
@@ -62,6 +64,20 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
         weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
+
+
+@contextmanager
+def _divergence_named() -> Iterator[None]:
+    """NotFiniteError where transformers cannot sample, since the policy's logits are NaN or infinite."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise NotFiniteError(
+            "the policy's probabilities are not finite, so that nothing can be sampled: lower --learning-rate, or "
+            "begin with a model whose weights are finite; checkpoints are kept"
+        ) from None
 
 
 def _set_up(
@@ -110,6 +126,7 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     with readable(place / METRICS_FILE, BY_STEPS):
         records = Records(place / METRICS_FILE, per_step, found[1] if found else 0, every_metric=True)
         held_out = HeldOutRows(trainer.evaluate, records.path)
+    trainer._total_train_tokens = records.tokens  # which TRL counts for pairs, and keeps in no checkpoint
     bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize

@@ -142,11 +142,8 @@ def _dataset(parts: Alignment, rows: list[Row]) -> Any:
     from datasets import Dataset
     from pyarrow import ArrowException
 
-    columns = ("prompt", "chosen", "rejected")
-    pairs = parts.config.method == "dpo"
-    kept = [{k: v for k, v in row.items() if k in columns} if pairs else row for row in rows]
     try:
-        return Dataset.from_list(kept)
+        return Dataset.from_list(rows)
     except (ArrowException, TypeError, ValueError, OverflowError) as error:
         where = f"--data {parts.config.data}, in {parts.place / ROWS_FILE}"
         raise DataError(f"{where}: expected values of one kind in each column ({first_line(error)[:200]})") from None
