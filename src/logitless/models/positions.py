@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import ConfigError, OptionError
 
 SCALINGS = ("linear", "dynamic", "yarn")
 STATED = ("default", "llama3", "longrope", "proportional")  # max_position_embeddings is what they reach already
@@ -15,10 +15,22 @@ def reach(config: Any) -> int | None:
     """The longest context that a transformers configuration stands for, in tokens; None where it does not say.
 
     linear and dynamic scaling stretch max_position_embeddings by their factor, yarn the positions before scaling;
-    llama3 and longrope are stretched already. Every kind of layer counts, but those with a sliding window.
+    llama3 and longrope are stretched already. Every kind of layer counts, but those with a sliding window. Raises
+    ConfigError where it says what is no length.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if longest is None else reached(longest, _parameters(config))
+    longest, parameters = getattr(config.get_text_config(), "max_position_embeddings", None), _parameters(config)
+    if longest is None:
+        return None
+    try:
+        found = reached(longest, parameters)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        found = 0
+    if found < 1:
+        raise ConfigError(
+            "config.json: expected a positive max_position_embeddings, and numbers in rope_parameters, got "
+            f"{longest} and {parameters}"
+        )
+    return found
 
 
 def reached(longest: int, parameters: dict[str, Any] | None) -> int:

@@ -1,6 +1,7 @@
 """What a head refuses, and weights that are not all there."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.utils import prune
 
 import logitless as ll
 from logitless.errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from logitless.vocab.head.from_model import transforms_of
 from tests.support.vocab.refusing import BIAS, NAN, WEIGHT, H, V, refused
 
 HEADS = {
@@ -88,3 +90,9 @@ def test_whole_numbers_of_any_kind():
         head = ll.LMHead(WEIGHT, vocab_size=size)
         assert type(head.vocab_size) is int
         assert head.rows == 4
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale"])
+def test_a_configuration_whose_transforms_are_no_numbers(name):
+    config = SimpleNamespace(**{"model_type": "x", name: "30,0"})
+    refused(ConfigError, lambda: transforms_of(config, "X"), f"config.json: {name}: expected a number, got '30,0'")

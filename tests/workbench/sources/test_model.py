@@ -1,5 +1,6 @@
 """Checkpoints that are not what their configuration says: refused, since what they lack would be random."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,50 @@ def test_a_model_that_sees_what_follows(tmp_path):
     BertForMaskedLM(BertConfig(**BERT)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="expected a causal language model, got BertForMaskedLM, which sees what fol"):
         load(tmp_path)
+
+
+ROTARY = {"rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "rope_parameters",
+            {**ROTARY, "rope_type": "yarn", "factor": "a"},
+            "numbers in rope_parameters, got 64 and .*'a'",
+        ),
+        ("max_position_embeddings", 0, "expected a positive max_position_embeddings, .* got 0"),
+        ("max_position_embeddings", -1, "expected a positive max_position_embeddings, .* got -1"),
+        ("nsa", 3, "nsa: expected whole numbers for some of block, stride, .* got 3"),
+        ("nsa", {"blocks": 3}, "nsa: expected whole numbers for some of block, stride, .* got .*blocks"),
+        ("nsa", {"block": "a"}, "nsa: expected whole numbers for some of block, stride, .* got .*'a'"),
+        ("nsa", {"block": 0}, "nsa block must be at least 1, got 0"),
+        ("text_config", {"model_type": "qwen3"}, "expected a vocab_size, and a text_config that is one, got"),
+        ("text_config", 3, "expected a vocab_size, and a text_config that is one, got 3"),
+        ("attention_dropout", 2.0, "attention_dropout: expected a share, 0 to 1, got 2.0"),
+        ("attention_dropout", -1, "attention_dropout: expected a share, 0 to 1, got -1"),
+        ("is_encoder_decoder", True, "expected a causal language model, got Qwen3ForCausalLM"),
+        ("hidden_size", 16, r"asks for a lm_head.weight of \(259, 16\), its weights have \(259, 32\)"),
+    ],
+)
+def test_a_configuration_that_nothing_can_be_made_of(tmp_path, key, value, said):
+    """transformers reads it, and ends in a traceback when positions are counted, the model is built or dropout drawn."""
+    micro_model(tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ConfigError, match=f"^--model {tmp_path}: .*{said}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["output_attentions", "output_hidden_states", "return_dict"])
+def test_what_a_forward_returns_is_not_for_its_configuration_to_say(tmp_path, key):
+    micro_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: key != "return_dict"}))
+    model = load(tmp_path)
+    assert list(model(torch.tensor([[1, 2]]), use_cache=False)) == ["logits"]
+    model.save_pretrained(tmp_path / "again")
 
 
 def test_a_temperature_without_do_sample_is_saved_again(tmp_path):

@@ -15,7 +15,7 @@ from ...vocab.face import current_sizing
 from ..context_parallel import gathered
 from ..instances import attention_layers
 from .attention import nsa
-from .options import NSAOptions
+from .options import NSAOptions, options_of
 
 NAME = "logitless_nsa"
 
@@ -157,7 +157,7 @@ def attach(model: Any, options: NSAOptions | None = None) -> Any:
     for a model whose attention is of another kind, and leaves it as it was.
     """
     config = model.config.get_text_config()
-    options = (options or NSAOptions(**getattr(config, "nsa", None) or {})).check()
+    options = options_of(config) if options is None else options.check()
     layers = attention_layers(model, "nsa", "sliding_window")
     if any(hasattr(layer, "nsa") for layer in layers):
         raise ConfigError("this model has nsa already")

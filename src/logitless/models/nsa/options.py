@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...errors import OptionError
+from ...errors import ConfigError, OptionError
 
 FIRST_AND_NEAREST = 3  # blocks that every query selects
 
@@ -53,3 +53,11 @@ class NSAOptions:
 def saved_with_nsa(config: Any) -> bool:
     """Whether a transformers configuration names native sparse attention."""
     return bool(getattr(config.get_text_config(), "nsa", None))
+
+
+def options_of(config: Any) -> NSAOptions:
+    """The sizes that a transformers configuration names, the defaults where it names none. Raises ConfigError."""
+    given, names = getattr(config.get_text_config(), "nsa", None) or {}, [field.name for field in fields(NSAOptions)]
+    if not isinstance(given, dict) or not given.keys() <= set(names) or any(type(x) is not int for x in given.values()):
+        raise ConfigError(f"config.json: nsa: expected whole numbers for some of {', '.join(names)}, got {given!r}")
+    return NSAOptions(**given).check()

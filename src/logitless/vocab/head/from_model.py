@@ -138,13 +138,22 @@ def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | No
 def _scale(config: Any) -> float:
     scale = 1.0
     for name in MULTIPLIES + DIVIDES:
-        value = getattr(config, name, None)
+        value = _number(config, name)
         if value is None:
             continue
         divides = name in DIVIDES and not getattr(config, "model_type", "").startswith("hyperclovax")
-        scale = scale / float(value) if divides else scale * float(value)
+        scale = scale / value if divides else scale * value
     return scale
 
 
 def _softcap(config: Any) -> float | None:
-    return next((float(c) for name in SOFTCAPS if (c := getattr(config, name, None))), None)
+    return next((c for name in SOFTCAPS if (c := _number(config, name))), None)
+
+
+def _number(config: Any, name: str) -> float | None:
+    """What a configuration says of its logits, if it does; ConfigError where that is no number."""
+    value = getattr(config, name, None)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"config.json: {name}: expected a number, got {value!r}") from None

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, OptionError
+from ...errors import ConfigError, LogitlessError, OptionError
 from ...models.instances import config_of, with_adapters
-from ...models.nsa.options import saved_with_nsa
-from ...models.positions import check_reach, scale
+from ...models.nsa.options import options_of, saved_with_nsa
+from ...models.positions import check_reach, reach, scale
 from ...models.presets import PRESETS, preset
 from ...models.pretrained import PACKAGES
 from ..common.files import parsed
@@ -22,6 +22,7 @@ from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 
 MOST_NAMED = 4  # of missing tensors
+DROPOUT = ("dropout", "pdrop")  # with which configurations' names of probabilities end
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
 
@@ -80,18 +81,15 @@ def check_model(name: str, wish: str | None = None) -> None:
 def resolve(name: str) -> ModelSource:
     """The source that `--model` names; ConfigError when there is none, or when it would run code of its own."""
     check_model(name)
-    if is_packed(name):
-        place = str(directory_of(name))
-        return ModelSource(name, _load_config(place), place, place)
     path = Path(name)
     if name in PRESETS:
-        return ModelSource(name, config_of(preset(name), name), None, None)
-    if path.is_dir():
-        return ModelSource(name, _load_config(name), name, name)
-    if path.is_file():
+        return ModelSource(name, _checked(config_of(preset(name), name), name), None, None)
+    if path.is_file() and not is_packed(name):
         beside = path.parent if (path.parent / "tokenizer_config.json").exists() else None
-        return ModelSource(name, config_of(_read_json(path), name), None, None if beside is None else str(beside))
-    return ModelSource(name, _load_config(name), name, name)
+        config = _checked(config_of(_read_json(path), name), name)
+        return ModelSource(name, config, None, None if beside is None else str(beside))
+    place = str(directory_of(name)) if is_packed(name) else name
+    return ModelSource(name, _checked(_load_config(place), name), place, place)
 
 
 def resolve_trained(name: str, wish: str) -> ModelSource:
@@ -142,6 +140,24 @@ def _load_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # network, JSON and validation errors of several libraries
         raise ConfigError(f"--model {name}: {_line(error)}") from None
+
+
+def _checked(config: Any, name: str) -> Any:
+    """The configuration; ConfigError for values of it that end in a traceback later, which transformers lets pass."""
+    text = config.get_text_config()
+    try:
+        if not isinstance(getattr(text, "vocab_size", None), int):
+            raise ConfigError(f"config.json: expected a vocab_size, and a text_config that is one, got {text!r:.80}")
+        reach(config)
+        options_of(config)
+        for key, value in vars(text).items():
+            if key.endswith(DROPOUT) and type(value) in (int, float) and not 0 <= value <= 1:
+                raise ConfigError(f"config.json: {key}: expected a share, 0 to 1, got {value}")
+    except LogitlessError as error:
+        raise ConfigError(f"--model {name}: {error}") from None
+    for part in (config, text):  # what a forward returns is for its caller to say
+        part.output_attentions, part.output_hidden_states, part.return_dict = False, False, True
+    return config
 
 
 def load_tokenizer(source: ModelSource) -> TextTokenizer:
@@ -216,7 +232,8 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         "attn_implementation": attention if attention in ("sdpa", "eager") else None,
         "trust_remote_code": False,
     }
-    if getattr(wanted, "is_decoder", True) is False:  # what configurations of encoders alone say
+    encodes = getattr(wanted, "is_decoder", True) is False  # what configurations of encoders alone say
+    if encodes or getattr(wanted, "is_encoder_decoder", False):
         kind = (wanted.architectures or [wanted.model_type])[0]
         raise ConfigError(
             f"--model {source.name}: expected a causal language model, got {kind}, which sees what follows"
@@ -226,13 +243,23 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
             new = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             return AutoModelForCausalLM.from_config(wanted, dtype=new, **shared), ()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.weights, config=wanted, dtype=dtype, use_safetensors=True, output_loading_info=True, **shared
+            source.weights,
+            config=wanted,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            **shared,
         )
         model, found = loaded
-    except Exception as error:  # shapes, dtypes and missing files all surface as different classes
-        misfit = "mismatched" in str(error)
-        reason = "its weights have other shapes than its config.json says" if misfit else _line(error)
-        raise ConfigError(f"--model {source.name}: {reason}") from None
+    except Exception as error:  # dtypes and missing files surface as different classes
+        raise ConfigError(f"--model {source.name}: {_line(error)}") from None
+    if misfits := sorted(found["mismatched_keys"]):
+        named, shape, wanted_shape = misfits[0]
+        raise ConfigError(
+            f"--model {source.name}: its config.json asks for a {named} of {tuple(wanted_shape)}, its weights have "
+            f"{tuple(shape)}"
+        )
     check_complete(f"--model {source.name}", found["missing_keys"])
     return model, found["unexpected_keys"]
 
