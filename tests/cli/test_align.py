@@ -69,6 +69,13 @@ def test_bad_options_are_one_line(capsys):
         parse(["--batch-siz", "3"])
 
 
+@pytest.mark.parametrize("method", ["3", "true", "[grpo]", "{grpo: 1}", "2026-01-01", "''"])
+def test_a_method_of_a_file_may_be_anything(method, tmp_path, capsys):
+    (tmp_path / "options.yaml").write_text(f"method: {method}\n")
+    assert main(["align", "--config", str(tmp_path / "options.yaml")]) == 2
+    assert "--method must be one of intuitor, grpo" in capsys.readouterr().err
+
+
 def test_help_needs_no_torch():
     import subprocess
     import sys

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.errors import NotFiniteError, ShapeError
+from logitless.errors import NotFiniteError, OptionError, ShapeError
 from logitless.sample import Noise
 from logitless.sample.rules import Rules
 from logitless.sample.tokens import draw_tokens
@@ -99,6 +99,18 @@ def test_under_autocast():
     torch.testing.assert_close(
         record.logsumexp, ll.token_stats(hidden.bfloat16(), narrow, want=("logsumexp",)).logsumexp
     )
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e39, True, "1"])
+def test_temperatures_that_no_float32_holds(temperature):
+    """3e38 is one, at which every entry is as likely as any other."""
+    hidden, head = torch.randn(3, 8), ll.LMHead(torch.randn(11, 8))
+    with pytest.raises(
+        OptionError, match=r"temperature: expected a number of 0 \(greedy\) or more, at most 3.4e\+38, got"
+    ):
+        ll.sample_tokens(hidden, head, temperature=temperature, noise=some_noise((3,)))
+    drawn = ll.sample_tokens(hidden, head, temperature=3e38, noise=some_noise((3,)))
+    assert drawn.logsumexp_at_temperature.tolist() == pytest.approx([math.log(11)] * 3, rel=1e-6)
 
 
 def test_temperature_per_token():

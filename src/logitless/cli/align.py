@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if method in GRADE_METHODS:
         return _grade(arguments)
     every = (*METHODS, *GRADE_METHODS)
-    near = get_close_matches(method or "", every, n=1, cutoff=0.6)
+    near = get_close_matches(str(method), every, n=1, cutoff=0.6)  # a file may say anything
     got = f"{method}; did you mean {near[0]}?" if near else method
     require(method is None or method in every, "method", f"one of {', '.join(every)}", got)
     config = parse(arguments)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 STORED = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # how hidden states may be stored
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 OPTIONS = ("scale", "softcap", "vocab_size")  # of a head, beside its tensors
+SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "bos": int, "hidden_dtype": str, "head": dict}
 GROUPS_KEPT = 4  # row groups in memory: rows of a batch often share one
 
 
@@ -115,7 +116,7 @@ class TeacherRecord:
         with _explained(self.path):
             self.file = pq.ParquetFile(self.path, page_checksum_verification=True, memory_map=True)
         schema = self.file.schema_arrow
-        about = json.loads((schema.metadata or {}).get(b"logitless", b"{}"))
+        about = _about(schema, self.path)
         self.kind: Literal["hidden", "topk"] = about.get("store", "topk")
         what = ["hidden"] if self.kind == "hidden" else ["topk_ids", "topk_logits"]
         needed = ["document", "token", "logsumexp", *what]
@@ -124,6 +125,7 @@ class TeacherRecord:
                 f"{path}: expected what logitless score writes, with --keep 1 or more or --store hidden, got no column "
                 f"{', '.join(missing)}"
             )
+        _check_kinds(schema, needed, self.path)
         self.columns = [*needed[2:], *(["hidden_scale"] if "hidden_scale" in schema.names else [])]
         self.about: dict[str, Any] = about
         self.vocab_size: int = about.get("vocab_size", 0)
@@ -207,6 +209,36 @@ class TeacherRecord:
     def _table(self, number: int, columns: list[str]) -> pyarrow.Table:
         with _explained(self.path):
             return self.file.read_row_group(number, columns=columns)
+
+
+def _about(schema: pyarrow.Schema, path: Path) -> dict[str, Any]:
+    """What a file says of the record that it is. Raises DataError."""
+    try:
+        about = json.loads((schema.metadata or {}).get(b"logitless", b"{}"))
+    except (ValueError, RecursionError):
+        about = None
+    known = isinstance(about, dict) and all(isinstance(about.get(x), kind | None) for x, kind in SAID.items())
+    if not isinstance(about, dict) or not known or about.get("store", "topk") not in ("topk", "hidden"):
+        raise DataError(f"{path}: expected the metadata that logitless score writes, got other: score again")
+    head = about.get("head") or {}
+    whole = {"file", "hash", *OPTIONS} <= head.keys() and Path(str(head["file"])).name == head["file"]
+    if about.get("store") == "hidden" and not (whole and about.get("hidden_dtype") in STORED):
+        raise DataError(f"{path}: expected metadata that says which head and dtype its states are of: score again")
+    return about
+
+
+def _check_kinds(schema: pyarrow.Schema, names: list[str], path: Path) -> None:
+    """DataError for columns of other kinds than `logitless score` writes."""
+    from pyarrow import types
+
+    for name in names:
+        kind = schema.field(name).type
+        number = kind.value_type if types.is_fixed_size_list(kind) else kind
+        right = types.is_fixed_size_binary if name == "hidden" else types.is_integer
+        if name in ("logsumexp", "topk_logits"):
+            right = types.is_floating
+        if not right(number) or types.is_fixed_size_list(kind) != name.startswith("topk"):
+            raise DataError(f"{path}: expected what logitless score writes, got a column {name} of {kind}")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from numbers import Real
@@ -160,8 +159,11 @@ def _parts(
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < math.inf:
-            raise OptionError(f"temperature: expected a number of 0 (greedy) or more, got {temperature!r}")
+        most = torch.finfo(dtype).max
+        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature <= most:
+            raise OptionError(
+                f"temperature: expected a number of 0 (greedy) or more, at most {most:.3g}, got {temperature!r}"
+            )
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
     if not capturing(hidden) and not bool(((temperature >= 0) & temperature.isfinite()).all()):
         raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")

@@ -4,6 +4,7 @@ import json
 import signal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -15,6 +16,7 @@ from logitless.sample import TeacherRecord, read_targets
 from logitless.sample.teacher import packed_hidden, unpacked_hidden
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
+from tests.support.workbench.damage import DEEP
 from tests.support.workbench.killing import killed
 from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus
@@ -163,6 +165,50 @@ def test_damage_is_one_line(micro, tmp_path):
         TeacherRecord(out).head()
     with pytest.raises(DataError, match="not a readable parquet file"):
         TeacherRecord(tmp_path / "none.parquet")
+
+
+HEAD = {"file": "t.head.safetensors", "hash": "0", "scale": 1.0, "softcap": None, "vocab_size": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        b"",
+        b"[]",
+        b"[" * DEEP,
+        {"store": "nothing"},
+        {"vocab_size": "259"},
+        {"bos": "<s>"},
+        {"head": []},
+        {"head": {}},
+        {"head": HEAD | {"file": "../t.head.safetensors"}},
+        {"head": HEAD | {"file": 3}},
+        {"hidden_dtype": "int4"},
+    ],
+    ids=str,
+)
+def test_metadata_of_another_kind_is_one_line(micro, tmp_path, change):
+    out = tmp_path / "t.parquet"
+    run(config(micro, corpus(tmp_path / "a.jsonl", 3), out, store="hidden"))
+    table = pq.read_table(out)
+    about = json.loads(table.schema.metadata[b"logitless"])
+    said = change if isinstance(change, bytes) else json.dumps(about | change).encode()
+    pq.write_table(table.replace_schema_metadata({b"logitless": said}), out)
+    with pytest.raises(DataError, match=r"t.parquet: expected .*metadata that .*: score again$"):
+        TeacherRecord(out)
+
+
+@pytest.mark.parametrize("name", ["token", "document", "logsumexp", "topk_ids", "topk_logits"])
+def test_columns_of_another_kind_are_one_line(micro, tmp_path, name):
+    out = tmp_path / "t.parquet"
+    run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
+    table = pq.read_table(out)
+    other = pa.array(["x"] * len(table))
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, other), out)
+    with pytest.raises(
+        DataError, match=rf"t.parquet: expected what logitless score writes, got a column {name} of str"
+    ):
+        TeacherRecord(out)
 
 
 def test_fp8_keeps_every_scale_of_token():

@@ -25,6 +25,7 @@ from logitless.workbench.sft.teacher import HIDDEN, TaughtRows, Teacher
 from logitless.workbench.sources.packing import PackedRows
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.allocations import trace_allocations
+from tests.support.workbench.damage import DEEP
 from tests.support.workbench.micro import CONTEXT, micro_corpus, micro_directory, micro_model
 from tests.support.workbench.processes import flags, killed_at
 from tests.workbench.sft.test_ranks import launch
@@ -313,6 +314,7 @@ def test_another_vocabulary_is_refused_by_name(scored, tmp_path):
         (json.dumps([259, *range(258)]), r"expected ids in 0\.\.258, got 0\.\.259"),
         (json.dumps([0, *range(258)]), "expected each of the teacher's ids once, got some twice"),
         ("{", "neither .npy nor a JSON list of ids"),
+        ("[" * DEEP, "neither .npy nor a JSON list of ids"),
     ],
 )
 def test_ids_that_are_none(scored, tmp_path, ids, message):

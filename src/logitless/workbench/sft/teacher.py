@@ -352,7 +352,7 @@ def _read_entries(path: Path, vocab_size: int, theirs: int) -> np.ndarray:
     """The teacher's id of each of the student's entries (V,), from a JSON list or a .npy file. Raises DataError."""
     try:
         found = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(json.loads(path.read_text()))
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError) as error:
         why = getattr(error, "strerror", None) or "neither .npy nor a JSON list of ids"
         raise DataError(f"--teacher-ids {path}: {why}") from None
     if found.shape != (vocab_size,) or not np.issubdtype(found.dtype, np.integer):
