@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from itertools import product
 
 import pytest
+from rich.console import Console
 
 from logitless.models.catalog import HUB, from_config, shape_of
 from logitless.models.presets import PRESETS
@@ -21,8 +22,9 @@ from logitless.workbench.plan.commands import (
     trl,
     with_its_own_step,
 )
-from logitless.workbench.plan.fit import LADDER, fit
+from logitless.workbench.plan.fit import LADDER, SHORTEST, fit
 from logitless.workbench.plan.plan import plan
+from logitless.workbench.plan.report import show_fits
 from logitless.workbench.plan.setting import GIB, Setting
 
 INTUITOR = Setting(
@@ -88,6 +90,30 @@ def test_where_all_that_is_asked_for_fits_the_aggressive_setting_takes_more(accu
     why = fit(wish)["aggressive"].reasons[0][2]
     assert why.startswith(f"{wish.batch_size} were asked for; {more.batch_size} in as many passes would need ")
     assert f"{plan(more).peak / GIB:.1f} GiB" in why
+
+
+def test_where_the_length_is_cut_the_aggressive_setting_has_the_longest_that_fits():
+    wish = Setting(model=shape_of("qwen3-4b"), response_length=131_072, gpu_bytes=24 * 10**9)
+    careful, bold = fit(wish).values()
+    short, long = (found.plan.setting.response_length for found in (careful, bold))
+    assert careful.plan.setting == replace(bold.plan.setting, response_length=short)
+    assert short < long < wish.response_length
+    more = plan(replace(bold.plan.setting, response_length=long + SHORTEST))
+    assert bold.plan.peak <= bold.allowed < more.peak
+    value, why = next((value, why) for knob, value, why in bold.reasons if knob == "response-length")
+    assert value == str(long)
+    assert why.startswith(f"{long + SHORTEST} would need {more.peak / GIB:.1f} GiB")
+
+
+def test_where_nothing_more_fits_the_report_says_what_would(capsys):
+    wish = Setting(model=shape_of("qwen2.5-1.5b"), response_length=131_072, batch_size=8, gpus=8)
+    careful, bold = (found.plan.setting for found in fit(wish).values())
+    assert careful == bold
+    assert plan(replace(bold, batch_size=16, micro_batch=2)).peak > fit(wish)["aggressive"].allowed
+    assert plan(replace(bold, batch_size=16, micro_batch=1)).peak <= fit(wish)["aggressive"].allowed
+    show_fits(fit(wish), Console(width=200))
+    said = "aggressive: as conservative; a pass with a row more would not fit, a larger batch is more passes"
+    assert said in capsys.readouterr().out
 
 
 def test_reasons_carry_the_numbers():

@@ -123,7 +123,7 @@ ROTARY = {"rope_theta": 10_000.0}
     ],
 )
 def test_a_configuration_that_nothing_can_be_made_of(tmp_path, key, value, said):
-    """transformers reads it, and ends in a traceback when positions are counted, the model is built or dropout drawn."""
+    """transformers reads it: tracebacks came when positions were counted, the model was built or dropout drawn."""
     micro_model(tie_word_embeddings=False).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))

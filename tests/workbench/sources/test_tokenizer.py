@@ -9,12 +9,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from logitless.errors import ConfigError, LogitlessError
 from logitless.models.presets import preset
 from logitless.workbench.sources.corpus import standard_library
-from logitless.workbench.sources.tokenizer import pretrained, tekken
+from logitless.workbench.sources.tokenizer import chat_ids, pretrained, tekken
 from tests.support.workbench.damage import JSON
 from tests.support.workbench.micro import micro_directory
 
@@ -52,6 +53,20 @@ def test_the_saved_tokenizer_gives_the_same_ids(tokenizer, loaded):
     texts = [*SAMPLES, *library]
     assert loaded(texts, add_special_tokens=False)["input_ids"] == tokenizer.encode(texts)
     assert [loaded.decode(ids) for ids in tokenizer.encode(list(SAMPLES))] == list(SAMPLES)
+
+
+def test_a_word_without_an_id_is_one_line(tmp_path):
+    """A vocabulary of words that lost its token for unknown ones."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = pretrained(str(tmp_path))
+    assert tokenizer.encode(["a b a"]) == [[0, 1, 0]]
+    with pytest.raises(ConfigError, match=rf"^the tokenizer at {tmp_path} cannot read this text: WordLevel error"):
+        tokenizer.encode(["a c"])
+    tokenizer.saved.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ConfigError, match=rf"^the tokenizer at {tmp_path} cannot read this text: WordLevel error"):
+        chat_ids([{"role": "user", "content": "c"}], tokenizer.saved)
 
 
 def test_documents_end_where_they_end(tokenizer):

@@ -32,7 +32,8 @@ def fit(setting: Setting) -> dict[str, Fit | None]:
     """A conservative and an aggressive setting; None where even the smallest does not fit.
 
     `setting` says what is wished for: its batch and lengths are not exceeded, and what it already turns on stays. Where
-    the conservative setting holds all of it, the aggressive one takes the largest batch that fits in as many passes.
+    both would be the same, the aggressive one has the longest response that fits, or with all of the response that is
+    wished for the largest batch that fits in as many passes.
     """
     setting.check()
     found = {name: _fit(setting, name) for name in HEADROOM}
@@ -64,16 +65,26 @@ def _fit(wish: Setting, name: str) -> Fit | None:
 
 
 def _grown(found: Fit, wish: Setting) -> Fit:
-    """The same with the most prompts a step that the same knobs and the same number of forward passes hold."""
-    least, most = found.plan.setting.batch_size, MOST_GROWTH * found.plan.setting.batch_size
-    while least < most:  # the largest that fits, by bisection
+    """The same with what more the same knobs and the same number of forward passes hold."""
+    setting = found.plan.setting
+
+    def longer(steps: int) -> Setting:
+        return replace(setting, response_length=setting.response_length + steps * SHORTEST)
+
+    def larger(prompts: int) -> Setting:
+        return _of_batch(setting, setting.batch_size + prompts)
+
+    short = (wish.response_length - setting.response_length) // SHORTEST
+    grow, most = (longer, short) if short else (larger, MOST_GROWTH * setting.batch_size)
+    least = 0
+    while least < most:  # the most that fits, by bisection
         middle = (least + most + 1) // 2
-        if plan(_of_batch(found.plan.setting, middle)).peak <= found.allowed:
+        if plan(grow(middle)).peak <= found.allowed:
             least = middle
         else:
             most = middle - 1
-    larger = _of_batch(found.plan.setting, least)
-    return Fit(found.name, plan(larger), found.allowed, tuple(_reasons(larger, wish, found.allowed)))
+    grown = grow(least)
+    return Fit(found.name, plan(grown), found.allowed, tuple(_reasons(grown, wish, found.allowed)))
 
 
 def _of_batch(setting: Setting, batch: int) -> Setting:
@@ -153,7 +164,8 @@ def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str,
         return f"would need {other.peak / GIB:.1f} GiB in {other.peak_phase}, {allowed / GIB:.1f} GiB are allowed"
 
     yield "batch-size", str(found.batch_size), _batch_reason(found, wish, unless)
-    longer = 2 * found.response_length
+    halved = found.response_length in _halvings(wish.response_length, min(SHORTEST, wish.response_length))
+    longer = 2 * found.response_length if halved else found.response_length + SHORTEST
     asked = found.response_length == wish.response_length
     yield (
         "response-length",

@@ -191,7 +191,8 @@ def show_fits(found: dict[str, Fit | None], console: Console, units: str = "GiB"
             continue
         same = [other for other, before in found.items() if before is not None and before.plan == fit.plan]
         if same[0] != name:
-            console.print(f"[bold]{name}[/bold]: as {same[0]}, one prompt more a step would not fit")
+            why = "a pass with a row more would not fit, a larger batch is more passes"
+            console.print(f"[bold]{name}[/bold]: as {same[0]}; {why}")
             continue
         console.print(f"[bold]{name}[/bold]: {headline(fit.plan.setting, units)}", highlight=False)
         console.print(verdict(fit.plan, one_unit((fit.plan.peak, fit.plan.margin), units)), highlight=False)

@@ -26,7 +26,7 @@ from ..common.options import budget_bytes_on
 from ..common.say import quiet
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
-from ..sources.tokenizer import chat_ids
+from ..sources.tokenizer import chat_ids, reading
 from .config import SampleConfig
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "order", "repetition_penalty")
@@ -134,7 +134,8 @@ def _encoded(config: SampleConfig, prompt: str, tokenizer: Any) -> list[int]:
     if config.chat == "yes" and not template:
         raise OptionError("--chat yes: the tokenizer has no chat template; use --chat no")
     if not _in_chat(config, tokenizer):
-        return tokenizer(prompt)["input_ids"]
+        with reading(tokenizer):
+            return tokenizer(prompt)["input_ids"]
     try:
         return chat_ids([{"role": "user", "content": prompt}], tokenizer)
     except ConfigError as error:

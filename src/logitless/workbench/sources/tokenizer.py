@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -84,11 +85,22 @@ def _pretrained(name: str) -> TextTokenizer:
     highest = max(chain(saved.get_vocab().values(), [eos]))
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        with reading(saved):
+            return saved(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     bare, whole = encode(["a"])[0], saved("a")["input_ids"]
     opening = tuple(whole[: whole.index(bare[0])]) if bare and bare[0] in whole else ()
     return TextTokenizer(encode=encode, saved=saved, size=highest + 1, eos_id=eos, opening=opening)
+
+
+@contextmanager
+def reading(saved: Any) -> Iterator[None]:
+    """ConfigError for what a tokenizer raises of a text: plain exceptions, such as for a word that it has no id for."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the tokenizer at {saved.name_or_path} cannot read this text: {why}") from None
 
 
 def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
@@ -130,7 +142,9 @@ def _written(messages: list[dict[str, Any]], write: Callable[[], tuple[str, Span
 
 def chat_ids(messages: list[dict[str, Any]], saved: Any) -> list[int]:
     """The tokens of messages and of what an answer begins with; the template's own markers are whole tokens."""
-    return saved(as_chat(messages, saved), add_special_tokens=False, split_special_tokens=False)["input_ids"]
+    text = as_chat(messages, saved)
+    with reading(saved):
+        return saved(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
 def byte_pairs(texts: Iterable[str], size: int) -> Any:
