@@ -35,7 +35,7 @@ def measure(config: EvalConfig, subject: Subject) -> Measure:
         columns,
         _beside(config, subject, model),
         lambda rows: _sums(rows, config.top_k) | _compared(rows),
-        finite=("logsumexp", "jsd"),
+        finite={"logsumexp": "model", "jsd": "against"},
         others=(other,),
     )
 

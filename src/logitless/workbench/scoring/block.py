@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,8 @@ from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 
 OF_A_DOCUMENT = 64  # characters that one counts for beside its text: empty ones take memory too
-NOT_FINITE = "its scores are not finite"
+# Of a document whose scores by a model are no numbers, by that model's option.
+NOT_FINITE = {"model": "its scores are not finite", "against": "its scores by --against are not finite"}
 PLACES = ("document", "position", "context", "token")  # columns that a token without a score has, too
 Rows = Mapping[str, np.ndarray]  # columns by name
 Reading = Callable[[dict[str, Tensor], tuple[Tensor, Tensor], Tensor], Mapping[str, Tensor]]
@@ -32,13 +33,14 @@ class Measure:
 
     `columns` says of which type and of how many entries a row each is; logsumexp and logprob are among them. `read`
     takes a batch's inputs, the rows and positions (n,) that are scored there, and their labels (n,). `sums` adds up
-    what else a document has, of its scored rows. A document with a `finite` column that is not has no scores.
+    what else a document has, of its scored rows. A document with a `finite` column that is not has no scores: it says
+    which model's fault that is, by its option.
     """
 
     columns: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
     read: Reading
     sums: Callable[[Rows], dict[str, float]] = lambda rows: {}
-    finite: tuple[str, ...] = ("logsumexp",)
+    finite: Mapping[str, str] = field(default_factory=lambda: {"logsumexp": "model"})
     others: tuple[ModelSource, ...] = ()  # models that it reads beside the scorer's
 
 
@@ -152,8 +154,9 @@ def _known(
 ) -> dict[str, Any]:
     """A piece's sums; one whose scores are no numbers keeps its rows, without scores."""
     why = piece.problem or tokens.problem or ("" if rows.start < rows.stop else "no token in it")
-    if not all(np.isfinite(columns[name][rows]).all() for name in scorer.measure.finite):
-        why, scored[rows] = NOT_FINITE, False
+    strange = [model for name, model in scorer.measure.finite.items() if not np.isfinite(columns[name][rows]).all()]
+    if strange:
+        why, scored[rows] = NOT_FINITE[strange[0]], False
     whole = tokens.said is None  # of a conversation the bytes are those of the answers alone
     other = columns["token"][rows][~scored[rows] if whole else scored[rows]].tolist()
     size = len(scorer.subject.tokenizer.saved.decode(other).encode())

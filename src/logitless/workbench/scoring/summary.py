@@ -33,7 +33,7 @@ class Sums:
     def __init__(self, numbers: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.total: Counter[str] = Counter()
         self.documents, self.skipped, self.listed = 0, 0, []
-        self.not_finite = False  # for one of them
+        self.not_finite: set[str] = set()  # the options of the models whose scores are not, for some document
         self.numbers = numbers
         self.lines: Any = None
 
@@ -41,7 +41,7 @@ class Sums:
         self.documents += 1
         if "why" in known:
             self.skipped += 1
-            self.not_finite |= known["why"] == NOT_FINITE
+            self.not_finite |= {model for model, why in NOT_FINITE.items() if why == known["why"]}
             if len(self.listed) < MOST_LISTED:
                 self.listed.append({name: known[name] for name in ("document", "name", "why")})
         self.total.update({name: x for name, x in known.items() if name not in NO_SUMS})
@@ -106,9 +106,8 @@ def merged(
         parts.remove()
         config.place.unlink()
         if sums.not_finite:
-            raise NotFiniteError(
-                f"--model {config.model}: the scores of {plural(sums.documents, 'document')} are not finite"
-            )
+            models = " and ".join(f"--{name} {getattr(config, name)}" for name in sorted(sums.not_finite, reverse=True))
+            raise NotFiniteError(f"{models}: the scores of {plural(sums.documents, 'document')} are not finite")
         first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
         raise DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
     return {
