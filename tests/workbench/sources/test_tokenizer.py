@@ -98,8 +98,10 @@ def _places(content: Any, at: tuple = ()) -> Iterator[tuple]:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_values_of_other_kinds(tmp_path, name):
-    """A tokenizer that encodes and decodes, or one line."""
+    """A tokenizer that encodes, decodes and is saved, or one line."""
     micro_directory(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
     text, draw = (tmp_path / name).read_text(), Random(0)
     places, values = list(_places(json.loads(text))), [None, True, -1, 10**30, 1.5, "x", "", [], {}, [1], {"a": 1}]
     cases = [*((place, draw.choice(values)) for place in draw.choices(places, k=80))]
@@ -111,6 +113,7 @@ def test_values_of_other_kinds(tmp_path, name):
         with suppress(LogitlessError):
             tokenizer = pretrained(str(tmp_path))
             list(tokenizer.documents(["abc"]))
+            tokenizer.saved.save_pretrained(tmp_path / "again")
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):

@@ -82,6 +82,9 @@ def _pretrained(name: str) -> TextTokenizer:
     eos = saved.eos_token_id
     if eos is None:
         raise ConfigError(f"the tokenizer at {name} has no eos_token; set one in its tokenizer_config.json")
+    template = getattr(saved, "chat_template", None)
+    if not all(isinstance(x, str | None) for x in (template.values() if isinstance(template, dict) else [template])):
+        raise ConfigError(f"the tokenizer at {name}: its chat_template must be text, got {template!r:.80}")
     highest = max(chain(saved.get_vocab().values(), [eos]))
 
     def encode(texts: list[str]) -> list[list[int]]:
