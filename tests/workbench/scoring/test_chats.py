@@ -57,6 +57,16 @@ def written(path, kind: str):
     return path
 
 
+def test_a_template_that_forgets_is_answered_by_no_option_of_another_command(talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(talker)
+    tokenizer.chat_template = "{% for m in messages %}{{ 'hm ' if loop.last }}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = written(tmp_path / "a.jsonl", "jsonl")
+    with pytest.raises(DataError, match=r"cannot be told apart: give one answer in each conversation$"):
+        run(config(tmp_path / "model", data, tmp_path / "out.parquet"))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory"])
 def test_answers_are_scored_behind_all_before_them(talker, tmp_path, kind):
     data, out = written(tmp_path / f"a.{kind}", kind), tmp_path / "out.parquet"

@@ -105,6 +105,14 @@ def test_what_cannot_be_learned_from(tokenizer, tmp_path):
         prepared(jsonl(tmp_path / "chat.jsonl"), plain, tmp_path)
 
 
+def test_a_template_that_forgets_names_the_option_that_train_has(tokenizer, tmp_path):
+    forgets = AutoTokenizer.from_pretrained(tokenizer.saved.name_or_path)
+    forgets.chat_template = "{% for m in messages %}{{ 'hm ' if loop.last }}{{ m['content'] }}{% endfor %}"
+    config = jsonl(tmp_path / "chat.jsonl", [{"messages": 2 * row["messages"]} for row in ROWS])
+    with pytest.raises(DataError, match=r"row 0: .*: give one answer in each conversation, or --loss-on all$"):
+        prepare(config, replace(tokenizer, saved=forgets), 259, tmp_path / "tokens.npz")
+
+
 def test_align_asks_what_was_asked(tokenizer, tmp_path):
     config = AlignConfig(method="grpo", data=jsonl(tmp_path / "chat.jsonl").data)
     train, held = rows_of(config, tokenizer, 8)

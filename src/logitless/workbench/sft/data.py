@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import DataError
 from ..common.files import readable, write_whole
 from ..sources import chat
-from ..sources.chat import Example, example, is_chat
+from ..sources.chat import Example, NotToldApart, example, is_chat
 from ..sources.corpus import Row, documents, table
 from ..sources.packing import PackedRows, Stream, check_ids, hold_out
 from ..sources.tokenizer import TextTokenizer
@@ -88,7 +88,10 @@ def _of_chats(
 ) -> tuple[Stream, Stream, list[str]]:
     def examples(some: Iterable[Row], what: str) -> list[Example]:
         every = config.loss_on == "all"
-        return [example(row, tokenizer, f"{config.data}: {what} {i}", every) for i, row in enumerate(some)]
+        try:
+            return [example(row, tokenizer, f"{config.data}: {what} {i}", every) for i, row in enumerate(some)]
+        except NotToldApart as error:
+            raise DataError(f"{error}, or --loss-on all") from None
 
     train = examples(rows, "row")
     train, held = chat.hold_out(train) if held_rows is None else (train, examples(held_rows, "held-out row"))

@@ -20,6 +20,10 @@ OPEN_ROWS = 512  # that are looked through for room: all of them would take time
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that itself marks what the assistant says
 
 
+class NotToldApart(DataError):
+    """What the assistant says cannot be found in a conversation as its chat template has it."""
+
+
 @dataclass(frozen=True)
 class Example:
     """A conversation's ids (length,) uint32, and which of them the loss may be of, (length,) bool."""
@@ -48,7 +52,7 @@ def prompt_of(row: Row) -> Row:
 def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False) -> Example:
     """A row as an example, whose loss is of the assistant's tokens, or of every one.
 
-    Raises DataError that says `where` for a row without an answer, or of another form.
+    Raises DataError that says `where` for a row without an answer, or of another form; NotToldApart.
     """
     prompt, completion = row.get("prompt"), row.get("completion")
     if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
@@ -120,9 +124,9 @@ def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) ->
             before = as_chat(messages[:number], saved) if number else ""
             until = as_chat(messages[: number + 1], saved, to_answer=False)
             if not text.startswith(until) or not until.startswith(before):
-                raise DataError(
+                raise NotToldApart(
                     f"--data {where}: the chat template writes earlier messages anew as a conversation goes on, so "
-                    "that the assistant's cannot be told apart: use --loss-on all, or one answer in each conversation"
+                    "that the assistant's cannot be told apart: give one answer in each conversation"
                 )
             yield len(before), len(until)
 
