@@ -13,6 +13,15 @@ def shown(text: str) -> str:
     return UNSAFE.sub(_escaped, text)
 
 
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can write it: not where a name of other bytes, or an escape, left half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def on_one_line(text: str) -> str:
     """The same without line breaks."""
     return shown(text.replace("\n", "\\n"))

@@ -22,7 +22,8 @@ import tyro
 from ..errors import OptionError
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table
-from ..workbench.runs.rundir import RUN_FILE, check_no_runs, check_own, stored
+from ..workbench.common.written import RUN_FILE
+from ..workbench.runs.rundir import check_own, check_place, stored
 
 Config = TypeVar("Config")
 Options = TypeVar("Options", bound=RunOptions)
@@ -121,10 +122,9 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     options = over(base)
     check_trusted(options, on_the_line)
     check_outputs({"json": options.json}, options.inputs())
+    check_place(options)
     if (place := options.resume or options.output_dir) is not None:
         check_own(options, place)
-    if options.json is not None:
-        check_no_runs(options.json)
     return options
 
 

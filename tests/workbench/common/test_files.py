@@ -195,6 +195,42 @@ INPUTS = {
 }
 
 
+@pytest.fixture
+def a_run(tmp_path) -> Path:
+    """A directory with some of what a run has written."""
+    place = tmp_path / "run"
+    (place / "model").mkdir(parents=True)
+    for name in ("run.json", "summary.json", "metrics.jsonl", "tokens.npz", "model/config.json"):
+        (place / name).write_text("{}")
+    return place
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_no_command_replaces_what_a_run_has_written(command, a_run, tmp_path, capsys):
+    """Nor adds to it, nor through a symlink to the run or to one of its files."""
+    (tmp_path / "input").write_text("text")
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "file").symlink_to("run/summary.json")
+    needed = ["--data", str(tmp_path / "input")] if command in ("score", "eval") else []
+    places = [a_run / name for name in ("summary.json", "tokens.npz", "model/new.json", "checkpoint-9")]
+    for place in (*places, tmp_path / "link" / "metrics.jsonl", tmp_path / "file"):
+        for option in OUTPUTS[command]:
+            assert main([command, *needed, option, str(place)]) == 2, place
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1, error
+            assert f"{option} {place} is among what the run itself writes into" in error
+    assert {path.read_text() for path in a_run.rglob("*") if path.is_file()} == {"{}"}
+
+
+def test_an_evaluation_replaces_nothing_of_a_run(a_run, capsys):
+    assert main(["eval", "--model", str(a_run / "model"), "--data", str(a_run / "text"), "--out", str(a_run)]) == 2
+    assert f"--out {a_run}/summary.json is among what the run itself writes into" in capsys.readouterr().err
+
+
+def test_a_runs_directory_takes_other_outputs(a_run):
+    check_outputs({"out": a_run / "scores.parquet", "json": a_run / "eval" / "x"}, new_folders=True)
+
+
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_no_command_begins_what_it_could_not_write(command, tmp_path, capsys):
     """Pipes, other outputs and inputs, for every option that writes: one line, no work, everything as it was."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logitless.errors import DataError, OptionError
+from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import leave, torchrun
@@ -274,8 +274,11 @@ def test_a_document_without_numbers_in_the_other_model_is_reported(micro, tmp_pa
     (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n{"text": "abzd"}\n')
     summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e", against=str(tmp_path / "other")))
     assert (summary["skipped"], summary["scored_tokens"]) == (1, 3)
-    assert summary["skipped_documents"][0]["why"] == "its scores are not finite"
+    assert summary["skipped_documents"][0]["why"] == "its scores by --against are not finite"
     assert math.isfinite(summary["compared"]["kl"])
+    (tmp_path / "b.jsonl").write_text('{"text": "azcd"}\n')
+    with pytest.raises(NotFiniteError, match=rf"^--against {tmp_path}/other: the scores of 1 document are not finite"):
+        run(options(micro, tmp_path / "b.jsonl", tmp_path / "f", against=str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +296,18 @@ def test_nothing_else_is_among_what_is_written(micro, tmp_path, option, name):
     with pytest.raises(OptionError, match=f"--{option} .* is among what the run itself writes into"):
         run(replace(given, **{option: place if option == "json" else str(place)}))
     assert not (tmp_path / "e").exists()
+
+
+def test_documents_are_not_written_over(micro, tmp_path):
+    """What eval writes into its folder is as little a document's place as --json."""
+    place = tmp_path / "texts" / "deeper"
+    for name in FILES[:-1]:
+        place.mkdir(parents=True)
+        (place / name).write_text("a document")
+        with pytest.raises(OptionError, match=f"--out {place / name} would overwrite what --data .* reads: write"):
+            options(micro, tmp_path / "texts", place).check()
+        shutil.rmtree(place)
+    options(micro, tmp_path, tmp_path / "texts").check()
 
 
 def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.models.positions import scale
 from logitless.workbench.common import files
+from logitless.workbench.common.files import write_json
 from logitless.workbench.common.lock import LOCK_FILE, acquire
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
@@ -217,6 +218,18 @@ def test_the_default_file_keeps_what_looks_like_a_suffix(micro, tmp_path, monkey
     Path("corpus-v1.5").mkdir()
     assert config(micro, Path("corpus-v1.5"), None).place == Path("corpus-v1.5.scores.parquet")
     assert config(micro, Path("corpus-v1.5.jsonl"), None).place == Path("corpus-v1.5.scores.parquet")
+    Path("text-v1.5").write_text("a text")
+    assert config(micro, Path("text-v1.5"), None).place == Path("text-v1.5.scores.parquet")
+    assert config(micro, Path("text.TXT"), None).place == Path("text.scores.parquet")
+
+
+def test_the_default_file_is_named_after_this_folder(micro, tmp_path, monkeypatch):
+    Path(tmp_path / "texts" / "deeper").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("texts")
+    monkeypatch.chdir(tmp_path / "texts" / "deeper")
+    assert config(micro, Path(), None).place == Path("deeper.scores.parquet")
+    assert config(micro, Path(".."), None).place == Path("texts.scores.parquet")
+    assert config(micro, tmp_path / "link", None).place == Path("link.scores.parquet")
 
 
 def test_a_file_that_is_there_is_not_written_over(micro, tmp_path):
@@ -287,8 +300,9 @@ def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
     folder.mkdir()
     data = corpus(folder / "a.jsonl", 5)
     given = config(micro, folder, tmp_path / "texts" / "s.parquet", documents=folder / "d.jsonl", json=folder / "j")
-    for written in (given.documents, given.json):
-        written.write_text('{"text": "of a run before"}')
+    before = run(replace(given, json=None))
+    write_json(given.json, before)
+    given.out.unlink()
     with monkeypatch.context() as stopped:
         stopped.setattr("logitless.workbench.scoring.run.conclude", _interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -300,6 +314,20 @@ def test_what_a_run_writes_is_no_document_of_it(micro, tmp_path, monkeypatch):
     alone = run(config(micro, data, tmp_path / "alone.parquet"))
     again = run(given)
     assert (again["documents"], again["tokens"]) == (alone["documents"], alone["tokens"])
+
+
+@pytest.mark.parametrize("option", ["json", "documents"])
+def test_documents_are_not_written_over(micro, tmp_path, option):
+    """Nor by another run: what is below the folder with the text and is no result is a document."""
+    (tmp_path / "texts" / "deeper").mkdir(parents=True)
+    given = config(micro, tmp_path / "texts", tmp_path / "out.parquet")
+    given.check()
+    for name in ("a.txt", "b.jsonl", "deeper/c.parquet"):
+        document = tmp_path / "texts" / name
+        document.write_text('{"text": "schema"}')
+        with pytest.raises(OptionError, match=f"--{option} {document} would overwrite what --data .* reads: write"):
+            replace(given, **{option: document}).check()
+    replace(given, **{option: tmp_path / "texts" / "new.jsonl"}).check()
 
 
 def _interrupt(*_: object) -> None:
@@ -377,6 +405,7 @@ def test_nothing_else_is_among_the_parts(micro, tmp_path, option, name):
         ({"json": Path()}, OptionError, "--json . is a folder; name a file in it"),
         ({"documents": Path("-")}, OptionError, "--documents -: expected a file to write"),
         ({"out": Path()}, OptionError, "--out . is a folder; name a file in it"),
+        ({"out": Path("/dev/null")}, OptionError, "--out /dev/null: expected a file, .* got a device"),
         ({"model": "tiny"}, ConfigError, "a directory with weights to score with, or a hub id"),
         ({"memory_budget": "much"}, OptionError, "--memory-budget must be a size"),
     ],

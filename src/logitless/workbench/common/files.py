@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, LogitlessError, OptionError, is_out_of_memory
+from ...printable import is_utf8
+from .written import OWN, RUN_FILE
 
 TEMPORARY = ".tmp"
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # open files by number: - is standard output
@@ -96,32 +98,41 @@ def target(path: Path) -> Path:
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], inputs: Mapping[str, Any] | None = None, new_folders: bool = False
+    outputs: Mapping[str, Any], inputs: Mapping[str, Any] | None = None, new_folders: bool = False
 ) -> None:
-    """OptionError, before any work, for an output that cannot be written, or that is another one or an input.
+    """OptionError, before any work, for an output that cannot be written, is another one, an input, or a run's own.
 
-    Paths (of inputs: one, several or None) by the names of their options; `-`, of json alone, is standard output.
-    new_folders: those that an output lies in are made when it is written.
+    Paths (one, several or None) by the names of their options; `-`, of json alone, is standard output. new_folders:
+    those that an output lies in are made when it is written.
     """
-    places = {f"--{name}": path for name, path in outputs.items() if path is not None}
-    if str(places.get("--json")) == "-":
-        del places["--json"]
-    for option, path in places.items():
+    places = [(name, path) for name, path in each_path(outputs) if (name, str(path)) != ("json", "-")]
+    for name, path in places:
         if str(path) == "-":
-            raise OptionError(f"{option} -: expected a file to write; --json alone takes - for standard output")
-        _check_writable(option, path, new_folders)
-    files = {option: target(path) for option, path in places.items() if not path.is_char_device()}
-    for (option, path), (other, same) in combinations(files.items(), 2):
-        if path == same:
-            raise OptionError(f"{option} and {other} name one file, {places[option]}: give each its own")
-    for name, given in (inputs or {}).items():
-        for read in given if isinstance(given, tuple) else [given]:
-            for option, path in files.items():
-                if read is not None and _replaces(path, Path(read)):
-                    read_by = f"--{name.replace('_', '-')} {read}"
-                    raise OptionError(
-                        f"{option} {places[option]} would overwrite what {read_by} reads: write elsewhere"
-                    )
+            raise OptionError(f"--{name} -: expected a file to write; --json alone takes - for standard output")
+        _check_writable(f"--{name}", path, new_folders)
+        _check_no_runs(name, path)
+    files = [(f"--{name}", path, target(path)) for name, path in places if not path.is_char_device()]
+    for (option, path, real), (other, _, same) in combinations(files, 2):
+        if real == same:
+            raise OptionError(f"{option} and {other} name one file, {path}: give each its own")
+    for name, read in each_path(inputs or {}):
+        for option, path, real in files:
+            if _replaces(real, Path(read)):
+                read_by = f"--{name.replace('_', '-')} {read}"
+                raise OptionError(f"{option} {path} would overwrite what {read_by} reads: write elsewhere")
+
+
+def each_path(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(option, path) of paths that are one, several or None each."""
+    for name, paths in given.items():
+        yield from ((name, path) for path in (paths if isinstance(paths, tuple) else (paths,)) if path is not None)
+
+
+def _check_no_runs(name: str, path: Path) -> None:
+    """OptionError for an output that is among what a run has written."""
+    for place in (*path.absolute().parents, *Path(os.path.realpath(path)).parents):
+        if os.path.exists(place / RUN_FILE):
+            check_apart({name: path}, place, OWN)
 
 
 def _replaces(path: Path, read: Path) -> bool:
@@ -148,6 +159,15 @@ def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) ->
         if not own.isdisjoint((real, *real.parents)) or any(fnmatchcase(x, y) for x in first for y in names):
             given_as = f"--{name.replace('_', '-')} {path}"
             raise OptionError(f"{given_as} is among what the run itself writes into {folder}: name another place")
+
+
+def check_utf8(option: str, path: Path) -> None:
+    """OptionError for a place where models are saved whose name is not UTF-8: their libraries take no other."""
+    if not is_utf8(os.path.realpath(path)):
+        raise OptionError(
+            f"--{option} {path}: expected a path in UTF-8, which models can be saved in, got "
+            f"{os.path.realpath(path)}: choose another"
+        )
 
 
 def _check_writable(option: str, path: Path, new_folders: bool) -> None:
@@ -182,13 +202,28 @@ def _prefix(place: Path) -> str:
     return f".{place.name[:MOST_OF_NAME]}."
 
 
+def arrow_file(path: Path, mode: str = "rb") -> Any:
+    """A file that pyarrow reads or writes, whatever its name: by itself it takes none that is not UTF-8."""
+    import pyarrow as pa
+
+    return pa.OSFile(os.fsencode(path), mode)
+
+
+def write_table(path: Path, table: Any, **how: Any) -> None:
+    """An arrow table as a parquet file; how: what pyarrow's `write_table` takes."""
+    from pyarrow.parquet import write_table
+
+    with arrow_file(path, "wb") as file:
+        write_table(table, file, **how)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, whole or not at all."""
     write_text(path, strict_json(value, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` as UTF-8, whole or not at all."""
+    """`text` as UTF-8, whole or not at all; half a surrogate pair, as of a file's name, is written as an escape."""
     write_whole(path, lambda temporary: _write_text(temporary, text))
 
 
@@ -276,4 +311,4 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

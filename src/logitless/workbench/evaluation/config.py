@@ -11,7 +11,7 @@ from ..common.options import MOST, Option, at_least, check_values, require
 from ..scoring.config import TextOptions, named_after
 
 TOKENS, SUMMARY = "tokens.parquet", "summary.json"
-WRITTEN = (SUMMARY, "page.html", TOKENS, "documents.jsonl", "records.jsonl", "*.parts")
+FILES = (TOKENS, SUMMARY, "page.html", "documents.jsonl", "records.jsonl")
 MOST_OF_NAME = 80  # characters of a folder that is named after tasks
 
 
@@ -55,7 +55,8 @@ class EvalConfig(TextOptions):
             self.check_text()
         if self.against == "":
             raise OptionError("--against must be a name or a path, got nothing")
-        self.check_files(self.folder, WRITTEN, {"out": self.place, "json": self.json}, against=self.against)
+        outputs = {"out": tuple(self.folder / name for name in FILES), "json": self.json}
+        self.check_files(self.folder, (*FILES, "*.parts"), outputs, against=self.against)
         return self
 
     def _check_tasks(self) -> None:

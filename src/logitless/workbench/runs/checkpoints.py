@@ -11,8 +11,8 @@ from zipfile import is_zipfile
 from ...errors import DataError, OptionError
 from ..common import files
 from ..common.files import read_object, remove_all_leftovers, remove_whole, write_whole
+from ..common.written import RUN_FILE
 
-RUN_FILE = "run.json"
 PREFIX = "checkpoint-"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
 KEPT = 2  # checkpoints of a run

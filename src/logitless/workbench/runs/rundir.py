@@ -11,12 +11,12 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, DataError, LogitlessError, OptionError
-from ..common.files import DISK_FULL, check_apart, read_object, write_json
+from ..common.files import DISK_FULL, check_apart, check_utf8, read_object, write_json
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import MOST, RESUMABLE, Options, RunOptions, code_named, from_dict
+from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import (
-    RUN_FILE,
     checkpoints,
     discard_unfinished,
     fault_of,
@@ -26,12 +26,6 @@ from .checkpoints import (
     strange_checkpoint,
 )
 
-SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
-# What runs write into their directories: a new run finds none of it there, so that it never replaces another's.
-TABLES = ("tokens.npz", "rows.jsonl", "metrics.jsonl", "summary.json", "step_memory.json", "completions.json")
-PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
-WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
-OWN = (*WRITTEN, "prompts.jsonl", "reward", RUN_FILE, LOCK_FILE)
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
@@ -63,6 +57,7 @@ def claim(config: RunOptions, name: str) -> Path:
 
     OptionError for one that is another run's or another process's, holds what a run would replace, or is not writable.
     """
+    check_place(config)
     try:
         return _begin(config, config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
@@ -75,11 +70,10 @@ def check_own(config: RunOptions, place: Path) -> None:
     check_apart({"json": config.json, **config.inputs()}, place, OWN)
 
 
-def check_no_runs(json: Path) -> None:
-    """OptionError for an output that is among what a run has written."""
-    for place in json.absolute().parents:
-        if (place / RUN_FILE).exists():
-            check_apart({"json": json}, place, OWN)
+def check_place(config: RunOptions) -> None:
+    """OptionError for a directory, of a new run or of one to resume, that models cannot be saved in."""
+    option, place = ("output-dir", config.output_dir) if config.resume is None else ("resume", config.resume)
+    check_utf8(option, place or Path("runs"))
 
 
 def name_of(model: str) -> str:

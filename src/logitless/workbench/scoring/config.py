@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import OptionError
-from ..common.files import check_apart, check_outputs
+from ..common.files import check_apart, check_outputs, each_path
 from ..common.options import (
     DEFAULT_MODEL,
     MOST,
@@ -26,6 +27,8 @@ from ..common.options import (
 )
 
 MOST_CONTEXT = 4096  # unless asked for: attention over more costs more than it tells
+SUFFIXES = (".txt", ".text", ".md", ".json", ".jsonl", ".parquet")  # that say of a name that it is text
+RESULTS = (b'{\n  "schema": ', b'{"document": 0, "name": ')
 DECIDING = ("model", "data", "context_length", "stride", "bos", "batch_tokens", "dtype")
 
 
@@ -52,12 +55,19 @@ class TextOptions:
     device: Device = "auto"
     json: JsonFile = None
 
-    def check_files(self, folder: Path, names: tuple[str, ...], outputs: dict[str, Path | None], **read: Any) -> None:
-        """OptionError for outputs that cannot be written, are inputs, or, as inputs, are among these names there."""
-        documents = None if Path(self.data or "").is_dir() else self.data  # below a folder they are no data
-        check_outputs(outputs, {"data": documents, "model": self.model, **read}, new_folders=True)
+    def check_files(self, folder: Path, names: tuple[str, ...], outputs: dict[str, Any], **read: Any) -> None:
+        """OptionError for outputs that cannot be written, are inputs, or, as inputs, are among these names there.
+
+        Below a folder with the text only what a run before has written is replaced.
+        """
         apart = {name: path for name, path in outputs.items() if name != "out"}
         check_apart({**apart, "data": self.data, "model": self.model, **read}, folder, names)
+        among = Path(self.data or "").is_dir()
+        check_outputs(outputs, {"data": None if among else self.data, "model": self.model, **read}, new_folders=True)
+        if among and not parts_of(self.place).exists():
+            for name, path in each_path(outputs):
+                if path != self.place and not is_result(path):  # which is not replaced, or replaces its like
+                    check_outputs({name: path}, {"data": self.data}, new_folders=True)
 
     def check_text(self) -> None:
         """OptionError for the first of these values, or of those with a check, without a meaning."""
@@ -105,6 +115,8 @@ class ScoreConfig(TextOptions):
     def check(self) -> ScoreConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_text()
+        if self.place.is_char_device():
+            raise OptionError(f"--out {self.place}: expected a file, beside which parts are collected, got a device")
         if self.store == "topk" and self.hidden_dtype != "bfloat16":
             raise OptionError(f"--hidden-dtype {self.hidden_dtype} is of --store hidden: give that, or leave it out")
         self.check_files(self.place.parent, (escape(parts_of(self.place).name),), self.outputs())
@@ -134,6 +146,15 @@ def parts_of(place: Path) -> Path:
 
 
 def named_after(data: str | None, ending: str) -> Path:
-    """What is written by default, in this directory, of --data."""
-    path = Path(data or "")
-    return Path(f"{path.name if path.is_dir() else path.stem}.{ending}")
+    """What is written by default, in this directory, of --data: its name, without what says that it is text."""
+    path = Path(os.path.abspath(data or ""))  # `.` has a name, and a symlink keeps its own
+    is_text = path.suffix.lower() in SUFFIXES and not path.is_dir()
+    return Path(f"{path.stem if is_text else path.name}.{ending}")
+
+
+def is_result(path: Path) -> bool:
+    """Whether a file begins as what --json and --documents write."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(64).startswith(RESULTS)

@@ -26,12 +26,13 @@ from ..common.device import device_of
 from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
+from ..common.written import TOKENS_FILE
 from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, TOKENS_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
+from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, save_model
 from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve

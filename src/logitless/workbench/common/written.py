@@ -1,0 +1,12 @@
+"""What runs write into their directories, by name: no output replaces it, and a new run finds none of it there."""
+
+from __future__ import annotations
+
+from .lock import LOCK_FILE
+
+RUN_FILE = "run.json"  # what makes a directory a run's
+SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
+TABLES = (TOKENS_FILE, "rows.jsonl", "metrics.jsonl", SUMMARY_FILE, "step_memory.json", "completions.json")
+PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
+WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
+OWN = (*WRITTEN, "prompts.jsonl", "reward", RUN_FILE, LOCK_FILE)
