@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from logitless.cli.main import main
@@ -384,6 +386,64 @@ def test_a_configuration_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
     )
     given.write_text("method: grpo\nrewards: json:loads\ntrust-config: true\n")
     assert "unknown option 'trust-config'" in told(["align", "--config", str(given)], capsys)
+
+
+CAFE = os.fsdecode(b"caf\xe9")  # a name of bytes that are not UTF-8
+
+
+@pytest.fixture
+def named_otherwise(tmp_path, trained) -> None:
+    """A text, a folder of it and a model, whose names are not UTF-8, where the system has such names."""
+    try:
+        (tmp_path / "here" / CAFE).mkdir()
+    except OSError:
+        pytest.skip("names are UTF-8 here")
+    Path(CAFE, f"{CAFE}.txt").write_text("a line of text\n" * 20)
+    pq.write_table(pa.table({"text": ["another text"]}), Path("a.parquet"))
+    Path("a.parquet").rename(Path(CAFE, f"{CAFE}.parquet"))
+    shutil.copytree(trained, f"{CAFE}.model")
+
+
+@pytest.mark.usefixtures("named_otherwise")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "score --model {model} --data {cafe}",
+        "score --model {model} --data {cafe}/{cafe}.txt --documents {cafe}.jsonl --json {cafe}.json --store hidden",
+        "eval --model {model} --data {cafe}",
+        "sample --model {model} --prompt a --max-new-tokens 2 --json {cafe}.json --html {cafe}.html --parquet {cafe}.p",
+        "plan --model {cafe}.model --json {cafe}.json --html {cafe}.html --png {cafe}.png",
+        "profile --model {cafe}.model --context-length 8 --json {cafe}.json --html {cafe}.html --png {cafe}.png",
+    ],
+)
+def test_names_that_are_not_utf8_are_shown_safely(line, trained, capsys):
+    call = [part.format(model=trained, cafe=CAFE) for part in line.split()]
+    assert main([*call, *(["--device", "cpu"] if "--max" in line or "--data" in line else [])]) == 0
+    said = capsys.readouterr()
+    (said.out + said.err).encode()
+    for page in Path().rglob("*.html"):
+        assert CAFE not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("named_otherwise", "nothing_runs")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train --model {model} --output-dir {cafe}", "--output-dir caf\\udce9: expected a path in UTF-8"),
+        ("train --model {model} --resume {cafe}", "--resume caf\\udce9: no run in this directory"),
+        ("align --model {model} --output-dir {cafe}/x", "--output-dir caf\\udce9/x: expected a path in UTF-8"),
+        ("align --method ste --model {model} --output-dir {cafe}", "--output-dir caf\\udce9: expected a path in UTF-8"),
+        ("demo --output-dir {cafe}", "--output-dir caf\\udce9: expected a path in UTF-8"),
+        ("score --model {cafe}.model --data {cafe}", "--model caf\\udce9.model: expected a name in UTF-8"),
+        ("sample --model {cafe}.model --prompt a", "--model caf\\udce9.model: expected a name in UTF-8"),
+        ("eval --model {model} --data {cafe} --against {cafe}.model", "--against caf\\udce9.model: expected a name in"),
+        ("train --model {model} --teacher {cafe}.model", "--teacher caf\\udce9.model: expected a name in UTF-8"),
+        ("sample --model {model} --prompt a --stop {cafe}", "--stop must be UTF-8 text, got caf\\udce9"),
+        ("sample --model {model} --prompt {cafe}", "--prompt 1: not UTF-8 text"),
+    ],
+)
+def test_names_that_are_not_utf8_are_refused_where_models_are(line, message, trained, capsys):
+    assert message in told([part.format(model=trained, cafe=CAFE) for part in line.split()], capsys)
 
 
 def test_messages_without_a_chat_template(tmp_path, trained, capsys):

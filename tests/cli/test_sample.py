@@ -279,9 +279,9 @@ def test_no_prompt_and_no_text(model, tmp_path, monkeypatch, capsys):
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(model, tmp_path, monkeypatch, capsys):
-    def fail(table, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
+    def fail(table, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pyarrow.parquet.write_table", fail)
     assert sample(model, "--prompt", "a", "--parquet", tmp_path / "out.parquet") == 2

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from ..errors import DataError, OptionError
+from ..errors import ConfigError, DataError, OptionError
+from ..printable import is_utf8
 from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
 from ..workbench.sources.model import check_model, said_of
 
@@ -23,6 +24,9 @@ def check_inputs(
 
     The default models are trained where they are not there. others: further models with weights, by their options.
     """
+    for option, name in {"model": model, "teacher": teacher, **others}.items():
+        if name is not None and not is_utf8(name):
+            raise ConfigError(f"--{option} {name}: expected a name in UTF-8, by which models can be read: rename it")
     for option, path in (("data", data), ("teacher", teacher)):
         if path is not None and not Path(path).exists():
             raise DataError(f"--{option} {path}: no such file or directory")
@@ -47,10 +51,8 @@ def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     for name, text in named:
         if not text:
             raise OptionError(f"{name}: expected some text to go on from, got none")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise DataError(f"{name}: not UTF-8 text") from None
+        if not is_utf8(text):
+            raise DataError(f"{name}: not UTF-8 text")
     return [text for _, text in named]
 
 

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.html is not None:
         from ..workbench.page.page import write_page
 
-        write_whole(config.html, lambda path: write_page(path, logitless, units=config.units))
+        write_page(config.html, logitless, units=config.units)
     return int(config.check and not logitless.fits)
 
 

@@ -117,5 +117,5 @@ def main(arguments: Sequence[str]) -> int:
     if config.html is not None:
         from ..workbench.page.page import write_page
 
-        write_whole(config.html, lambda path: write_page(path, profile=report, units=config.units))
+        write_page(config.html, profile=report, units=config.units)
     return 0

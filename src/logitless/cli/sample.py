@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     prompts = read_prompts(config.prompt, config.prompt_file)
     from ..sample.page import page
     from ..sample.terminal import show
-    from ..workbench.common.files import write_text, write_whole
+    from ..workbench.common.files import write_table, write_text, write_whole
     from ..workbench.sampling.run import run
     from .screen import Screen  # below, so that --help needs no torch
 
@@ -30,9 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     streams = screen.is_terminal and len(prompts) * config.completions == 1 and str(config.json) != "-"
     summary, table = run(config, prompts, Screen(stderr=True), screen if streams else None)
     if config.parquet is not None:
-        from pyarrow.parquet import write_table
-
-        write_whole(config.parquet, lambda path: write_table(table, path))
+        write_whole(config.parquet, lambda path: write_table(path, table))
     if config.html is not None:
         write_text(config.html, page(summary))
     deliver(summary, config.json, lambda console: show(summary, console, config.show_alternatives, streams))

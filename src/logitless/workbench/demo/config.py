@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.files import check_utf8
 from ..common.options import Count, Device, JsonFile, MemoryBudget, ModelName, check_values, require
 
 
@@ -31,6 +32,7 @@ class DemoConfig:
     def check(self) -> DemoConfig:
         """Itself, or OptionError for the first value without a meaning."""
         check_values(self)
+        check_utf8("output-dir", self.output_dir or Path("runs"))
         require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
         rate = self.learning_rate
         require(math.isfinite(rate) and rate > 0, "learning_rate", "positive", rate)

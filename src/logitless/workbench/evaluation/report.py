@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...units import plural
+from ..common.files import arrow_file
 from ..scoring.summary import measured_rows, perplexity, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
@@ -52,7 +53,7 @@ def curves(tokens: Path, bins: int) -> dict[str, Any]:
 
 def _row_groups(tokens: Path) -> Iterator[dict[str, np.ndarray]]:
     """The rows that have a score, by column."""
-    with pq.ParquetFile(tokens) as file:
+    with pq.ParquetFile(arrow_file(tokens)) as file:
         for number in range(file.num_row_groups):
             table = file.read_row_group(number)
             scored = table["logprob"].is_valid().to_numpy()

@@ -11,6 +11,7 @@ from ...models.catalog import CONFIGS, shape_of
 from ...pages import document, fill, script_value
 from ...units import format_bytes
 from ...versions import version_of
+from ..common.files import write_text
 from ..plan.commands import ALWAYS
 from ..plan.plan import Plan, at_length, both
 from ..plan.plots import CATEGORIES, category
@@ -25,7 +26,7 @@ FORMULAS = (at_length, both, category, format_bytes, headline, lives, notes)
 
 def write_page(path: Path, plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB") -> None:
     """Writes the page of a plan, of a profile (its JSON), or of both."""
-    path.write_text(page(plan, profile, units), encoding="utf-8")
+    write_text(path, page(plan, profile, units))
 
 
 def page(plan: Plan | None = None, profile: dict[str, Any] | None = None, units: str = "GiB") -> str:

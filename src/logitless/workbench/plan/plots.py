@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...printable import shown
 from .plan import Plan
 from .report import headline
 from .setting import GIB
@@ -48,7 +49,7 @@ def draw(dense: Plan, logitless: Plan, path: Path, units: str = "GiB") -> None:
     axes.set_xticks(range(len(phases)), [phase.replace(" ", "\n") for phase in phases])
     axes.set_ylabel(f"{units} on each GPU")
     axes.set_title(
-        f"{headline(logitless.setting, units)}\nleft bars: dense, right bars: logitless", fontsize=9, loc="left"
+        shown(f"{headline(logitless.setting, units)}\nleft bars: dense, right bars: logitless"), fontsize=9, loc="left"
     )
     axes.spines[["top", "right"]].set_visible(False)
     _legend(axes)

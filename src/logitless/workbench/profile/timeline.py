@@ -9,6 +9,7 @@ from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ...printable import shown
 from ...units import format_bytes
 from .recording import Recording
 
@@ -33,7 +34,7 @@ def draw(recordings: dict[str, Recording], path: Path, title: str, units: str = 
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.1 * max(r.peak.nbytes for r in recordings.values()) / size)
     axes.set_ylabel(f"{units} alive")
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(shown(title), fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     FigureCanvasAgg(figure)

@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from ...algebra.rules import Order
+from ...printable import is_utf8
 from ..common.files import check_outputs
 from ..common.options import (
     DEFAULT_MODEL,
@@ -82,6 +83,7 @@ class SampleConfig:
         require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive", self.repetition_penalty)
         require(0 <= self.seed < 2**63, "seed", "in 0..2^63-1", self.seed)
         require(all(self.stop), "stop", "some text", "none")
+        require(all(map(is_utf8, self.stop)), "stop", "UTF-8 text", " ".join(self.stop))
         outputs = {"json": self.json, "parquet": self.parquet, "html": self.html}
         check_outputs(outputs, {"model": self.model, "prompt_file": self.prompt_file})
         return self

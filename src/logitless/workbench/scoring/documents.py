@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ...printable import is_utf8
+from ..common.files import arrow_file
 from ..sources.chat import is_chat
 from ..sources.corpus import TEXT_FIELDS, Row, first_line, splits
 from ..sources.identity import hash_of, is_arrow, text_files
@@ -126,10 +127,7 @@ def _problem(document: Any) -> str:
     if document is None:
         return "null in the place of text"
     if isinstance(document, str):
-        with suppress(UnicodeEncodeError):
-            document.encode()
-            return ""
-        return "not valid Unicode (a lone surrogate)"
+        return "" if is_utf8(document) else "not valid Unicode (a lone surrogate)"
     return "" if isinstance(document, Iterator) else f"{type(document).__name__} in the place of text"
 
 
@@ -187,7 +185,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
 
     row = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(arrow_file(path)) as file:
             names = file.schema_arrow.names
             name, chats = next((n for n in TEXT_FIELDS if n in names), None), is_chat(names)
             if name is None and not chats:

@@ -14,7 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import DataError, OptionError
-from ..common.files import read_object, readable, remove_leftovers, remove_whole, write_json, write_whole
+from ..common.files import (
+    arrow_file,
+    read_object,
+    readable,
+    remove_leftovers,
+    remove_whole,
+    write_json,
+    write_table,
+    write_whole,
+)
 from ..common.lock import acquire, holder, release
 from ..sources.identity import hash_of
 from .block import PLACES, Scored
@@ -80,7 +89,7 @@ class Parts:
     def write(self, number: int, block: Scored) -> None:
         """A block's part, whole or not at all."""
         table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces), RUN: self._run()})
-        write_whole(self.part(number), lambda path: pq.write_table(table, path, **WRITING))
+        write_whole(self.part(number), lambda path: write_table(path, table, **WRITING))
 
     def whole(self, number: int) -> bool | None:
         """Whether a part is there, of this run, and every page of it what was written; None where there is none."""
@@ -90,7 +99,7 @@ class Parts:
         try:
             with readable(path):
                 table, pieces = _read(path)
-                same = pq.read_schema(path).metadata[RUN].decode() == self._run()
+                same = pq.read_schema(arrow_file(path)).metadata[RUN].decode() == self._run()
                 return same and table.num_rows == sum(piece["rows"] for piece in pieces)
         except DataError:
             return False
@@ -115,7 +124,8 @@ class Parts:
                         schema = table.schema.with_metadata(
                             {KEY: json.dumps(metadata), "vocab_size": str(metadata["vocab_size"])}
                         )
-                        writer = stack.enter_context(pq.ParquetWriter(path, schema, **WRITING))
+                        file = stack.enter_context(arrow_file(path, "wb"))
+                        writer = stack.enter_context(pq.ParquetWriter(file, schema, **WRITING))
                     if table.num_rows:
                         writer.write_table(table, row_group_size=max(1, GROUP * table.num_rows // table.nbytes))
 
@@ -166,5 +176,5 @@ def _table(block: Scored) -> pa.Table:
 
 def _read(path: Path) -> tuple[pa.Table, list[dict[str, Any]]]:
     """A part's rows and what is known of its pieces; every page's checksum is compared."""
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with pq.ParquetFile(arrow_file(path), page_checksum_verification=True) as file:
         return file.read().replace_schema_metadata(None), json.loads(file.schema_arrow.metadata[KEY])

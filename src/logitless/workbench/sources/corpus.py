@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ..common.files import arrow_file
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
@@ -216,7 +217,7 @@ def _parquet(path: Path) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(arrow_file(path)) as file:
             column = _text_column(file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from _strings(batch.column(0).to_pylist(), column, path)
@@ -229,7 +230,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(arrow_file(path)) as file:
             for batch in file.iter_batches(batch_size=256):
                 yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as error:
