@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,6 +280,23 @@ def test_a_run_resumes_to_the_same_curve_bit_for_bit(epochs, tmp_path, monkeypat
     assert last_checkpoint(place) == (None if step == 1 else (place / f"checkpoint-{step}", step))
     run(replace(stored(place, AlignConfig()), resume=place), QUIET)
     assert curve(place) == whole
+
+
+def test_a_models_own_way_of_sampling_is_not_the_policys(start, tmp_path, monkeypatch):
+    """TRL takes forbidden tokens from generation_config.json, and scores completions as if there were none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("seen_rewards.py").write_text(
+        "seen = []\ndef f(completion_ids, **_):\n    seen.extend(completion_ids)\n    return [0.0] * 4\n"
+    )
+    shutil.copytree(start.model, "model")
+    own = {"suppress_tokens": list(range(3, 259)), "top_p": 0.5, "do_sample": True}
+    Path("model/generation_config.json").write_text(json.dumps(own))
+    given = {"model": "model", "method": "grpo", "rewards": "seen_rewards:f", "max_steps": 1}
+    run(replace(start, **given, output_dir=Path("run")), QUIET)
+    assert {i for ids in sys.modules["seen_rewards"].seen for i in ids} - {0, 1, 2}
+    saved = json.loads(Path("run/model/generation_config.json").read_text())
+    assert {name: saved[name] for name in own} == own
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,9 +8,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from logitless.errors import ConfigError
-from logitless.workbench.sources.model import align_tokens, load_model, resolve_trained
-from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.micro import micro_directory, micro_model
+from logitless.workbench.sources.model import load_model, resolve_trained
+from tests.support.workbench.micro import micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -139,16 +138,3 @@ def test_what_a_forward_returns_is_not_for_its_configuration_to_say(tmp_path, ke
     model = load(tmp_path)
     assert list(model(torch.tensor([[1, 2]]), use_cache=False)) == ["logits"]
     model.save_pretrained(tmp_path / "again")
-
-
-def test_a_temperature_without_do_sample_is_saved_again(tmp_path):
-    """As published models have it, and transformers refuses to write."""
-    micro_directory(tmp_path)
-    tokenizer, model = pretrained(str(tmp_path)), micro_model()
-    model.generation_config.update(temperature=0.9, top_p=0.6)
-    align_tokens(model, tokenizer)
-    model.save_pretrained(tmp_path / "again")
-    assert '"temperature": 0.9' in (tmp_path / "again" / "generation_config.json").read_text()
-    model.generation_config.early_stopping = "soon"
-    with pytest.raises(ConfigError, match=r"generation_config\.json: expected what transformers can save"):
-        align_tokens(model, tokenizer)

@@ -30,7 +30,8 @@ from ..runs.trackers import explain_failures
 from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
-from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, resolve_trained
+from ..sources.generation import align_tokens, from_all_entries
+from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
@@ -59,10 +60,11 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
         warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
         parts, model = _set_up(config, place, source, tokenizer, console)
-        trainer = trainer_of(parts, model)
         budget = config.memory_budget_bytes
-        install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
-        weights = _steps(parts, trainer)
+        with from_all_entries(model):
+            trainer = trainer_of(parts, model)
+            install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
+            weights = _steps(parts, trainer)
         return _conclude(parts, trainer, weights) if state.is_main_process else {}
 
 
@@ -95,7 +97,8 @@ def _set_up(
         check_enough(config, train, state.num_processes)
         if not config.kind.rollouts:
             model = model.to(device)
-            train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
+            with from_all_entries(model):
+                train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
         save(path, train, held_out)
         record(config, place)
     state.wait_for_everyone()

@@ -26,9 +26,9 @@ from ..runs.rundir import SUMMARY_FILE, claim, explained, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
+from ..sources.generation import align_tokens
 from ..sources.model import (
     ModelSource,
-    align_tokens,
     build,
     check_complete,
     check_used,

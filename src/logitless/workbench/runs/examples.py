@@ -17,6 +17,7 @@ from ...sample.terminal import FAINT, Painter, legend
 from ...sample.text import pieces
 from ..common.files import read_object, readable, write_json
 from ..common.say import say
+from ..sources.generation import from_all_entries
 from ..sources.tokenizer import TextTokenizer
 
 EXAMPLES_FILE = "completions.json"  # of the run's directory
@@ -48,10 +49,11 @@ def keep(
         return
     was_training = model.training
     model.eval()
-    made = [
-        _completion(model, tokenizer, ids, seed, min(length, MOST_TOKENS), score, sampling)
-        for seed, ids in enumerate(prompts[:COUNT])
-    ]
+    with from_all_entries(model):
+        made = [
+            _completion(model, tokenizer, ids, seed, min(length, MOST_TOKENS), score, sampling)
+            for seed, ids in enumerate(prompts[:COUNT])
+        ]
     model.train(was_training)
     write_json(path, found | {when: made})
 

@@ -25,6 +25,7 @@ from ..common.device import device_of
 from ..common.options import budget_bytes_on
 from ..common.say import quiet
 from ..sft.default_model import default_model
+from ..sources.generation import check_generation
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import chat_ids, reading
 from .config import SampleConfig
@@ -84,8 +85,9 @@ def _source(config: SampleConfig) -> ModelSource:
 
 
 def _load(config: SampleConfig, source: ModelSource) -> Any:
-    """The model, on its device."""
+    """The model, on its device. Raises LogitlessError."""
     model = load_model(source, dtype=config.dtype)
+    check_generation(model, source.name)
     return model.eval().to(device_of(config.device))
 
 

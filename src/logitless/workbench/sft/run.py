@@ -35,7 +35,8 @@ from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
 from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, save_model
-from ..sources.model import ModelSource, align_tokens, build, load_tokenizer, reaching, resolve
+from ..sources.generation import align_tokens
+from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig

@@ -316,27 +316,5 @@ def _sparse(source: ModelSource, attention: str, model: Any) -> Any:
     return load_parameters(model, source.weights) if has and source.weights else attach(model)
 
 
-def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
-    """The model's end and padding ids as its tokenizer has them, so that generation stops where documents do."""
-    saved = tokenizer.saved
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = tokenizer.eos_id
-        config.bos_token_id = saved.bos_token_id
-        config.pad_token_id = tokenizer.eos_id if saved.pad_token_id is None else saved.pad_token_id
-    _make_valid(model.generation_config)
-
-
-def _make_valid(generation: Any) -> None:
-    """Published models set a temperature and no `do_sample`, which transformers reads but does not save."""
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        generation.do_sample = True
-    try:
-        generation.validate(strict=True)
-    except ValueError as error:
-        raise ConfigError(f"generation_config.json: expected what transformers can save, got {_line(error)}") from None
-
-
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

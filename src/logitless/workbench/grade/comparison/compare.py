@@ -17,7 +17,8 @@ from ...common.say import say
 from ...runs.examples import first_of
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
 from ...runs.trainer import METRICS_FILE
-from ...sources.model import align_tokens, build
+from ...sources.generation import align_tokens
+from ...sources.model import build
 from ..config import LEGACY, METHODS_COMPARED, GradeConfig
 from ..single import PROMPTS_FILE, SCHEMA, materials, named_reward, policy_of, run_one
 from .curves import curves, draw

@@ -1,0 +1,69 @@
+"""What a model's generation_config.json says: made to fit its tokenizer, checked, and left out where a run samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import ConfigError
+from .tokenizer import TextTokenizer
+
+TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
+    """The model's end and padding ids as its tokenizer has them, so that generation stops where documents do."""
+    saved = tokenizer.saved
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_id
+        config.bos_token_id = saved.bos_token_id
+        config.pad_token_id = tokenizer.eos_id if saved.pad_token_id is None else saved.pad_token_id
+    _make_valid(model.generation_config)
+
+
+def check_generation(model: Any, name: str) -> None:
+    """ConfigError where transformers can make nothing of what `generate` of this model begins with."""
+    import torch
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1, custom_generate=lambda model, ids, **_: ids)
+    except Exception as error:  # of each option's own code
+        raise ConfigError(f"--model {name}: generation_config.json: {_line(error)}") from None
+
+
+@contextmanager
+def from_all_entries(model: Any) -> Iterator[None]:
+    """Has a model sample from its own distribution: what learns from its completions takes them for that.
+
+    Published models name a nucleus, penalties or forbidden words, which are there again afterwards, to be saved.
+    """
+    from transformers import GenerationConfig
+
+    config = model.generation_config
+    own = dict(vars(config))
+    plain = vars(GenerationConfig(**{name: own.get(name) for name in TOKENS}))
+    vars(config).clear()
+    vars(config).update(plain)
+    try:
+        yield
+    finally:
+        vars(config).clear()
+        vars(config).update(own)
+
+
+def _make_valid(generation: Any) -> None:
+    """Published models set a temperature and no `do_sample`, which transformers reads but does not save."""
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        raise ConfigError(f"generation_config.json: expected what transformers can save, got {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
