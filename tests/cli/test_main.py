@@ -88,6 +88,7 @@ def test_help_of_a_command_imports_no_torch(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"logitless {command}" in done.stdout
+    assert "LITERAL" not in done.stdout  # but the words themselves
 
 
 IN_A_GROUP = """

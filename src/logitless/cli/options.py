@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -91,7 +91,9 @@ def _shown_as(kind: Any, value: Any) -> Any:
         return kind
     required = any(option.required for option in _shared(kind))
     parts = get_args(get_args(kind)[0] if _shared(kind) else kind)  # of a union with None
-    name = next((part.__name__ for part in parts if part is not NoneType), "str").upper()
+    one = next((part for part in parts if part is not NoneType), str)
+    choices = get_args(one) if get_origin(one) is Literal else ()
+    name = f"{{{','.join(choices)}}}" if choices else one.__name__.upper()
     return Annotated[kind, tyro.conf.arg(metavar=name, help_behavior_hint="(required)" if required else "")]
 
 

@@ -66,6 +66,13 @@ def test_a_checkpoint_that_was_cut_short(place, name):
     assert resume(place)["steps"] == 4
 
 
+def test_a_checkpoint_that_was_not_finished_is_not_gone_back_from_silently(place, capsys):
+    """A state that was cut short is what a kill leaves: the one before is taken, and said."""
+    cut(place / "checkpoint-4" / "trainer_state.json")
+    sft.run(replace(stored(place, TrainConfig()), resume=place), Console(stderr=True))
+    assert "going on from step 3" in capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_a_checkpoint_that_lost_a_file(place, name):
     """Trainer itself goes on with a new optimizer, a new schedule or other random numbers, and says nothing."""

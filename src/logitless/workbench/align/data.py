@@ -166,10 +166,11 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
             _check_kept(row, f"--data {config.data}: row {i}")
     if config.kind.rollouts:  # whose rewards are given the other columns
         return rows, held
-    rows, held = (
-        None if split is None else [{name: row[name] for name in columns} for row in split] for split in (rows, held)
-    )
-    return rows, held
+
+    def told(some: list[Row]) -> list[Row]:
+        return [{name: row[name] for name in columns} for row in some]
+
+    return told(rows), None if held is None else told(held)
 
 
 def _pair_of(row: Row) -> Row:

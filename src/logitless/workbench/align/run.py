@@ -25,7 +25,7 @@ from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ranks import first
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import explain_failures
 from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, save_model
 from ..sft.default_model import default_model
@@ -87,6 +87,8 @@ def _set_up(
 ) -> tuple[Alignment, Any]:
     state, path = PartialState(), place / ROWS_FILE
     device: Any = state.device
+    if config.resume and state.is_main_process:
+        say(console, f"going on from {whence(place)}")
     model = build(config, source)
     align_tokens(model, tokenizer)
     reset_peak(device)

@@ -22,7 +22,7 @@ from ..common.files import read_lines, readable, write_json, write_lines, write_
 from ..common.functions import blamed, function_named
 from ..common.say import say
 from ..runs import examples
-from ..runs.rundir import SUMMARY_FILE, claim, explained, record
+from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import METRICS_FILE, save_model
 from ..sft.default_model import default_model
@@ -75,6 +75,8 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
 def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
     """A run, new or as it was left."""
     device = device_of(config.device)
+    if config.resume:
+        say(console, f"going on from {whence(place)}")
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)

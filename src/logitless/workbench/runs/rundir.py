@@ -185,10 +185,14 @@ def how_to_go_on(place: Path, command: str) -> str:
     """The command that continues the run, and whence."""
     if not (place / RUN_FILE).exists():
         return "start again, nothing was trained yet"
+    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
+
+
+def whence(place: Path) -> str:
+    """Where a run that is resumed goes on."""
     found = last_checkpoint(place)
     finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
-    whence = f"step {found[1]}" if found else "what is not finished" if finished else "the start"
-    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence}"
+    return f"step {found[1]}" if found else "what is not finished" if finished else "the start"
 
 
 def _trusting(place: Path) -> str:

@@ -32,7 +32,7 @@ from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record
+from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record, whence
 from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
@@ -89,6 +89,8 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
         if config.lora_rank and source.weights is None and state.is_main_process:
             say(console, f"warning: {_frozen_at_random(config)}")
+        if config.resume and state.is_main_process:
+            say(console, f"going on from {whence(place)}")
         parts = _set_up(config, place, source, tokenizer, console, layout, teacher)
         step_memory = _step_memory(parts) if state.is_main_process else {}
         model = together(lambda: build(config, source))

@@ -13,7 +13,7 @@ from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import TEXT_FIELDS, Row, is_said
 from .packing import HELD_OUT_EVERY, Stream
-from .tokenizer import TextTokenizer, as_chat, as_marked_chat
+from .tokenizer import TextTokenizer, as_chat, as_marked_chat, reading
 
 ASSISTANT = "assistant"
 OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
@@ -112,7 +112,8 @@ def _of_messages(messages: list[dict[str, Any]], tokenizer: TextTokenizer, where
 
 def _encoded(text: str, saved: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ids of a conversation that a template wrote, and the characters where each begins and ends."""
-    encoded = saved(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+    with reading(saved):
+        encoded = saved(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
     offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
     return np.array(encoded["input_ids"], np.uint32), offsets[:, 0], offsets[:, 1]
 
