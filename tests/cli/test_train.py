@@ -160,7 +160,7 @@ BAD = {
         bad_model("config.json", '{"model_type": "qwen3", "vocab_size": 100}'),
         "the tokenizer has 131,072 entries, the model's vocabulary only 100",
     ),
-    "weights of another shape": (mismatched_weights, "its weights have other shapes"),
+    "weights of another shape": (mismatched_weights, "asks for a model.norm.weight of (32,), its weights have (31,)"),
     "no such data": (lambda m, t: ["--data", t / "none"], "no such file"),
     "empty data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "")], "no text in it"),
     "binary data": (lambda m, t: ["--data", write(t / "data" / "a.txt", "a\0b")], "not UTF-8 text"),
