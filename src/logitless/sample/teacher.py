@@ -27,6 +27,8 @@ STORED = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # how hidden 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 OPTIONS = ("scale", "softcap", "vocab_size")  # of a head, beside its tensors
 SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "bos": int, "hidden_dtype": str, "head": dict}
+MOST_OF_LOGPROB = 0.1  # of float32 logits in the thousands, whose rounding is some thousandths
+MOST_ENTRIES = 2**31  # of a record of an earlier version, which does not say how many there are
 GROUPS_KEPT = 4  # row groups in memory: rows of a batch often share one
 
 
@@ -204,7 +206,16 @@ class TeacherRecord:
             while len(self.kept) >= GROUPS_KEPT:
                 del self.kept[next(iter(self.kept))]
             self.kept[number] = _tensors(self._table(number, self.columns))
+            self._check_best(**self.kept[number])
         return self.kept[number]
+
+    def _check_best(self, topk_ids: Tensor | None = None, log_weights: Tensor | None = None, **_: Tensor) -> None:
+        """DataError for best entries that are none of the vocabulary, or more probable than all together."""
+        if topk_ids is None or log_weights is None or not topk_ids.numel():
+            return
+        entries = self.vocab_size or MOST_ENTRIES
+        if topk_ids.min() < 0 or topk_ids.max() >= entries or not log_weights.max() < MOST_OF_LOGPROB:
+            raise DataError(f"{self.path}: expected entries with probabilities up to 1, got others: score again")
 
     def _table(self, number: int, columns: list[str]) -> pyarrow.Table:
         with _explained(self.path):

@@ -277,6 +277,18 @@ class TestData:
         assert train[0] == {"prompt": "question 0", "chosen": "a", "rejected": "b"}
         assert len(train) + len(held) == 40
 
+    @pytest.mark.parametrize("value", ["train", "held", "test", None])
+    def test_a_column_named_split_is_a_column(self, tokenizer, tmp_path, value):
+        """It is the rewards', and says nothing of what is held out."""
+        rows = [{"prompt": f"question {i}", "split": value, "row": i} for i in range(40)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        given = config(tmp_path / "rows.parquet", method="grpo")
+        found = rows_of(given, tokenizer, 10)
+        save(tmp_path / "rows.jsonl", *found)
+        assert load(tmp_path / "rows.jsonl", given) == found
+        assert [len(some) for some in found] == [38, 2]
+        assert all(row["split"] == value for some in found for row in some)
+
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
         parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path)

@@ -122,10 +122,10 @@ def test_the_other_methods(start, method, tmp_path):
     assert not (tmp_path / "run" / "README.md").exists()
     for record in steps(tmp_path / "run"):
         assert set(TRL_METRICS[method] + MEMORY) <= set(record)
-    rows = read_lines(tmp_path / "run" / "rows.jsonl")
-    assert {row["split"] for row in rows} == {"train", "held"}
+    lines = read_lines(tmp_path / "run" / "rows.jsonl")
+    assert {line["split"] for line in lines} == {"train", "held"}
     if method == "dpo":
-        assert all(row["chosen"] and row["rejected"] for row in rows)
+        assert all(line["row"]["chosen"] and line["row"]["rejected"] for line in lines)
         assert steps(tmp_path / "run")[-1]["loss"] < steps(tmp_path / "run")[0]["loss"]
 
 
@@ -150,8 +150,8 @@ def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
         "output_dir": tmp_path / "run",
     }
     run(replace(start, **options), QUIET)
-    rows = read_lines(tmp_path / "run" / "rows.jsonl")
-    assert all(row["rejected"][0]["role"] == ASSISTANT for row in rows)
+    lines = read_lines(tmp_path / "run" / "rows.jsonl")
+    assert all(line["row"]["rejected"][0]["role"] == ASSISTANT for line in lines)
     first = made[0].train_dataset[0]
     marks = [tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "</s>")]
     assert tokenizer.decode(first["prompt_ids"]) == "<s>user:ab</s><s>assistant:"
@@ -404,5 +404,5 @@ def test_the_default_model(default_place, monkeypatch, method):
     for record in steps(Path(summary["output_dir"])):
         assert set(TRL_METRICS[method] + MEMORY) <= set(record)
         assert math.isfinite(record["loss"])
-    held = [row for row in read_lines(Path(summary["output_dir"]) / "rows.jsonl") if row["split"] == "held"]
+    held = [line for line in read_lines(Path(summary["output_dir"]) / "rows.jsonl") if line["split"] == "held"]
     assert len(held) == 32

@@ -226,13 +226,17 @@ def test_a_killed_run_goes_on_with_nothing_lost_or_doubled(micro, near, whole, t
 def test_a_run_that_ends_before_its_page_makes_it_anew(micro, near, whole, tmp_path, monkeypatch, small_blocks):
     data, expected = whole
     config = options(micro, data, tmp_path / "e", against=str(near))
-    with monkeypatch.context() as stopped:
-        stopped.setattr("logitless.workbench.evaluation.run.page", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(config)
+    config = replace(config, json=tmp_path / "e.json")
+    for last in ("evaluation.run.page", "scoring.summary.write_json"):
+        with monkeypatch.context() as stopped:
+            stopped.setattr(f"logitless.workbench.{last}", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(config)
+    assert not config.json.exists()
     with pytest.raises(OptionError, match="unfinished run with against"):
         run(replace(config, against=None))
-    run(config)
+    summary = run(config)
+    assert json.loads(config.json.read_text()) == summary
     assert same(tmp_path / "e", expected)
     with pytest.raises(OptionError, match="exists already"):
         run(config)

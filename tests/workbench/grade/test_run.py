@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from logitless.errors import ConfigError, DeviceError, NotFiniteError, OptionError
-from logitless.workbench.common.files import read_lines
+from logitless.errors import ConfigError, DataError, DeviceError, NotFiniteError, OptionError
+from logitless.workbench.common.files import read_lines, write_lines
 from logitless.workbench.grade.comparison import compare
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
@@ -120,6 +120,17 @@ def test_a_rule_in_the_place_of_a_reward_model(small, method):
         assert summary["after"]["val/reward_mean"] > summary["before"]["val/reward_mean"] + 0.05
 
 
+def not_a_number(text: str) -> float:
+    return float("nan")
+
+
+def test_a_rule_that_is_not_a_number_is_not_bad_input(small):
+    with pytest.raises(
+        NotFiniteError, match=r"--token-reward .*: expected a finite number for every token, got nan for"
+    ):
+        run(of(small, "nan", reward_model=None, token_reward=f"{__name__}:not_a_number"))
+
+
 def test_a_rule_and_a_reward_model_are_refused_together(small):
     with pytest.raises(OptionError, match="--token-reward stands in the place of --reward-model"):
         run(of(small, "both", token_reward=f"{__name__}:vowels").check())
@@ -138,6 +149,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(small):
     for name in ("reward_mean", "reward_std", "kl"):
         assert again["after"][f"test/{name}"] == whole["after"][f"test/{name}"]
     assert [x["step"] for x in read_lines(place / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("change", [{"train/reward": None}, {"seconds": "x"}, {"peak_memory_bytes": None}])
+def test_records_of_other_kinds_are_one_line(small, change):
+    """A run that goes on counts them together at its end."""
+    place = small.root / "changed"
+    shutil.rmtree(place, ignore_errors=True)
+    run(of(small, "changed", max_steps=2))
+    first, *rest = read_lines(place / "metrics.jsonl")
+    write_lines(place / "metrics.jsonl", [first, rest[0] | change, *rest[1:]])
+    with pytest.raises(DataError, match=r"metrics.jsonl does not hold what was written there .*remove the lines in it"):
+        run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
 
 
 def test_what_accumulates_is_the_mean_of_the_parts(small):

@@ -330,6 +330,26 @@ def test_documents_are_not_written_over(micro, tmp_path, option):
     replace(given, **{option: tmp_path / "texts" / "new.jsonl"}).check()
 
 
+@pytest.mark.parametrize("store", ["topk", "hidden"])
+def test_a_run_that_ends_before_its_summary_is_written_goes_on(micro, tmp_path, monkeypatch, store):
+    """As where the disk is full: the same call writes it, and the rows are those that were there."""
+    given = config(
+        micro, corpus(tmp_path / "a.jsonl", 5), tmp_path / "s.parquet", json=tmp_path / "s.json", store=store
+    )
+    with monkeypatch.context() as stopped:
+        stopped.setattr("logitless.workbench.scoring.summary.write_json", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(given)
+    before = given.out.read_bytes()
+    assert not given.json.exists()
+    summary = run(given)
+    assert json.loads(given.json.read_text()) == summary
+    assert summary["tokens_scored_now"] == 0
+    assert given.out.read_bytes() == before
+    with pytest.raises(OptionError, match="exists already"):
+        run(given)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 

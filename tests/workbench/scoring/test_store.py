@@ -211,6 +211,23 @@ def test_columns_of_another_kind_are_one_line(micro, tmp_path, name):
         TeacherRecord(out)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("logsumexp", lambda x: -abs(x) - 9), ("topk_ids", lambda x: x + 259), ("topk_ids", lambda x: -x - 1)],
+)
+def test_entries_that_are_none_are_one_line(micro, tmp_path, name, change):
+    out = tmp_path / "t.parquet"
+    run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
+    table = pq.read_table(out)
+    column = table[name].combine_chunks()
+    values = column.to_pylist()
+    other = [x if x is None else [change(y) for y in x] if isinstance(x, list) else change(x) for x in values]
+    place = table.schema.get_field_index(name)
+    pq.write_table(table.set_column(place, name, pa.array(other, column.type)), out)
+    with pytest.raises(DataError, match=r"t.parquet: expected entries with probabilities up to 1, got others"):
+        TeacherRecord(out).read(0, len(table))
+
+
 def test_fp8_keeps_every_scale_of_token():
     hidden = torch.randn(50, 64) * torch.logspace(-30, 30, 50)[:, None]
     hidden[7] = 0

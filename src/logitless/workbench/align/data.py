@@ -91,7 +91,9 @@ def with_rejected(rows: list[Row], model: Any, tokenizer: TextTokenizer, config:
 
 def save(path: Path, train: list[Row], held: list[Row]) -> None:
     """Both lists as JSON lines, so that a resumed run sees the same rows."""
-    write_lines(path, [{"split": name, **row} for name, rows in (("train", train), ("held", held)) for row in rows])
+    write_lines(
+        path, [{"split": name, "row": row} for name, rows in (("train", train), ("held", held)) for row in rows]
+    )
 
 
 def load(path: Path, config: AlignConfig) -> tuple[list[Row], list[Row]]:
@@ -99,8 +101,9 @@ def load(path: Path, config: AlignConfig) -> tuple[list[Row], list[Row]]:
     found: dict[str, list[Row]] = {"train": [], "held": []}
     columns = ("prompt",) if config.kind.rollouts else PAIR
     with readable(path):
-        for row in read_lines(path):
-            found[row.pop("split")].append(row)
+        for line in read_lines(path):
+            row = line["row"]
+            found[line["split"]].append(row)
             _check_row(row, columns, str(path))
             if isinstance(row["prompt"], list) != isinstance(found["train"][0]["prompt"], list):
                 raise ValueError("text among messages")

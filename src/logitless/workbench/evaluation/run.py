@@ -9,7 +9,7 @@ from rich.console import Console
 from ..scoring.block import Scorer
 from ..scoring.parts import Parts
 from ..scoring.run import measured
-from ..scoring.summary import circumstances, merged
+from ..scoring.summary import circumstances, finished, merged
 from .config import EvalConfig
 from .measure import measure, numbers_of
 from .page import page, write_pages
@@ -52,5 +52,4 @@ def conclude(config: EvalConfig, scorer: Scorer, parts: Parts, count: int, took:
         **circumstances(config, scorer),
     }
     write_pages(config, summary, page(summary))
-    parts.remove()
-    return summary
+    return finished(config, parts, summary)

@@ -22,6 +22,7 @@ from ..common.say import quiet, say
 from ..scoring.documents import hash_of
 from ..scoring.parts import Parts
 from ..scoring.run import explained, identities, joined
+from ..scoring.summary import finished
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
@@ -75,8 +76,7 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
             "versions": versions("torch", "transformers", "lm-eval"),
         }
         write_pages(config, summary, page_of_tasks(summary))
-        parts.remove()
-        return summary
+        return finished(config, parts, summary)
 
 
 def _load(names: Sequence[str]) -> list[Any]:

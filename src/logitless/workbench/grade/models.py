@@ -123,11 +123,12 @@ class TokenReward(Reward):
 
     @classmethod
     def of(cls, rule: Callable[[str], float], name: str, tokenizer: Any, vocab_size: int, device: Any) -> TokenReward:
-        """rule: of one entry's text, as the tokenizer decodes it alone. Raises OptionError for what is no number."""
+        """rule: of one entry's text, as the tokenizer decodes it alone. Raises OptionError, NotFiniteError."""
         values = [rule(tokenizer.decode([i])) for i in range(vocab_size)]
         for i, value in enumerate(values):
             if not (isinstance(value, Real) and math.isfinite(value)):
-                raise OptionError(
+                error = NotFiniteError if isinstance(value, Real) else OptionError
+                raise error(
                     f"--token-reward {name}: expected a finite number for every token, got {value!r} for "
                     f"{tokenizer.decode([i])!r}"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,7 @@ from ..common.say import say
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import Send, reporting
-from ..runs.trainer import METRICS_FILE, save_model
+from ..runs.trainer import BY_STEPS, METRICS_FILE, save_model
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
 from ..sources.model import (
@@ -176,11 +177,8 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
     _examples(state, "after")
-    records = read_lines(place / METRICS_FILE)
-    steps_taken = [x for x in records if "train/reward" in x]
-    varied = [x for x in records if "grad_variance" in x]
-    last = steps_taken[-max(1, len(steps_taken) // 10) :]
-    train_reward = fmean(x["train/reward"] for x in last)
+    with readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext():
+        trained = _trained(read_lines(place / METRICS_FILE))
     trainable = sum(p.numel() for p in state.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
@@ -201,16 +199,9 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         "steps": state.step,
         "before": before,
         "after": {**after, **test},
-        "train_reward": train_reward,
-        "training": {name: fmean(x[f"train/{name}"] for x in steps_taken) for name in ("reward", "kl")},
-        "grad_variances": [x["grad_variance"] for x in varied],
-        "grad_mean_squares": [x["grad_mean_square"] for x in varied],
-        "generalisation_gap": train_reward - test["test/reward_mean"],
-        "seconds_per_step": fmean(x["seconds"] for x in steps_taken),
-        "training_seconds": sum(x["seconds"] for x in steps_taken),
+        **trained,
+        "generalisation_gap": trained["train_reward"] - test["test/reward_mean"],
         "memory_bytes": before.pop("memory_bytes", None),
-        "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
-        "coverage": fmean(x["coverage"] for x in steps_taken),
         "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
         "versions": versions("torch", "transformers", "peft"),
         "output_dir": str(place),
@@ -218,6 +209,23 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     }
     write_json(place / SUMMARY_FILE, summary)
     return summary
+
+
+def _trained(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the steps come to, by their records; the training's reward is that of the last tenth of them."""
+    steps_taken = [x for x in records if "train/reward" in x]
+    varied = [x for x in records if "grad_variance" in x]
+    last = steps_taken[-max(1, len(steps_taken) // 10) :]
+    return {
+        "train_reward": fmean(x["train/reward"] for x in last),
+        "training": {name: fmean(x[f"train/{name}"] for x in steps_taken) for name in ("reward", "kl")},
+        "grad_variances": [x["grad_variance"] for x in varied],
+        "grad_mean_squares": [x["grad_mean_square"] for x in varied],
+        "seconds_per_step": fmean(x["seconds"] for x in steps_taken),
+        "training_seconds": sum(x["seconds"] for x in steps_taken),
+        "peak_memory_bytes": max(x["peak_memory_bytes"] for x in steps_taken),
+        "coverage": fmean(x["coverage"] for x in steps_taken),
+    }
 
 
 def _memory(summary: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from ...sample.teacher import write_head
 from ...units import format_bytes, plural
 from ...versions import versions
 from ...vocab.face import LMHead
-from ..common.files import remove_leftovers, strict_json, write_whole
+from ..common.files import remove_leftovers, strict_json, write_json, write_whole
 from ..sources.identity import together
 from .block import NOT_FINITE, Scorer
 from .config import ScoreConfig, TextOptions
@@ -59,10 +59,18 @@ def conclude(config: ScoreConfig, scorer: Scorer, parts: Parts, count: int, meas
         if head:
             config.head_place.unlink()
         raise
-    parts.remove()
     if head:
         summary |= {"head": str(config.head_place), "head_bytes": config.head_place.stat().st_size}
-    return {"schema": SCHEMA, **summary, **measured, **circumstances(config, scorer)}
+    return finished(config, parts, {"schema": SCHEMA, **summary, **measured, **circumstances(config, scorer)})
+
+
+def finished(config: TextOptions, parts: Parts, summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary, once it is in the file of --json and the parts are removed: until then the same call goes on."""
+    if config.json is not None and str(config.json) != "-":
+        remove_leftovers(config.json)
+        write_json(config.json, summary)
+    parts.remove()
+    return summary
 
 
 def _head(config: ScoreConfig, scorer: Scorer) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
             "remove it or write \\ufffd"
         ) from None
     except (ValueError, RecursionError) as error:
-        why = getattr(error, "msg", "nested too deeply")
+        why = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", first_line(error))
         raise DataError(f"--data {where}: not JSON ({why}); expected one object per line") from None
     if not isinstance(record, dict):
         raise DataError(f"--data {where}: expected an object with fields, got {type(record).__name__}")
