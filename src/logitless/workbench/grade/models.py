@@ -196,6 +196,6 @@ def finite_norm(norm: float) -> float:
     if math.isfinite(norm):
         return norm
     raise NotFiniteError(
-        "the policy's gradient is NaN or infinite: a soft gradient has exploded; use --method ste, a higher --tau-end, "
-        "fewer --completion-length or a lower --learning-rate"
+        "the policy's gradient is NaN or infinite: lower --learning-rate; through soft tokens also use --method ste, a "
+        "higher --tau-end or fewer --completion-length"
     )
