@@ -61,6 +61,11 @@ def remote_error(kind: str, text: str) -> LogitlessError:
     return globals().get(kind, LogitlessError)(text)
 
 
+def in_one_line(error: BaseException, most: int = 200) -> str:
+    """What another library's error says, on one line of at most so many characters; its class where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it says that memory ran out."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY)

@@ -26,6 +26,5 @@ def main(arguments: Sequence[str]) -> int:
 
     summary = run(config, Screen(stderr=True))
     if summary:  # the first rank of a distributed launch
-        to_stdout = config.json if str(config.json) == "-" else None  # a file is there by now, or the run could go on
-        deliver(summary, to_stdout, lambda console: show(summary, console))
+        deliver(summary, config.json, lambda console: show(summary, console), is_written=True)
     return 0

@@ -10,8 +10,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], None]) -> None:
-    """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr."""
+def deliver(
+    summary: dict[str, Any], to: Path | None, show: Callable[[Console], None], is_written: bool = False
+) -> None:
+    """Shows the summary and writes it as JSON to `to`; `-` is standard output, and the table then goes to stderr.
+
+    is_written: the run has written the file itself, while it could still go on.
+    """
     from ..workbench.common.files import strict_json, write_json
     from .screen import Screen
 
@@ -19,5 +24,5 @@ def deliver(summary: dict[str, Any], to: Path | None, show: Callable[[Console], 
     show(Screen(stderr=to_stdout))
     if to_stdout:
         print(strict_json(summary, indent=2))
-    elif to is not None:
+    elif to is not None and not is_written:
         write_json(to, summary)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from ..versions import installing
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -114,7 +114,7 @@ def convert(path: Path, folder: Path) -> None:
             model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **there)
             tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **there)
     except Exception as error:  # each reader of transformers and gguf fails in its own way
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = in_one_line(error)
         unknown = isinstance(error, NotImplementedError) or "not supported" in why
         if not unknown:
             why = f"this GGUF file cannot be read, most likely damaged or cut short ({why}); get it anew"

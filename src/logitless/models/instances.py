@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, in_one_line
 from .catalog import fields_of, from_config
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -35,7 +35,7 @@ def config_of(values: Any, name: str) -> Any:
     try:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # configuration classes validate in their own ways
-        raise ConfigError(f"--model {name}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+        raise ConfigError(f"--model {name}: {in_one_line(error, 300)}") from None
 
 
 def attention_layers(model: Any, wish: str, *unlike: str) -> list[Any]:

@@ -18,7 +18,7 @@ from ...integrations.trl.trainers import install
 from ...resident import reset_peak
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_lines, readable, write_json
+from ..common.files import readable, write_json
 from ..common.say import say
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
@@ -27,7 +27,7 @@ from ..runs.ranks import first
 from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import explain_failures
-from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, save_model
+from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, records_of, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
@@ -181,9 +181,7 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    before = readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext()
-    with before:
-        records = read_lines(place / METRICS_FILE)
+    with records_of(place, config.resume is not None) as records:
         plot(place / "align.png", config.method, records)
         trained = numbers(config.method, records)
     names = getattr(trainer, "reward_func_names", [])

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, in_one_line
 from ...resident import peak_bytes, reset_peak
 from ...versions import versions
 from ..common.device import device_of
@@ -101,7 +101,7 @@ def _load(names: Sequence[str]) -> list[Any]:
             with warnings.catch_warnings(action="ignore"):
                 found = manager.load([name])
         except Exception as error:  # YAML, templates, data sets and the network each have their own
-            why = " ".join(str(error).split())[:200] or type(error).__name__
+            why = in_one_line(error)
             raise DataError(f"--tasks {name}: lm-eval cannot load it ({why})") from None
         groups = found.get("groups", {})
         out += [groups[name]] if name in groups else [*found["tasks"].values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +24,7 @@ from ..common.say import say
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import Send, reporting
-from ..runs.trainer import BY_STEPS, METRICS_FILE, save_model
+from ..runs.trainer import records_of, save_model
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
 from ..sources.model import (
@@ -177,8 +176,8 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
     _examples(state, "after")
-    with readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext():
-        trained = _trained(read_lines(place / METRICS_FILE))
+    with records_of(place, config.resume is not None) as records:
+        trained = _trained(records)
     trainable = sum(p.numel() for p in state.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")

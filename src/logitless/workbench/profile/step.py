@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...algebra.costs import DEFAULT_BUDGET
-from ...errors import ConfigError, LogitlessError, OptionError
+from ...errors import ConfigError, LogitlessError, OptionError, in_one_line
 from ...integrations.transformers.install import install
 from ...models.catalog import shape_of
 from ...models.instances import configuration, with_adapters
@@ -99,7 +99,7 @@ def build(step: Step, device: str = "meta") -> nn.Module:
     except LogitlessError:
         raise
     except Exception as error:  # each class of model fails in its own way
-        raise ConfigError(f"model {step.model}: cannot be built: {line_of(error)}") from error
+        raise ConfigError(f"model {step.model}: cannot be built: {in_one_line(error)}") from error
     return model.train()
 
 
@@ -136,7 +136,7 @@ def traced(step: Step, device: str = "gpu") -> Recording:
     except LogitlessError:
         raise
     except Exception as error:  # whatever a model does to tensors without data
-        raise ConfigError(f"model {step.model}: cannot be traced: {line_of(error)}") from error
+        raise ConfigError(f"model {step.model}: cannot be traced: {in_one_line(error)}") from error
     return t.recording
 
 
@@ -147,8 +147,3 @@ def both(step: Step, tell: Callable[[str], None] = lambda what: None) -> dict[st
         tell(f"tracing a step, {loss} loss")
         found[loss] = traced(replace(step, loss=loss))
     return found
-
-
-def line_of(error: BaseException) -> str:
-    """An error's first words on one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...errors import OptionError
+from ...errors import OptionError, in_one_line
 from ..common.options import RunOptions
 
 PROJECT = "logitless"  # unless the environment's WANDB_PROJECT or TRACKIO_PROJECT says otherwise
@@ -101,5 +101,5 @@ def _explained(report_to: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each library fails in its own way
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = in_one_line(error)
         raise OptionError(f"--report-to {report_to}: {why}") from error

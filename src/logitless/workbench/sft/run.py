@@ -23,7 +23,7 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_lines, read_object, readable, write_json
+from ..common.files import read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
 from ..common.written import TOKENS_FILE
@@ -34,7 +34,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record, whence
 from ..runs.trackers import check_tracker, explain_failures, project
-from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, save_model
+from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, records_of, save_model
 from ..sources.generation import align_tokens
 from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
@@ -257,9 +257,7 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    before = readable(place / METRICS_FILE, BY_STEPS) if config.resume else nullcontext()
-    with before:
-        records = read_lines(place / METRICS_FILE)
+    with records_of(place, config.resume is not None) as records:
         plot_loss(place / "loss.png", records, vocab)
         trained = numbers(records)
     plot_memory(place / "memory.png", step_memory, tokens, vocab)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, in_one_line
 from .tokenizer import TextTokenizer
 
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -30,7 +30,7 @@ def check_generation(model: Any, name: str) -> None:
     try:
         model.generate(ids, attention_mask=ids + 1, max_new_tokens=1, custom_generate=lambda model, ids, **_: ids)
     except Exception as error:  # of each option's own code
-        raise ConfigError(f"--model {name}: generation_config.json: {_line(error)}") from None
+        raise ConfigError(f"--model {name}: generation_config.json: {in_one_line(error, 300)}") from None
 
 
 @contextmanager
@@ -62,8 +62,6 @@ def _make_valid(generation: Any) -> None:
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        raise ConfigError(f"generation_config.json: expected what transformers can save, got {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"generation_config.json: expected what transformers can save, got {in_one_line(error, 300)}"
+        ) from None

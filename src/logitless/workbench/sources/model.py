@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, LogitlessError, OptionError
+from ...errors import ConfigError, LogitlessError, OptionError, in_one_line
 from ...models.instances import config_of, with_adapters
 from ...models.nsa.options import options_of, saved_with_nsa
 from ...models.positions import check_reach, reach, scale
@@ -130,7 +130,7 @@ def _read_json(path: Path) -> Any:
     try:
         return parsed(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: not a readable JSON file ({_line(error)})") from None
+        raise ConfigError(f"--model {path}: not a readable JSON file ({in_one_line(error, 300)})") from None
 
 
 def _load_config(name: str) -> Any:
@@ -139,7 +139,7 @@ def _load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # network, JSON and validation errors of several libraries
-        raise ConfigError(f"--model {name}: {_line(error)}") from None
+        raise ConfigError(f"--model {name}: {in_one_line(error, 300)}") from None
 
 
 def _checked(config: Any, name: str) -> Any:
@@ -253,7 +253,7 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         )
         model, found = loaded
     except Exception as error:  # dtypes and missing files surface as different classes
-        raise ConfigError(f"--model {source.name}: {_line(error)}") from None
+        raise ConfigError(f"--model {source.name}: {in_one_line(error, 300)}") from None
     if misfits := sorted(found["mismatched_keys"]):
         named, shape, wanted_shape = misfits[0]
         raise ConfigError(
@@ -314,7 +314,3 @@ def _sparse(source: ModelSource, attention: str, model: Any) -> Any:
             "of its config.json"
         )
     return load_parameters(model, source.weights) if has and source.weights else attach(model)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError, LogitlessError
+from ...errors import ConfigError, LogitlessError, in_one_line
 from ..common.bounds import bounded
 
 TEKKEN_FILE = "tekken_240911.json"
@@ -71,7 +71,7 @@ def pretrained(name: str) -> TextTokenizer:
     except LogitlessError:
         raise
     except Exception as error:  # of JSON, of tokenizers in Rust, of the network and of transformers' own checks
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = in_one_line(error)
         raise ConfigError(f"no usable tokenizer at {name}: {why}") from None
 
 
@@ -102,8 +102,9 @@ def reading(saved: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise ConfigError(f"the tokenizer at {saved.name_or_path} cannot read this text: {why}") from None
+        raise ConfigError(
+            f"the tokenizer at {saved.name_or_path} cannot read this text: {in_one_line(error)}"
+        ) from None
 
 
 def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
@@ -138,7 +139,7 @@ def _written(messages: list[dict[str, Any]], write: Callable[[], tuple[str, Span
         if len(text) > most:
             raise ValueError(f"it wrote {len(text):,} characters, expected at most {most:,}")
     except Exception as error:  # whatever a template raises
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = in_one_line(error)
         raise ConfigError(f"the chat template failed: {why}") from None
     return text, spans
 
