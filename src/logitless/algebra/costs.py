@@ -142,12 +142,13 @@ def slices_of(
     converted: int = 0,
     whole: bool = False,
     wide: bool = False,
+    together: int = 0,
 ) -> Slices:
     """Slice sizes that keep to `budget` bytes, down to one row and 64 entries or whole rows of one token.
 
     heads: 2 with a reference; tiles: as `tiles_of`; converted: the hidden size where a slice of W is converted to
     another dtype; whole: a chunk's whole rows are kept; wide: in as few slices as the budget and caches leave, for few
-    tokens.
+    tokens; together: how many tokens' whole rows are to be kept at once, where the budget has room for them.
     """
     gpu = device != "cpu"
     room = max(1, budget // itemsize)
@@ -156,6 +157,7 @@ def slices_of(
         row = heads * vocab_size + tiles * width
         most = max(1, (room - converted * width) // row)
         tokens = _even(n_tokens, most if gpu else min(most, cpu_rows(heads * vocab_size, room)))
+        tokens = max(tokens, min(most, together))
         if wide:
             spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
             most = vocab_size if gpu else min(vocab_size, max(width, CPU_TILE // tokens))
@@ -188,6 +190,7 @@ def fused_slices_of(
     streamed: int = 0,
     processors: int = 0,
     hidden: int = 1,
+    together: int = 0,
 ) -> Slices:
     """Slice sizes where one kernel reads the products in place, so that few other buffers of a slice are needed.
 
@@ -205,6 +208,7 @@ def fused_slices_of(
         row = tiles * -(-vocab_size // width) * aligned(width)
         most = max(1, (room - converted * width) // row)
         tokens = _tokens_in_waves(n_tokens, most, hidden, processors) if processors else _even_blocks(n_tokens, most)
+        tokens = max(tokens, min(most, together))
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     each = itemsize * tiles + beside  # bytes of an entry
     tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)))

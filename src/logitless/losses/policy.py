@@ -176,8 +176,8 @@ def gspo(
         r = (((p - old_logprob) * mask).sum(-1) / mask.sum(-1)).exp()
         loss = -torch.min(advantages * r, advantages * r.clamp(1 - clip_low, 1 + clip_high))
 
-    Reads `logprob` of whole responses, so it takes `token_stats` rather than `token_loss`. Returns (B,), one loss per
-    response; the batch's is its mean. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071.
+    Reads `logprob` of whole responses: in `token_loss` with per="sequence". Returns (B,), one loss per response; the
+    batch's is its mean. Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071.
     """
     same_shape(logprob, old_logprob=old_logprob, mask=mask)
     mean = sequence_logprob(gap(logprob, old_logprob), mask, average=True)
@@ -197,8 +197,8 @@ def gmpo(
         d = torch.where(advantages[:, None] > 0, d.clamp(max=clip), d.clamp(min=-clip))
         loss = -advantages * ((d * mask).sum(-1) / mask.sum(-1)).exp()
 
-    Reads `logprob` of whole responses, so it takes `token_stats` rather than `token_loss`. Returns (B,), one loss per
-    response; the batch's is its mean. Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
+    Reads `logprob` of whole responses: in `token_loss` with per="sequence". Returns (B,), one loss per response; the
+    batch's is its mean. Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
     """
     if not clip >= 0.0:
         raise OptionError(f"clip must be at least 0, got {clip}")

@@ -20,7 +20,7 @@ from .call.lora import stand_in, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
-from .call.validate import flatten, flatten_inputs, flatten_whole_loss
+from .call.validate import check_loss, flatten, flatten_inputs, flatten_whole_loss
 from .devices import compute_dtype
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
@@ -116,31 +116,39 @@ def token_loss(
     *,
     inputs: tuple[Tensor, ...] = (),
     reduction: str = "mean",
+    per: str = "token",
     **options: Unpack[Options],
 ) -> Tensor:
-    """A loss that is a function of each token's statistics, with its gradient formed in the forward pass: 3 GEMMs.
+    """A loss that is a function of tokens' statistics, with its gradient formed in the forward pass: 3 GEMMs.
 
     Dense equivalent:
 
         stats = token_stats(hidden, head, labels, **options)
-        loss_fn(stats, *inputs)[labels != ignore_index].mean()
+        loss_fn(stats, *inputs)[labels != ignore_index].mean()  # per="token"
+        loss_fn(stats, *inputs)[(labels != ignore_index).flatten(1).any(1)].mean()  # per="sequence"
 
     loss_fn(stats, *inputs) sees some tokens' statistics, (n,) each, and the same tokens' part of every input, and
-    returns one loss per token, (n,); autocast is off in it. inputs: tensors of labels' shape, with trailing dimensions
-    if wanted; those that require grad get their gradient. options: as `token_stats`. reduction: "mean" over tokens that
-    count (0 with a live graph where none does), "sum", or "none": (...) for any upstream gradient, at the price of 4
-    GEMMs.
+    returns one loss per token, (n,); autocast is off in it. per="sequence": it sees some whole rows of labels' first
+    dimension, (n, ...), ignored tokens with what `token_stats` gives them, and returns one loss per row, such as GSPO's
+    of responses or, where labels are (B, 2, T), DPO's of pairs; rows with no token that counts it never sees.
+    inputs: tensors of labels' shape, or of its first dimension where losses are per sequence, with trailing dimensions
+    if wanted; those that require grad get their gradient. options: as `token_stats`. reduction: "mean" over what counts
+    (0 with a live graph where nothing does), "sum", or "none": a loss each, for any upstream gradient, at the price of
+    4 GEMMs, which a sequence whose rows of logits do not fit into memory_budget pays in any case.
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
-    on_all(head, lambda: check_reduction(reduction))
-    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden), alike=(reduction,), **options)
-    extra = flatten_inputs(inputs, hidden)
+    on_all(head, lambda: check_loss(reduction, per, hidden))
+    units = hidden.shape[:1] if per == "sequence" else hidden.shape[:-1]
+    alike = reduction, per
+    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, units, hidden.device), alike=alike, **options)
+    extra = flatten_inputs(inputs, units, hidden.device)
+    sequences = tuple(hidden.shape[:-1]) if per == "sequence" else None
     if reduction == "none":
-        return loss_of_each(loss_fn, call, extra).reshape(hidden.shape[:-1])
+        return loss_of_each(loss_fn, call, extra, sequences).reshape(units)
     if call.sampling_mask is not None:
-        return loss_over_sets(loss_fn, call, extra, reduction == "mean")
-    return chunked_loss(loss_fn, call, extra, reduction == "mean")
+        return loss_over_sets(loss_fn, call, extra, reduction == "mean", sequences)
+    return chunked_loss(loss_fn, call, extra, reduction == "mean", sequences)
 
 
 def linear_cross_entropy(

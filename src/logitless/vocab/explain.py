@@ -25,7 +25,7 @@ from .call.choice import passed_over
 from .call.lora import stand_in
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_sparse, compilable, flatten, flatten_whole_loss
+from .call.validate import check_loss, check_sparse, compilable, flatten, flatten_whole_loss
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import planned
@@ -91,13 +91,16 @@ def explain(
     labels: Tensor | None = None,
     *,
     loss: bool = False,
+    per: str = "token",
     **options: Unpack[Options],
 ) -> Explanation:
     """Which price, backend and slices a call with these arguments gets, and the bytes it needs; computes nothing.
 
-    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; options: as `token_stats`.
+    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; per: as `token_loss`, with what a
+    sequence without ignored tokens pays; options: as `token_stats`.
     Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
     """
+    check_loss("mean", per, hidden)
     by_quack = loss and options.get("backend") == quack_support.NAME
     call = stand_in((flatten_whole_loss if by_quack else flatten)(hidden, head, labels, **options))
     needs, i, n = Needs.of(call.inputs), call.inputs, call.inputs.hidden.shape[0]
@@ -107,7 +110,8 @@ def explain(
         check_sparse(call)
     if call.sampling_mask is not None:
         return _over_sets(call, price, needs, call.sampling_mask)
-    price, slices = (price, slices_for(call, n)) if by_quack else planned(call, n, price)
+    together = hidden.shape[1:-1].numel() if loss and per == "sequence" else 0
+    price, slices = (price, slices_for(call, n)) if by_quack else _planned(call, price, needs, together)
     rank, ref_rank = (0 if x is None else x.shape[1] for x in (i.lora_b, i.ref_lora_b))
     rows, itemsize = head.local_rows, call.compute.itemsize
     products = len(price.bases) * n * (head.hidden_size + rank) * itemsize
@@ -132,6 +136,13 @@ def explain(
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
         passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head), call.options.want),
     )
+
+
+def _planned(call: Call, price: Price, needs: Needs, together: int) -> tuple[Price, Slices]:
+    """`planned`, or what tokens that a loss sees together pay where they are more than a chunk."""
+    n = call.inputs.hidden.shape[0]
+    price, slices = planned(call, n, price, together=together)
+    return planned(call, n, stats_price(call, needs)) if together > slices.tokens else (price, slices)
 
 
 def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Explanation:

@@ -151,9 +151,6 @@ class Preference(Case):
         both = {name: ignored_rows_poisoned(operands[name], ignored) for name in ("hidden", "ref_hidden")}
         return {**operands, **both}
 
-    def _pairs(self, sequences: Tensor, reference: Tensor) -> Pair:
-        return (*sequences.split(self.pairs), *reference.split(self.pairs))
-
     def dense(self, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, **ref: Any) -> Tensor:
         mask = labels != self.ignore_index
 
@@ -166,24 +163,31 @@ class Preference(Case):
 
         logp = tokens(hidden, weight, bias)
         reference = sequences(tokens(ref["ref_hidden"], ref["ref_weight"], ref["ref_bias"])).detach()
-        each = DENSE[self.loss](self._pairs(sequences(logp), reference), self)
+        each = DENSE[self.loss]((*sequences(logp).split(self.pairs), *reference.split(self.pairs)), self)
         return each.mean() - self.nll * logp[: self.pairs].sum() / mask[: self.pairs].sum()
 
     def ours(self, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, **ref: Any) -> Tensor:
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "memory_budget": 2**20}
         mask = labels != self.ignore_index
-
-        def tokens(hidden: Tensor, weight: Tensor, bias: Any) -> Tensor:
-            options: dict[str, Any] = {"ignore_index": self.ignore_index, "memory_budget": 2**20}
-            return ll.token_stats(hidden, ll.LMHead(weight, bias), labels, **options).logprob
-
-        def sequences(logp: Tensor) -> Tensor:
-            return ll.losses.sequence_logprob(logp, mask, average=self.loss in AVERAGED)
-
-        logp = tokens(hidden, weight, bias)
+        likelihood = self.nll * self.pairs / mask[: self.pairs].sum()
         with torch.no_grad():
-            reference = sequences(tokens(ref["ref_hidden"], ref["ref_weight"], ref["ref_bias"]))
-        each = OURS[self.loss](self._pairs(sequences(logp), reference), self)
-        return each.mean() - self.nll * logp[: self.pairs].sum() / mask[: self.pairs].sum()
+            head = ll.LMHead(ref["ref_weight"], ref["ref_bias"])
+            ref_logp = ll.token_stats(ref["ref_hidden"], head, labels, **options).logprob
+
+        def each(stats: Any, ref_logp: Tensor, mask: Tensor) -> Tensor:
+            both = (ll.losses.sequence_logprob(x, mask, self.loss in AVERAGED) for x in (stats.logprob, ref_logp))
+            loss = OURS[self.loss](tuple(x for pair in both for x in pair.unbind(1)), self)  # pyright: ignore
+            return loss - likelihood * stats.logprob[:, 0].sum(-1)
+
+        def paired(x: Tensor) -> Tensor:
+            return x.unflatten(0, (2, self.pairs)).transpose(0, 1)
+
+        return ll.token_loss(
+            *(each, paired(hidden), ll.LMHead(weight, bias), paired(labels)),
+            inputs=(paired(ref_logp), paired(mask)),
+            per="sequence",
+            **options,
+        )
 
     def found(self) -> Outcome:
         return outcome(self.ours, self.poisoned(), ("hidden", "weight", "bias"))

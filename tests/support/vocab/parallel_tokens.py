@@ -159,6 +159,35 @@ def shards_of_sequences(group: Any) -> None:
     assert int(ll.count_tokens(labels)) == int((labels != -100).sum())
 
 
+def losses_of_sequences(group: Any) -> None:
+    """One loss for each response, whether its rows stay or are too many, and one of these has no token that counts."""
+    for sizes, budget in ((EVEN, None), (UNEVEN, 1), (UNEVEN, 4_000)):
+        one = split(group, sizes, lead=(4, 3), reference=True, ranks=(2,), scale=0.8, vocab_size=V - 1)
+        one.ops.labels[0, 1:] = one.ops.labels[2] = -100
+        advantages = torch.randn(4, dtype=torch.float64)
+
+        def loss_fn(stats: Any, advantages: Tensor) -> Tensor:
+            return advantages * (stats.logprob + stats.kl).sum(1).square() - stats.entropy.prod(1)
+
+        results = []
+        for head, reference in ((one.head, one.reference), (one.ops.head, one.ops.reference)):
+            loss = ll.token_loss(
+                *(loss_fn, one.ops.hidden, head, one.ops.labels),
+                inputs=(advantages,),
+                per="sequence",
+                want=("logprob", "entropy", "kl"),
+                reference=reference,
+                memory_budget=budget,
+            )
+            results.append(loss)
+        same_on_all(results[0], group)
+        assert_near(results[0], results[1], 1e-10)
+        up = {"loss": torch.tensor(0.7, dtype=torch.float64)}
+        found, wanted = (gradients({"loss": x}, one.ops.leaves, up) for x in results)
+        for name, grad in one.whole(found).items():
+            assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
+
+
 def dtensors(group: Any) -> None:
     """A weight that says itself which rows are here, one of them padding; its gradient is a DTensor too."""
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -276,4 +305,5 @@ CASES = {
     "dtensors": dtensors,
     "dtensor adapters": dtensor_adapters,
     "shards of sequences": shards_of_sequences,
+    "losses of sequences": losses_of_sequences,
 }

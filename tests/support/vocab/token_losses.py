@@ -32,15 +32,15 @@ def call(loss_fn, ops, inputs=(), **options):
     return ll.token_loss(loss_fn, ops.hidden, ops.head, ops.labels, inputs=inputs, reference=ops.reference, **options)
 
 
-def dense_loss(loss_fn, ops, inputs=(), reduction="mean", **options):
-    """The loss function once, on the oracle's numbers of the tokens that count."""
-    keep = ops.labels != options.get("ignore_index", -100) if ops.labels is not None else ...
+def dense_loss(loss_fn, ops, inputs=(), reduction="mean", per="token", **options):
+    """The loss function once, on the oracle's numbers of the tokens that count, or of the sequences that do."""
+    everything = torch.ones(ops.hidden.shape[:-1], dtype=torch.bool)
+    keep = everything if ops.labels is None else ops.labels != options.get("ignore_index", -100)
+    keep = keep.flatten(1).any(1) if per == "sequence" else keep
     stats = dense_token_stats(ops.hidden, ops.head, ops.labels, reference=ops.reference, **options)
     loss = loss_fn(SimpleNamespace(**{name: x[keep] for name, x in stats.items()}), *(x[keep] for x in inputs))
     if reduction == "none":
-        return torch.zeros(ops.hidden.shape[:-1], dtype=loss.dtype).masked_scatter(
-            torch.ones(ops.hidden.shape[:-1], dtype=torch.bool) if ops.labels is None else keep, loss
-        )
+        return torch.zeros(keep.shape, dtype=loss.dtype).masked_scatter(keep, loss)
     return loss.sum() / (max(loss.numel(), 1) if reduction == "mean" else 1)
 
 

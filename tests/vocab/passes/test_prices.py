@@ -186,6 +186,27 @@ def test_token_loss_of_every_token_pays_for_any_upstream(trainable, expected, bu
     assert_price(price(step), expected)
 
 
+@pytest.mark.parametrize(
+    ("budget", "trainable", "expected"),
+    [
+        *((None, trainable, price) for trainable, price in ((TRAINABLE, 3), (FROZEN, 2), ((), 1))),
+        *((50_000, trainable, price) for trainable, price in ((TRAINABLE, 4), (FROZEN, 2), ((), 1))),
+    ],
+    ids=str,
+)
+def test_token_loss_of_sequences_pays_more_where_one_is_more_than_a_chunk(trainable, expected, budget, backend):
+    """Rows of logits of 16 tokens are 262 kB."""
+    ops = problem(*trainable)
+    ops.hidden = ops.hidden.detach().view(-1, 16, H).requires_grad_("hidden" in trainable)
+    ops.labels = ops.labels.view(-1, 16)
+    step = loss_step(ops, lambda s: s.logprob.sum(1).square(), ("logprob",), budget, backend, per="sequence")
+    assert_price(price(step), expected)
+    told = ll.explain(
+        ops.hidden, ops.head, ops.labels, loss=True, per="sequence", memory_budget=budget, backend=backend
+    )
+    assert told.price.gemms == expected
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("trainable", "expected"), [(TRAINABLE, 3), (FROZEN, 2), ((), 1)], ids=str)
 def test_linear_cross_entropy(trainable, expected, budget, backend):

@@ -131,11 +131,13 @@ class Backend(ABC):
         wide: bool = False,
         bases: int = 0,
         sparse: bool = False,
+        together: int = 0,
     ) -> Slices:
         """The slice sizes of a call with `n_tokens` valid tokens and at most `vocab_size` rows on a rank.
 
         materialised: whether a chunk's slices all stay; wide: whether few tokens are to see long slices; bases: how
-        many products accumulate on the way; sparse: whether a backward pass may leave slices out.
+        many products accumulate on the way; sparse: whether a backward pass may leave slices out; together: tokens
+        that are to stay at once, where the budget has room for them.
         """
         options, i, compute = call.options, call.inputs, call.compute
         demand, held = self.within(call, vocab_size, sparse)
@@ -147,6 +149,7 @@ class Backend(ABC):
             device=i.hidden.device.type,
             tiles=tiles_of(options.want, softcap=bool(call.head.softcap), top_k=options.top_k),
             wide=wide,
+            together=together,
         )
         found = replace(found, nbytes=found.nbytes + held, copied=held)
         if not sparse or options.sparse is None:

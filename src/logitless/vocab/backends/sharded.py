@@ -79,9 +79,17 @@ class ShardedBackend(Backend):
         wide: bool = False,
         bases: int = 0,
         sparse: bool = False,
+        together: int = 0,
     ) -> Slices:
         return self.local.slices(
-            call, n_tokens, vocab_size, materialised=materialised, wide=wide, bases=bases, sparse=sparse
+            call,
+            n_tokens,
+            vocab_size,
+            materialised=materialised,
+            wide=wide,
+            bases=bases,
+            sparse=sparse,
+            together=together,
         )
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

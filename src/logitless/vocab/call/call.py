@@ -239,9 +239,13 @@ def computing_all(call: Call) -> tuple[Call, Tensor | None]:
     return replace(call, inputs=call.inputs._replace(labels=torch.where(valid, labels, 0))), valid
 
 
+def blank_of(name: str) -> int:
+    """What ignored tokens get of a statistic."""
+    return -1 if name == "top_k_ids" else 0
+
+
 def blank_ignored(out: dict[str, Tensor], valid: Tensor | None) -> dict[str, Tensor]:
     """The statistics with what ignored tokens get in their places; their upstream gradients then are 0."""
     if valid is None:
         return out
-    blanks = {name: -1 if name == "top_k_ids" else 0 for name in out}
-    return {name: torch.where(valid if x.dim() == 1 else valid[:, None], x, blanks[name]) for name, x in out.items()}
+    return {name: torch.where(valid if x.dim() == 1 else valid[:, None], x, blank_of(name)) for name, x in out.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ...algebra.options import check_ignore_index, check_numbers, check_want
+from ...algebra.options import check_ignore_index, check_numbers, check_reduction, check_want
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
@@ -103,9 +103,21 @@ def compilable(hidden: Tensor, head: LMHead) -> int:
     return hidden.shape[:-1].numel() * head.rows if plain else 0
 
 
-def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
-    """The loss function's own inputs, (N, ...) each."""
-    lead = hidden.shape[:-1]
+def check_loss(reduction: str, per: str, hidden: Tensor) -> None:
+    """Raise where a loss has no such reduction, or where it is not per token and there are no such sequences."""
+    check_reduction(reduction)
+    if per not in ("token", "sequence"):
+        raise OptionError(f"per: expected 'token' or 'sequence', got {per!r}")
+    if per == "token":
+        return
+    if isinstance(hidden, Tensor) and hidden.dim() < 3:
+        raise ShapeError(f"per='sequence': expected hidden (B, T, H), B sequences, got {tuple(hidden.shape)}")
+    if isinstance(hidden, Tensor) and capturing(hidden):
+        raise OptionError("per='sequence': expected no CUDA graph, got one being captured: sequences are ragged")
+
+
+def flatten_inputs(inputs: tuple[Tensor, ...], lead: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """The loss function's own inputs, with one leading dimension for all of `lead`."""
     if not isinstance(inputs, tuple | list):
         got = "one tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise DtypeError(f"inputs: expected a tuple of tensors, got {got}; pass inputs=(tensor,)")
@@ -114,8 +126,8 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, 
             raise DtypeError(f"inputs: expected tensors of labels' shape, got {type(x).__name__}; close over constants")
         if x.shape[: len(lead)] != lead:
             raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
-        if x.device != hidden.device:
-            raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
+        if x.device != device:
+            raise DeviceError(f"inputs: one is on {x.device}, hidden on {device}; move one of them")
     _refuse_duals(*inputs)
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
 

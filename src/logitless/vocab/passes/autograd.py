@@ -13,7 +13,7 @@ from ...algebra.stats import has_gradient
 from ...upstream import check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
-from .engine import Saved, loss_gradients
+from .engine import Saved, Together, loss_gradients
 from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
@@ -110,13 +110,13 @@ class FormedLoss:
         return total.result(upstream)
 
 
-def formed_again(needs: Needs, stat_grads: dict[str, Tensor], call: Call) -> GradientBuffers:
+def formed_again(needs: Needs, stat_grads: dict[str, Tensor], together: Together | None, call: Call) -> GradientBuffers:
     """A loss's gradient from its statistics' gradients: the same steps, so the same bits."""
 
     def known(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: call.rows(g, rows) for name, g in stat_grads.items()}
 
-    return loss_gradients(call, needs, known)[0]
+    return loss_gradients(call, needs, known, together)[0]
 
 
 class _Attach(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
@@ -18,7 +18,7 @@ from ..backends.base import Accumulated, Backend, Chunk, Gradients, Scratch, Ski
 from ..backends.load import load
 from ..backends.logits import weight_sum
 from ..backends.sharded import ShardedBackend
-from ..call.call import Call, Needs
+from ..call.call import Call, Needs, blank_of
 from ..call.validate import check_sparse
 from ..devices import full_precision
 from ..ranks.agreement import layout_of
@@ -32,8 +32,8 @@ def backend_of(call: Call) -> Backend:
     return backend if call.shard is None else ShardedBackend(backend, call.shard, call.head.rows)
 
 
-def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False) -> Slices:
-    """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens."""
+def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> Slices:
+    """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens; together: as a backend's."""
     shard, rows = call.shard, call.head.rows
     most = rows if shard is None else layout_of(shard, rows).widest  # all ranks take the same chunks of tokens
     return load(call.options.backend).slices(
@@ -44,12 +44,13 @@ def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False) -> S
         wide=wide,
         bases=len(price.bases),
         sparse=price.skips,
+        together=together,
     )
 
 
-def planned(call: Call, n_tokens: int, price: Price, wide: bool = False) -> tuple[Price, Slices]:
+def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:
     """The price with its slices: where few whole rows would stay for a second look, this makes the products again."""
-    slices = slices_for(call, n_tokens, price, wide)
+    slices = slices_for(call, n_tokens, price, wide, together)
     if price.method == "in-forward" or not looks_twice(sums_of(call.options.want)):
         return price, slices
     products = 1 + (call.reference is not None)
@@ -63,23 +64,26 @@ def planned(call: Call, n_tokens: int, price: Price, wide: bool = False) -> tupl
 class Pass:
     """A call with its slices, buffers and the head's summed rows."""
 
-    def __init__(self, call: Call, price: Price, wide: bool = False) -> None:
+    def __init__(self, call: Call, price: Price, wide: bool = False, together: int = 0) -> None:
         self.call = call
         self.sparse = call.options.sparse if price.skips else None
         if self.sparse is not None:
             check_sparse(call)
         self.backend = backend_of(call)
-        self.price, self.slices = planned(call, call.n_tokens, price, wide)
+        self.price, self.slices = planned(call, call.n_tokens, price, wide, together)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
         self._sums: list[Tensor] | None = None
 
-    def chunks(self) -> Iterator[tuple[slice, Chunk]]:
-        """(rows, chunk) over the valid tokens."""
-        n, step = self.call.n_tokens, self.slices.tokens
-        mode = current_sizing()
-        for start in islice(range(0, n, step), None if mode is None else mode.most_chunks):
-            rows = slice(start, min(start + step, n))
-            yield rows, Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
+    def chunks(self, within: slice | None = None) -> Iterator[tuple[slice, Chunk]]:
+        """(rows, chunk) over the valid tokens, or over some of them."""
+        first, stop = (0, self.call.n_tokens) if within is None else (within.start, within.stop)
+        step, mode = self.slices.tokens, current_sizing()
+        for start in islice(range(first, stop, step), None if mode is None else mode.most_chunks):
+            yield self.chunk(slice(start, min(start + step, stop)))
+
+    def chunk(self, rows: slice) -> tuple[slice, Chunk]:
+        """The chunk of these valid tokens, with them."""
+        return rows, Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
 
     def sums(self) -> list[Tensor]:
         """The sum over the vocabulary of each of the head's factors."""
@@ -137,8 +141,7 @@ class Pass:
     def blank(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What ignored tokens get, for every token."""
         hidden = self.call.inputs.hidden
-        fill = -1 if name == "top_k_ids" else 0
-        return torch.full((hidden.shape[0], *shape), fill, dtype=dtype, device=hidden.device)
+        return torch.full((hidden.shape[0], *shape), blank_of(name), dtype=dtype, device=hidden.device)
 
 
 def read(call: Call, chunk: Chunk, found: Accumulated) -> dict[str, Tensor]:
@@ -197,19 +200,23 @@ def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Sav
     run = Pass(call, price)
     out: dict[str, Tensor] = {}
     saved = Saved({}, {}, {})
-
-    for rows, chunk in run.chunks():
-        found = run.accumulate(chunk, price.bases)
-        part = read(call, chunk, found)
-        run.put(out, rows, part)
-        if save:
-            run.put(saved.totals, rows, dict(found.totals.items()))
-            run.put(saved.products, rows, found.products)
-            run.put(saved.extra, rows, one_hots(call, found, part) | _skipped(chunk))
+    _read_all(run, out, saved if save else None)
     for name, (shape, dtype) in outputs(call).items():
         if name not in out:
             out[name] = run.blank(name, shape, dtype)
     return out, saved
+
+
+def _read_all(run: Pass, out: dict[str, Tensor], saved: Saved | None, within: slice | None = None) -> None:
+    """Write the wanted statistics into `out`, and what backward needs into `saved`; within: of these valid tokens."""
+    for rows, chunk in run.chunks(within):
+        found = run.accumulate(chunk, run.price.bases)
+        part = read(run.call, chunk, found)
+        run.put(out, rows, part)
+        if saved is not None:
+            run.put(saved.totals, rows, dict(found.totals.items()))
+            run.put(saved.products, rows, found.products)
+            run.put(saved.extra, rows, one_hots(run.call, found, part) | _skipped(chunk))
 
 
 def outputs(call: Call) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -233,18 +240,25 @@ def gradients(
     # the forward pass's slices: other shapes of a GEMM round differently
     run = Pass(call, price)
     total = _begun(run, needs)
-    for rows, chunk in run.chunks():
+    _add_all(run, saved, stat_grads, total)
+    return total.result()
+
+
+def _add_all(
+    run: Pass, saved: Saved, stat_grads: dict[str, Tensor], total: GradientBuffers, within: slice | None = None
+) -> None:
+    """Add to `total` what the statistics' gradients give; within: of these valid tokens."""
+    for rows, chunk in run.chunks(within):
         grads = total.chunk(chunk.n_tokens)
 
         def some(part: dict[str, Tensor], rows: slice = rows) -> dict[str, Tensor]:
-            return {name: call.rows(x, rows) for name, x in part.items()}
+            return {name: run.call.rows(x, rows) for name, x in part.items()}
 
-        products = some(saved.products) if price.method == "basis" else None
+        products = some(saved.products) if run.price.method == "basis" else None
         extra = some(saved.extra)
         chunk.skip = Skip.saved(extra, run.sparse)
         run.add_gradient(chunk, Totals(**some(saved.totals)), extra, some(stat_grads), grads, products)
         total.put(rows, grads)
-    return total.result()
 
 
 def _begun(run: Pass, needs: Needs) -> GradientBuffers:
@@ -261,24 +275,83 @@ def _skipped(chunk: Chunk) -> dict[str, Tensor]:
 Evaluate = Callable[[slice, dict[str, Tensor]], dict[str, Tensor]]
 
 
+@dataclass(frozen=True)
+class Together:
+    """Valid tokens that `evaluate` sees at once, and the price of those that are more than a chunk has room for."""
+
+    rows: list[slice]  # one after another, all valid tokens together
+    price: Price
+
+    @property
+    def most(self) -> int:
+        return max((x.stop - x.start for x in self.rows), default=0)
+
+    def apart(self, tokens: int) -> tuple[list[slice], list[slice]]:
+        """(chunks of as many as `tokens` have room for, those of more tokens)."""
+        chunks: list[slice] = []
+        longer: list[slice] = []
+        for rows in self.rows:
+            if rows.stop - rows.start > tokens:
+                longer.append(rows)
+            elif chunks and chunks[-1].stop == rows.start and rows.stop - chunks[-1].start <= tokens:
+                chunks[-1] = slice(chunks[-1].start, rows.stop)
+            else:
+                chunks.append(rows)
+        return chunks, longer
+
+
 @exact
-def loss_gradients(call: Call, needs: Needs, evaluate: Evaluate) -> tuple[GradientBuffers, dict[str, Tensor]]:
+def loss_gradients(
+    call: Call, needs: Needs, evaluate: Evaluate, together: Together | None = None
+) -> tuple[GradientBuffers, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 
     Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
     """
-    run = Pass(call, Price("in-forward" if needs.any else "values", 0, materialised=True))
+    price = Price("in-forward" if needs.any else "values", 0, materialised=True)
+    run = Pass(call, price, together=0 if together is None else together.most)
     total = _begun(run, needs)
     stat_grads: dict[str, Tensor] = {}
+    if together is None:
+        _evaluate_chunks(run, run.chunks(), evaluate, total, stat_grads)
+        return total, stat_grads
+    chunks, longer = together.apart(run.slices.tokens)
+    _evaluate_chunks(run, map(run.chunk, chunks), evaluate, total, stat_grads)
+    if longer:
+        run = Pass(call, together.price)
+        _evaluate_longer(run, longer, evaluate, total, stat_grads)
+    return total, stat_grads
 
-    keep = "weights" if p_alone(call) else "logits"
-    for rows, chunk in run.chunks():
+
+def _evaluate_chunks(
+    run: Pass,
+    chunks: Iterable[tuple[slice, Chunk]],
+    evaluate: Evaluate,
+    total: GradientBuffers,
+    stat_grads: dict[str, Tensor],
+) -> None:
+    """`loss_gradients` of chunks whose whole rows stay until their gradient is formed."""
+    keep = "weights" if p_alone(run.call) else "logits"
+    for rows, chunk in chunks:
         found = run.accumulate(chunk, keep=keep)
-        part = read(call, chunk, found)
+        part = read(run.call, chunk, found)
         g = evaluate(rows, part)
-        if needs.any:
+        if run.price.method == "in-forward":
             grads = total.chunk(chunk.n_tokens)
-            run.add_gradient(chunk, found.totals, one_hots(call, found, part), g, grads)
+            run.add_gradient(chunk, found.totals, one_hots(run.call, found, part), g, grads)
             total.put(rows, grads)
         run.put(stat_grads, rows, g)
-    return total, stat_grads
+
+
+def _evaluate_longer(
+    run: Pass, longer: list[slice], evaluate: Evaluate, total: GradientBuffers, stat_grads: dict[str, Tensor]
+) -> None:
+    """`loss_gradients` of tokens that are more than a chunk has room for: first their numbers, then their gradient."""
+    out: dict[str, Tensor] = {}
+    saved = Saved({}, {}, {})
+    for rows in longer:
+        _read_all(run, out, saved, rows)
+        g = evaluate(rows, {name: run.call.rows(x, rows) for name, x in out.items()})
+        run.put(stat_grads, rows, g)
+        if run.price.method != "values":
+            _add_all(run, saved, stat_grads, total, rows)

@@ -15,19 +15,24 @@ from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
-from .autograd import FormedLoss, attach, formed_again, stats
-from .engine import loss_gradients
+from .autograd import FormedLoss, attach, formed_again, stats, stats_price
+from .engine import Together, loss_gradients
+from .seen import Seen, Sequences, Tokens
 
 LossFn = Callable[..., Tensor]
 
 
-def chunked_loss(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
-    """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid tokens."""
+def chunked_loss(
+    loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool, sequences: tuple[int, ...] | None = None
+) -> Tensor:
+    """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid ones; sequences: `lead` of `Sequences`."""
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
     call = call.checked()
-    caller = _Caller(loss_fn, call, extra, needs, reduction_scale(call, mean, None, valid))
-    return _finish(call, needs, caller, extra, caller.extra_grads)
+    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
+    caller = _Caller(loss_fn, seen, extra, needs, _scale_of(seen, call, mean, valid))
+    together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
+    return _finish(call, needs, caller, extra, caller.extra_grads, together)
 
 
 @dataclass(frozen=True)
@@ -48,24 +53,37 @@ def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     return _finish(call, needs, CrossEntropy.of(call, given, valid), (), [])
 
 
-def loss_of_each(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...]) -> Tensor:
-    """loss_fn's value for every token, 0 where ignored; loss_fn sees only the valid tokens."""
+def loss_of_each(
+    loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], sequences: tuple[int, ...] | None = None
+) -> Tensor:
+    """loss_fn's value for every token or sequence, 0 where ignored; loss_fn sees only what counts."""
     numbers = stats(call)
     call, valid = computing_all(call)
-    call, every = call.valid_alone(), slice(None)
-    seen = TokenStats({name: call.rows(x, every) for name, x in numbers.items()})
-    with full_precision(call.inputs.hidden.device.type):  # as where a chunk's loss is formed in the pass
-        loss = loss_fn(seen, *(call.rows(x, every).clone() for x in extra))
-    _check_loss(loss, call.n_tokens)
-    if call.index is None:
-        return loss if valid is None else torch.where(valid, loss, 0)
-    return loss.new_zeros(call.inputs.hidden.shape[0]).index_put((call.index,), loss)
+    call = call.valid_alone()
+    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
+    loss = _loss_at_once(loss_fn, call, seen, numbers, extra)
+    return seen.spread(loss) if valid is None else torch.where(valid, loss, 0)
 
 
-def loss_over_sets(loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool) -> Tensor:
+def loss_over_sets(
+    loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool, sequences: tuple[int, ...] | None = None
+) -> Tensor:
     """`chunked_loss` over sampling masks: numbers of all tokens at once cost no product, nor do their gradients."""
-    total = loss_of_each(loss_fn, call, extra).sum()
-    return total * reduction_scale(call.valid_alone(), True, None) if mean else total
+    numbers, call = stats(call), call.valid_alone()
+    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
+    return _loss_at_once(loss_fn, call, seen, numbers, extra).sum() * _scale_of(seen, call, mean)
+
+
+def _loss_at_once(
+    loss_fn: LossFn, call: Call, seen: Seen, numbers: dict[str, Tensor], extra: tuple[Tensor, ...]
+) -> Tensor:
+    """loss_fn's value for all that counts."""
+    every = slice(0, call.n_tokens)
+    shown = TokenStats({name: seen.numbers(name, call.rows(x, every), every) for name, x in numbers.items()})
+    with full_precision(call.inputs.hidden.device.type):  # as where a chunk's loss is formed in the pass
+        loss = loss_fn(shown, *(x[seen.units(every)].clone() for x in extra))
+    _check_loss(loss, seen.losses(every), seen.unit)
+    return loss
 
 
 def _finish(
@@ -74,10 +92,11 @@ def _finish(
     evaluate: CrossEntropy | _Caller,
     extra: tuple[Tensor, ...],
     extra_grads: list[Tensor | None],
+    together: Together | None = None,
 ) -> Tensor:
     with torch.no_grad():
-        total, stat_grads = loss_gradients(call, needs, evaluate)
-        formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads))
+        total, stat_grads = loss_gradients(call, needs, evaluate, together)
+        formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, together))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
     return attach(formed, evaluate.total, call.inputs, extra, extra_grads)
@@ -94,6 +113,14 @@ def reduction_scale(call: Call, mean: bool, denominator: Tensor | None, valid: T
     if valid is not None:
         return ones / ones.sum().clamp(min=1)
     return torch.full((), 1 / max(call.n_tokens, 1), **like)
+
+
+def _scale_of(seen: Seen, call: Call, mean: bool, valid: Tensor | None = None) -> Tensor:
+    """`reduction_scale` where the mean is over all that has a loss of its own."""
+    if isinstance(seen, Tokens):
+        return reduction_scale(call, mean, None, valid)
+    losses = seen.losses(slice(0, call.n_tokens))
+    return torch.full((), 1 / max(losses, 1) if mean else 1.0, dtype=call.compute, device=call.inputs.hidden.device)
 
 
 def _of_rows(call: Call, scale: Tensor, rows: slice) -> Tensor:
@@ -176,8 +203,8 @@ class CrossEntropy:
 class _Caller:
     """Evaluates the caller's loss function on a chunk and differentiates it with respect to the chunk's numbers."""
 
-    def __init__(self, loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor) -> None:
-        self.loss_fn, self.call, self.extra, self.needs, self.scale = loss_fn, call, extra, needs, scale
+    def __init__(self, loss_fn: LossFn, seen: Seen, extra: tuple[Tensor, ...], needs: Needs, scale: Tensor) -> None:
+        self.loss_fn, self.seen, self.extra, self.needs, self.scale = loss_fn, seen, extra, needs, scale
         self.differentiate = torch.is_grad_enabled()
         # in the compute dtype: fp16 would underflow before the loss scale arrives
         self.extra_grads: list[Tensor | None] = [
@@ -195,13 +222,15 @@ class _Caller:
                 name: x.detach().clone().requires_grad_(self.needs.any and x.is_floating_point() and has_gradient(name))
                 for name, x in stats.items()
             }
-            parts = []
+            parts, units = [], self.seen.units(rows)
             for x, full in zip(self.extra, self.extra_grads, strict=True):
-                part = self.call.rows(x.detach(), rows).clone()
+                part = x.detach()[units].clone()
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
-            loss = self.loss_fn(TokenStats(leaves), *parts)
-            _check_loss(loss, rows.stop - rows.start)
-            summed = (loss.to(self.scale.dtype) * _of_rows(self.call, self.scale, rows)).sum()
+            shown = {name: self.seen.numbers(name, x, rows) for name, x in leaves.items()}
+            loss = self.loss_fn(TokenStats(shown), *parts)
+            _check_loss(loss, self.seen.losses(rows), self.seen.unit)
+            scale = self.scale[units] if self.scale.dim() else self.scale
+            summed = (loss.to(self.scale.dtype) * scale).sum()
         self.total += summed.detach()
         if not summed.requires_grad:
             return {}
@@ -212,16 +241,18 @@ class _Caller:
         wanted = [full for full in self.extra_grads if full is not None]
         for full, g in zip(wanted, found[len(named) :], strict=True):
             if g is not None:
-                self.call.put(full, rows, g)
+                full[units] = g.to(full.dtype)
         return {name: g for name, g in zip(named, found, strict=False) if g is not None}
 
 
-def _check_loss(loss: object, n: int) -> None:
+def _check_loss(loss: object, n: int, unit: str) -> None:
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (n,):
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ShapeError(f"loss_fn: expected one loss per token, shape ({n},), got {got}; do not reduce inside loss_fn")
+        raise ShapeError(
+            f"loss_fn: expected one loss per {unit}, shape ({n},), got {got}; do not reduce inside loss_fn"
+        )
     if loss.is_complex():
-        raise DtypeError(f"loss_fn: expected a real loss per token, got {loss.dtype}; take its .real")
+        raise DtypeError(f"loss_fn: expected a real loss per {unit}, got {loss.dtype}; take its .real")
 
 
 def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:

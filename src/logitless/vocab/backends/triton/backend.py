@@ -439,6 +439,7 @@ class TritonBackend(Backend):
         wide: bool = False,
         bases: int = 0,
         sparse: bool = False,
+        together: int = 0,
     ) -> Slices:
         hidden = call.inputs.hidden
         table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
@@ -460,6 +461,7 @@ class TritonBackend(Backend):
             streamed=table["streamed_bytes"],
             processors=processors(hidden.device),
             hidden=hidden.shape[1],
+            together=together,
         )
         beside = found.tokens * hidden.shape[1] * (4 + 2) if weights else 0  # a product, and scaled hidden states
         return replace(found, nbytes=found.nbytes + held + beside, copied=held)
