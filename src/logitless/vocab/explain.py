@@ -96,9 +96,8 @@ def explain(
 ) -> Explanation:
     """Which price, backend and slices a call with these arguments gets, and the bytes it needs; computes nothing.
 
-    `loss`: explain `token_loss` (or `linear_cross_entropy`) instead of `token_stats`; per: as `token_loss`, with what a
-    sequence without ignored tokens pays; options: as `token_stats`.
-    Returns an `Explanation`, whose `str` is one line. Raises what `token_stats` raises for its arguments.
+    loss: explain `token_loss` (or `linear_cross_entropy`); per: as `token_loss`, of sequences without ignored tokens;
+    options: as `token_stats`, which raises the same. Returns an `Explanation`, whose `str` is one line.
     """
     check_loss("mean", per, hidden)
     by_quack = loss and options.get("backend") == quack_support.NAME
