@@ -139,13 +139,12 @@ def token_loss(
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
     on_all(head, lambda: check_loss(reduction, per, hidden))
-    units = hidden.shape[:1] if per == "sequence" else hidden.shape[:-1]
     alike = reduction, per
-    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, units, hidden.device), alike=alike, **options)
-    extra = flatten_inputs(inputs, units, hidden.device)
+    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden, per), alike=alike, **options)
+    extra = flatten_inputs(inputs, hidden, per)
     sequences = tuple(hidden.shape[:-1]) if per == "sequence" else None
     if reduction == "none":
-        return loss_of_each(loss_fn, call, extra, sequences).reshape(units)
+        return loss_of_each(loss_fn, call, extra, sequences).reshape(hidden.shape[: 1 if sequences else -1])
     if call.sampling_mask is not None:
         return loss_over_sets(loss_fn, call, extra, reduction == "mean", sequences)
     return chunked_loss(loss_fn, call, extra, reduction == "mean", sequences)

@@ -116,8 +116,9 @@ def check_loss(reduction: str, per: str, hidden: Tensor) -> None:
         raise OptionError("per='sequence': expected no CUDA graph, got one being captured: sequences are ragged")
 
 
-def flatten_inputs(inputs: tuple[Tensor, ...], lead: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The loss function's own inputs, with one leading dimension for all of `lead`."""
+def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor, per: str) -> tuple[Tensor, ...]:
+    """The loss function's own inputs, (N, ...) each, or (B, ...) of sequences."""
+    lead = hidden.shape[:1] if per == "sequence" else hidden.shape[:-1]
     if not isinstance(inputs, tuple | list):
         got = "one tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise DtypeError(f"inputs: expected a tuple of tensors, got {got}; pass inputs=(tensor,)")
@@ -126,8 +127,8 @@ def flatten_inputs(inputs: tuple[Tensor, ...], lead: tuple[int, ...], device: to
             raise DtypeError(f"inputs: expected tensors of labels' shape, got {type(x).__name__}; close over constants")
         if x.shape[: len(lead)] != lead:
             raise ShapeError(f"inputs: expected leading dimensions {tuple(lead)}, got {tuple(x.shape)}")
-        if x.device != device:
-            raise DeviceError(f"inputs: one is on {x.device}, hidden on {device}; move one of them")
+        if x.device != hidden.device:
+            raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
     _refuse_duals(*inputs)
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
 
