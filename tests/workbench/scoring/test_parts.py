@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -46,6 +47,31 @@ def _pieces(path: Path) -> None:
     pq.write_table(table.replace_schema_metadata(about), path, write_page_checksum=True)
 
 
+def _other_scores(path: Path) -> None:
+    """As whole and as well-formed as what was written."""
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("logprob")
+    doubled = pa.array([x and 2 * x for x in table["logprob"].to_pylist()], pa.float32())
+    pq.write_table(table.set_column(place, table.schema.field(place), doubled), path, write_page_checksum=True)
+
+
+def _another_parts_place(path: Path) -> None:
+    """Both parts whole, with what goes with them, each in the other's place."""
+    for first in (path, path.with_suffix(".hash")):
+        second = first.with_stem("00000001")
+        first.rename(path.parent / "kept")
+        second.rename(first)
+        (path.parent / "kept").rename(second)
+
+
+def _no_hash(path: Path) -> None:
+    path.with_suffix(".hash").unlink()
+
+
+def _another_hash(path: Path) -> None:
+    path.with_suffix(".hash").write_bytes(b"\xff")
+
+
 def _deep(path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, KEY: "[" * 100_000}), path)
@@ -56,7 +82,8 @@ def test_parts_in_whose_place_anything_lies_are_scored_again(stopped, tmp_path):
     shutil.copytree(part.parent, kept)
     scoring.run(stopped)
     whole = stopped.place.read_bytes()
-    for kind, change in {**JSON, "pieces": _pieces, "deep pieces": _deep}.items():
+    changes = {x.__name__: x for x in (_pieces, _deep, _other_scores, _another_parts_place, _no_hash, _another_hash)}
+    for kind, change in {**JSON, **changes}.items():
         stopped.place.unlink()
         shutil.copytree(kept, part.parent)
         change(part)

@@ -22,14 +22,15 @@ from ..common.files import (
     remove_whole,
     write_json,
     write_table,
+    write_text,
     write_whole,
 )
 from ..common.lock import acquire, holder, release
-from ..sources.identity import hash_of
+from ..sources.identity import hash_of, together
 from .block import PLACES, Scored
 from .config import parts_of
 
-KEY, RUN = b"logitless", b"logitless.run"  # of the files' metadata
+KEY = b"logitless"  # of the files' metadata
 MANIFEST = "manifest.json"
 GROUP = 8 << 20  # bytes of the rows that are written, and read, together, where they are wide
 NO_SUMS = ("document", "name", "why")  # of what is known of a piece
@@ -88,30 +89,33 @@ class Parts:
 
     def write(self, number: int, block: Scored) -> None:
         """A block's part, whole or not at all."""
-        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces), RUN: self._run()})
+        table = _table(block).replace_schema_metadata({KEY: json.dumps(block.pieces)})
         write_whole(self.part(number), lambda path: write_table(path, table, **WRITING))
+        write_text(self._seal(number), self._hash(number))
 
     def whole(self, number: int) -> bool | None:
-        """Whether a part is there, of this run, and every page of it what was written; None where there is none."""
-        path = self.part(number)
+        """Whether a part is there, this run's of this number, and what was written; None where there is none."""
+        path, seal = self.part(number), self._seal(number)
         if not path.exists():
             return None
         try:
-            with readable(path):
-                table, pieces = _read(path)
-                same = pq.read_schema(arrow_file(path)).metadata[RUN].decode() == self._run()
-                return same and table.num_rows == sum(piece["rows"] for piece in pieces)
+            with readable(path), readable(seal):
+                return seal.read_text("utf-8") == self._hash(number)
         except DataError:
             return False
+
+    def _seal(self, number: int) -> Path:
+        """Where a part's hash stands."""
+        return self.part(number).with_suffix(".hash")
+
+    def _hash(self, number: int) -> str:
+        """What tells a part from those of other runs, of other numbers and of other contents."""
+        return together((hash_of((self.folder / MANIFEST).read_bytes()), str(number), hash_of(self.part(number))))
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What the run's parts have in common."""
         return read_object(self.folder / MANIFEST, f"remove {self.folder} to begin anew, or choose another --out")
-
-    def _run(self) -> str:
-        """What tells the parts of this run from all others: what its manifest says."""
-        return hash_of((self.folder / MANIFEST).read_bytes())
 
     def merge(self, count: int, metadata: dict[str, Any], of_document: Callable[[dict[str, Any]], None]) -> None:
         """The file, whole or not at all, from `count` parts; `of_document` gets what is known of each in turn."""
