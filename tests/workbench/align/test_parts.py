@@ -1,6 +1,7 @@
 """Options, rewards and data of an alignment run."""
 
 import asyncio
+import copy
 import inspect
 import json
 import re
@@ -12,6 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +93,21 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 class TestRewards:
+    def test_what_a_function_does_to_its_arguments_is_its_own(self, tmp_path, monkeypatch):
+        (tmp_path / "emptying.py").write_text(
+            "def sync(completions, completion_ids, **_):\n"
+            "    n = len(completions)\n    completions.clear()\n    completion_ids[0].clear()\n    return [1.0] * n\n"
+            "async def later(**given):\n    return sync(**given)\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        given = {"prompts": ["a"] * 2, "completions": ["b"] * 2, "completion_ids": [[1], [2]], "trainer_state": None}
+        wanted = copy.deepcopy(given)
+        for name in ("sync", "later"):
+            (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards=f"emptying:{name}"))
+            found: Any = reward(**given)
+            assert (asyncio.run(found) if inspect.isawaitable(found) else found) == [1.0, 1.0]
+            assert given == wanted
+
     @pytest.mark.usefixtures("my_rewards")
     @pytest.mark.parametrize("name", REWARDS_SAY)
     def test_functions_that_return_or_raise_anything(self, name):

@@ -31,6 +31,7 @@ from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
+from logitless.workbench.grade.steps import STATE_FILE
 from logitless.workbench.runs.rundir import Interrupted
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
@@ -161,6 +162,31 @@ def test_records_of_other_kinds_are_one_line(small, change):
     write_lines(place / "metrics.jsonl", [first, rest[0] | change, *rest[1:]])
     with pytest.raises(DataError, match=r"metrics.jsonl does not hold what was written there .*remove the lines in it"):
         run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x["method"].update(baseline="a"), "baseline: expected a finite number, got a"),
+        (lambda x: x["method"].update(baseline=True), "baseline: expected a finite number, got True"),
+        (lambda x: x["method"].update(baseline=float("nan")), "baseline: expected a finite number, got nan"),
+        (lambda x: x["optimizer"]["param_groups"][0].update(lr=0.5), "optimizer.pt: lr: expected 0.03, got 0.5"),
+        (lambda x: x["optimizer"]["param_groups"][0].update(amsgrad=True), "amsgrad: expected False, got True"),
+    ],
+)
+def test_what_else_a_checkpoint_may_hold_is_one_line(small, change, said):
+    place = small.root / "tampered"
+    shutil.rmtree(place, ignore_errors=True)
+    config = of(small, "tampered", method="reinforce", max_steps=2)
+    run(config)
+    (place / "summary.json").unlink()
+    path = place / "checkpoint-2" / STATE_FILE
+    saved = torch.load(path)
+    change(saved)
+    torch.save(saved, path)
+    with pytest.raises(DataError, match=f"checkpoint-2 does not hold what was written there .*{said}") as caught:
+        run(dataclasses.replace(config, output_dir=None, resume=place, max_steps=3))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_accumulates_is_the_mean_of_the_parts(small):

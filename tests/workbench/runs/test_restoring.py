@@ -136,6 +136,12 @@ def test_a_step_that_is_not_the_checkpoints(trained, tmp_path, value):
     assert (run / "checkpoint-2").exists()
 
 
+def test_a_checkpoints_place_without_what_it_should_say(trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / STATE).write_text(json.dumps({"global_step": 2}))
+    assert "trainer_state.json: train_batch_size: expected a number, got NoneType" in resumed(run)
+
+
 def _no_state(saved: dict) -> None:
     saved["state"] = {}
 
@@ -163,7 +169,22 @@ def _group(saved: dict) -> None:
     saved["param_groups"][0]["betas"] = "x"
 
 
+def _another_beta(saved: dict) -> None:
+    saved["param_groups"][0]["betas"] = (0.9, 2.0)
+
+
+def _amsgrad(saved: dict) -> None:
+    saved["param_groups"][-1]["amsgrad"] = True
+
+
+def _before_the_first_step(saved: dict) -> None:
+    saved["state"][0]["step"] = torch.tensor(-3.0)
+
+
 CHANGES = {
+    "optimizer.pt: betas: expected (0.9, 0.999), got (0.9, 2.0)": _another_beta,
+    "optimizer.pt: amsgrad: expected False, got True": _amsgrad,
+    "optimizer.pt: step -3, expected none below 0": _before_the_first_step,
     "optimizer.pt has no state": _no_state,
     "optimizer.pt has no state of model.": _one_lost,
     "optimizer.pt: exp_avg of model.": _shapes,

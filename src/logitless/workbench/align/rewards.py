@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -81,16 +82,23 @@ def _checked(reward: Reward, name: str) -> Reward:
     @wraps(reward)
     def checked(**given: Any) -> list[float | None]:
         with blamed(by_name, called_with(given)):
-            return _numbers(reward(**given), len(given["completions"]), by_name)
+            count = len(given["completions"])  # before: they are lists, which a function may change
+            return _numbers(reward(**_copied(given)), count, by_name)
 
     @wraps(reward)
     async def checked_later(**given: Any) -> list[float | None]:
         answer: Any = reward
         with blamed(by_name, called_with(given)):
-            return _numbers(await answer(**given), len(given["completions"]), by_name)
+            count = len(given["completions"])
+            return _numbers(await answer(**_copied(given)), count, by_name)
 
     later = iscoroutinefunction(reward) or iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
     return checked_later if later else checked  # pyright: ignore[reportReturnType]
+
+
+def _copied(given: dict[str, Any]) -> dict[str, Any]:
+    """Lists of its own for a function: what it does to them reaches neither the other functions nor the run."""
+    return {name: copy.deepcopy(x) if isinstance(x, list) else x for name, x in given.items()}
 
 
 def _numbers(values: Any, count: int, name: str) -> list[float | None]:

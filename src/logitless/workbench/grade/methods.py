@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -117,7 +118,10 @@ class Reinforce(Method):
         return {"baseline": self.baseline}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.baseline = state["baseline"]
+        baseline = state["baseline"]
+        if not (baseline is None or (type(baseline) is float and math.isfinite(baseline))):
+            raise ValueError(f"baseline: expected a finite number, got {baseline}")
+        self.baseline = baseline
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,5 +202,5 @@ def restore(state: Run) -> None:
                     raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}")
                 parameter.copy_(values["weights"][name])
         state.optimizer.load_state_dict(values["optimizer"])
-        check_moments(state.optimizer, {p: name for name, p in state.task.model.named_parameters()})
+        check_moments(state.optimizer, {p: name for name, p in state.task.model.named_parameters()}, changing=())
         state.method.load(values["method"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def guard_loading(trainer: Any, checkpoint: Path) -> TrainerState:
     """
     with readable(checkpoint):
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        _check_alike("trainer_state.json", vars(state), vars(TrainerState()))
+        _check_alike("trainer_state.json", vars(state), {**vars(TrainerState()), "train_batch_size": 0})
         if not 0 <= state.epoch <= state.global_step:
             raise ValueError(f"trainer_state.json: epoch {state.epoch} at step {state.global_step}")
         _check_adapter(trainer, checkpoint / "adapter_model.safetensors")
@@ -59,8 +59,11 @@ def guard_loading(trainer: Any, checkpoint: Path) -> TrainerState:
     return state
 
 
-def check_moments(optimizer: Any, names: Names) -> None:
-    """ValueError, which names what is wrong, unless a loaded optimizer has AdamW's state of its parameters."""
+def check_moments(optimizer: Any, names: Names, changing: Collection[str] = ("lr", "weight_decay")) -> None:
+    """ValueError, which names what is wrong, unless a loaded optimizer has AdamW's state of its parameters.
+
+    changing: options that may differ from those that the optimizer was made with.
+    """
     if not optimizer.state:
         raise ValueError("optimizer.pt has no state")
     for p, state in optimizer.state.items():
@@ -71,8 +74,13 @@ def check_moments(optimizer: Any, names: Names) -> None:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 name = names.get(p, "a parameter")
                 raise ValueError(f"optimizer.pt: {key} of {name}: expected shape {tuple(shape)}, got {got}")
+        if not state["step"] >= 0:
+            raise ValueError(f"optimizer.pt: step {state['step'].item():g}, expected none below 0")
     for group in optimizer.param_groups:
-        _check_alike("optimizer.pt", group, {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0})
+        _check_alike("optimizer.pt", group, {"lr": 0.0, "betas": (0.0, 0.0), "weight_decay": 0.0})
+        for name, own in optimizer.defaults.items():
+            if name in group and name not in changing and group[name] != own:
+                raise ValueError(f"optimizer.pt: {name}: expected {own}, got {group[name]}")
 
 
 class _Unmoved(TrainerCallback):
