@@ -130,7 +130,7 @@ lint: .venv/dev.stamp
 # Pages link to the code where this clone came from, unless it came from a folder or asked for a password.
 docs: LOGITLESS_REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | grep -E '^https?://[^@]+$$')
 docs: .venv/dev.stamp
-	LOGITLESS_REPOSITORY=$(LOGITLESS_REPOSITORY) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	LOGITLESS_REPOSITORY='$(LOGITLESS_REPOSITORY)' NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m bench.run

@@ -17,7 +17,7 @@ from ..devices import full_precision
 from ..stats import TokenStats
 from .autograd import FormedLoss, attach, formed_again, stats, stats_price
 from .engine import Together, loss_gradients
-from .seen import Seen, Sequences, Tokens
+from .seen import Seen, seen_of
 
 LossFn = Callable[..., Tensor]
 
@@ -25,12 +25,13 @@ LossFn = Callable[..., Tensor]
 def chunked_loss(
     loss_fn: LossFn, call: Call, extra: tuple[Tensor, ...], mean: bool, sequences: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid ones; sequences: `lead` of `Sequences`."""
+    """Σ over tokens of loss_fn(stats, *extra), or its mean over the valid ones; sequences: as `seen_of` takes them."""
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
     call = call.checked()
-    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
-    caller = _Caller(loss_fn, seen, extra, needs, _scale_of(seen, call, mean, valid))
+    seen = seen_of(call, sequences)
+    scale = reduction_scale(call, mean, None, valid, seen.losses(seen.every))
+    caller = _Caller(loss_fn, seen, extra, needs, scale)
     together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
     return _finish(call, needs, caller, extra, caller.extra_grads, together)
 
@@ -60,8 +61,8 @@ def loss_of_each(
     numbers = stats(call)
     call, valid = computing_all(call)
     call = call.valid_alone()
-    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
-    loss = _loss_at_once(loss_fn, call, seen, numbers, extra)
+    seen = seen_of(call, sequences)
+    loss = _loss_at_once(loss_fn, seen, numbers, extra)
     return seen.spread(loss) if valid is None else torch.where(valid, loss, 0)
 
 
@@ -70,15 +71,14 @@ def loss_over_sets(
 ) -> Tensor:
     """`chunked_loss` over sampling masks: numbers of all tokens at once cost no product, nor do their gradients."""
     numbers, call = stats(call), call.valid_alone()
-    seen = Tokens(call) if sequences is None else Sequences(call, sequences)
-    return _loss_at_once(loss_fn, call, seen, numbers, extra).sum() * _scale_of(seen, call, mean)
+    seen = seen_of(call, sequences)
+    total = _loss_at_once(loss_fn, seen, numbers, extra).sum()
+    return total * reduction_scale(call, mean, None, losses=seen.losses(seen.every))
 
 
-def _loss_at_once(
-    loss_fn: LossFn, call: Call, seen: Seen, numbers: dict[str, Tensor], extra: tuple[Tensor, ...]
-) -> Tensor:
+def _loss_at_once(loss_fn: LossFn, seen: Seen, numbers: dict[str, Tensor], extra: tuple[Tensor, ...]) -> Tensor:
     """loss_fn's value for all that counts."""
-    every = slice(0, call.n_tokens)
+    call, every = seen.call, seen.every
     shown = TokenStats({name: seen.numbers(name, call.rows(x, every), every) for name, x in numbers.items()})
     with full_precision(call.inputs.hidden.device.type):  # as where a chunk's loss is formed in the pass
         loss = loss_fn(shown, *(x[seen.units(every)].clone() for x in extra))
@@ -102,8 +102,13 @@ def _finish(
     return attach(formed, evaluate.total, call.inputs, extra, extra_grads)
 
 
-def reduction_scale(call: Call, mean: bool, denominator: Tensor | None, valid: Tensor | None = None) -> Tensor:
-    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `valid` says which are not."""
+def reduction_scale(
+    call: Call, mean: bool, denominator: Tensor | None, valid: Tensor | None = None, losses: int | None = None
+) -> Tensor:
+    """What the sum over tokens is multiplied by, a scalar; (N,), 0 where ignored, where `valid` says which are not.
+
+    losses: how many are averaged, where they are not the valid tokens'.
+    """
     like = {"dtype": call.compute, "device": call.inputs.hidden.device}
     ones = torch.ones((), **like) if valid is None else valid.to(call.compute)
     if not mean:
@@ -112,20 +117,12 @@ def reduction_scale(call: Call, mean: bool, denominator: Tensor | None, valid: T
         return ones / denominator.detach().to(**like)
     if valid is not None:
         return ones / ones.sum().clamp(min=1)
-    return torch.full((), 1 / max(call.n_tokens, 1), **like)
+    return torch.full((), 1 / max(call.n_tokens if losses is None else losses, 1), **like)
 
 
-def _scale_of(seen: Seen, call: Call, mean: bool, valid: Tensor | None = None) -> Tensor:
-    """`reduction_scale` where the mean is over all that has a loss of its own."""
-    if isinstance(seen, Tokens):
-        return reduction_scale(call, mean, None, valid)
-    losses = seen.losses(slice(0, call.n_tokens))
-    return torch.full((), 1 / max(losses, 1) if mean else 1.0, dtype=call.compute, device=call.inputs.hidden.device)
-
-
-def _of_rows(call: Call, scale: Tensor, rows: slice) -> Tensor:
-    """`reduction_scale` of some valid tokens."""
-    return call.rows(scale, rows) if scale.dim() else scale
+def _part(scale: Tensor, which: slice | Tensor) -> Tensor:
+    """`reduction_scale` of some tokens."""
+    return scale[which] if scale.dim() else scale
 
 
 def cross_entropy_of(
@@ -186,7 +183,7 @@ class CrossEntropy:
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         seen = TokenStats(stats)
-        scale = _of_rows(self.call, self.scale, rows).expand_as(seen.logprob)
+        scale = _part(self.scale, self.call.tokens(rows)).expand_as(seen.logprob)
         weights = None if self.weights is None else self.call.rows(self.weights, rows)
         loss = cross_entropy_of(seen, self.smoothing, self.z_loss, weights, self.class_weights)
         self.total += (loss * scale).sum()
@@ -229,8 +226,7 @@ class _Caller:
             shown = {name: self.seen.numbers(name, x, rows) for name, x in leaves.items()}
             loss = self.loss_fn(TokenStats(shown), *parts)
             _check_loss(loss, self.seen.losses(rows), self.seen.unit)
-            scale = self.scale[units] if self.scale.dim() else self.scale
-            summed = (loss.to(self.scale.dtype) * scale).sum()
+            summed = (loss.to(self.scale.dtype) * _part(self.scale, units)).sum()
         self.total += summed.detach()
         if not summed.requires_grad:
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -15,26 +15,49 @@ from ..sizing import current_sizing
 
 
 class Seen(ABC):
-    """How a chunk's numbers and the caller's inputs are shown, of the valid tokens `rows`."""
+    """How a chunk's numbers and the caller's inputs are shown, of the valid tokens `rows`, and what has a loss each."""
 
     unit: str  # what has a loss of its own
+    total: int  # how many there are
+    counting: Tensor | None = None  # those that count, where some do not
     together: list[slice] | None = None  # the valid tokens that are seen at once, where a chunk is not any of them
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    @abstractmethod
+    def which(self, rows: slice) -> slice:
+        """Which of those that count they are."""
 
     @abstractmethod
     def numbers(self, name: str, x: Tensor, rows: slice) -> Tensor:
         """A statistic of theirs, (n, ...), as the loss function sees it."""
 
-    @abstractmethod
+    @property
+    def every(self) -> slice:
+        """All valid tokens."""
+        return slice(0, self.call.n_tokens)
+
     def losses(self, rows: slice) -> int:
         """How many losses they have."""
+        which = self.which(rows)
+        return which.stop - which.start
 
-    @abstractmethod
     def units(self, rows: slice) -> slice | Tensor:
         """Which rows of the caller's inputs are theirs."""
+        which = self.which(rows)
+        return which if self.counting is None else self.counting[which]
 
-    @abstractmethod
     def spread(self, loss: Tensor) -> Tensor:
         """The losses of all that count in the places of all, 0 where none counts."""
+        if self.counting is None:
+            return loss
+        return loss.new_zeros(self.total).index_put((self.counting,), loss)
+
+
+def seen_of(call: Call, sequences: tuple[int, ...] | None) -> Seen:
+    """Tokens, or sequences: (B, ...), hidden's leading dimensions, B sequences and a sequence's tokens."""
+    return Tokens(call) if sequences is None else Sequences(call, sequences)
 
 
 class Tokens(Seen):
@@ -43,21 +66,14 @@ class Tokens(Seen):
     unit = "token"
 
     def __init__(self, call: Call) -> None:
-        self.call = call
+        super().__init__(call)
+        self.total, self.counting = call.inputs.hidden.shape[0], call.index
+
+    def which(self, rows: slice) -> slice:
+        return rows
 
     def numbers(self, name: str, x: Tensor, rows: slice) -> Tensor:
         return x
-
-    def losses(self, rows: slice) -> int:
-        return rows.stop - rows.start
-
-    def units(self, rows: slice) -> slice | Tensor:
-        return self.call.tokens(rows)
-
-    def spread(self, loss: Tensor) -> Tensor:
-        if self.call.index is None:
-            return loss
-        return loss.new_zeros(self.call.inputs.hidden.shape[0]).index_put((self.call.index,), loss)
 
 
 class Sequences(Seen):
@@ -66,13 +82,12 @@ class Sequences(Seen):
     unit = "sequence"
 
     def __init__(self, call: Call, lead: tuple[int, ...]) -> None:
-        """lead: (B, ...), the leading dimensions of hidden states: sequences, and a sequence's tokens."""
-        self.call, self.total, self.shape = call, lead[0], lead[1:]
+        super().__init__(call)
+        self.total, self.shape = lead[0], lead[1:]
         self.tokens = math.prod(self.shape)  # of a sequence, the ignored ones too
         counts = self._counts()
         self.starts = [0, *accumulate(n for n in counts if n)]
-        self.together = [slice(a, b) for a, b in zip(self.starts, self.starts[1:], strict=False)]
-        self.counting: Tensor | None = None  # the sequences that count, where some do not
+        self.together = [slice(a, b) for a, b in pairwise(self.starts)]
         if not all(counts):
             ids = [i for i, n in enumerate(counts) if n]
             self.counting = torch.tensor(ids, dtype=torch.int64, device=call.inputs.hidden.device)
@@ -87,8 +102,7 @@ class Sequences(Seen):
             return [each + (i < more) for i in range(self.total)]
         return torch.bincount(index // self.tokens, minlength=self.total).tolist()
 
-    def _which(self, rows: slice) -> slice:
-        """The sequences, of those that count, of valid tokens from one's first to another's last."""
+    def which(self, rows: slice) -> slice:
         return slice(bisect_left(self.starts, rows.start), bisect_left(self.starts, rows.stop))
 
     def numbers(self, name: str, x: Tensor, rows: slice) -> Tensor:
@@ -97,20 +111,7 @@ class Sequences(Seen):
             sequence, place = there // self.tokens, there % self.tokens
             if self.counting is not None:
                 sequence = torch.searchsorted(self.counting, sequence)
-            at = (sequence - self._which(rows).start) * self.tokens + place
+            at = (sequence - self.which(rows).start) * self.tokens + place
             blank = x.new_full((n * self.tokens, *x.shape[1:]), blank_of(name))
             x = blank.index_put((at,), x)
         return x.reshape(n, *self.shape, *x.shape[1:])
-
-    def losses(self, rows: slice) -> int:
-        which = self._which(rows)
-        return which.stop - which.start
-
-    def units(self, rows: slice) -> slice | Tensor:
-        which = self._which(rows)
-        return which if self.counting is None else self.counting[which]
-
-    def spread(self, loss: Tensor) -> Tensor:
-        if self.counting is None:
-            return loss
-        return loss.new_zeros(self.total).index_put((self.counting,), loss)

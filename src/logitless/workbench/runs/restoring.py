@@ -77,7 +77,7 @@ def check_moments(optimizer: Any, names: Names, changing: Collection[str] = ("lr
         if not state["step"] >= 0:
             raise ValueError(f"optimizer.pt: step {state['step'].item():g}, expected none below 0")
     for group in optimizer.param_groups:
-        _check_alike("optimizer.pt", group, {"lr": 0.0, "betas": (0.0, 0.0), "weight_decay": 0.0})
+        _check_alike("optimizer.pt", group, {"lr": 0.0, "weight_decay": 0.0})
         for name, own in optimizer.defaults.items():
             if name in group and name not in changing and group[name] != own:
                 raise ValueError(f"optimizer.pt: {name}: expected {own}, got {group[name]}")
