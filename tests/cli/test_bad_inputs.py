@@ -359,7 +359,7 @@ def test_a_resumed_run_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
     given.write_text("max-steps: 7\n")
     for method, option in (("grpo", "rewards"), ("ste", "token-reward")):
         config = {"model": DEFAULT_MODEL, "method": method, option.replace("-", "_"): "json:loads"}
-        (run / "run.json").write_text(json.dumps({"config": config}))
+        (run / "run.json").write_text(json.dumps({"schema": 2, "config": config}))
         call = ["align", "--resume", str(run)]
         for more in ([], ["--config", str(given)]):
             assert f"give --{option} on the command line, or --trust-config" in told([*call, *more], capsys)

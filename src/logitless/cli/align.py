@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     from ..workbench.align.report import show
     from ..workbench.align.run import run
     from ..workbench.common.files import read_lines
-    from ..workbench.runs.trainer import METRICS_FILE
+    from ..workbench.common.written import METRICS_FILE
     from .screen import Screen  # below, so that --help needs no torch
 
     summary = run(config, Screen(stderr=True))

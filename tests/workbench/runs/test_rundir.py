@@ -21,6 +21,7 @@ from logitless.workbench.runs.checkpoints import (
     last_checkpoint,
     mark,
     prune,
+    seal,
     strange_checkpoint,
 )
 from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, record
@@ -59,7 +60,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 def finished(path: Path, step: int) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    seal(path)
     return path
 
 
@@ -174,7 +175,7 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed():
     for path in (theirs, unmarked):
         with pytest.raises(OptionError, match=rf"--resume run: {path} is not of the run in this directory"):
             claim(TrainConfig(resume=place), "any")
-        assert (path / "trainer_state.json").exists()
+        assert (path / "seal.json").exists()
         path.rename(path.with_name(f"elsewhere-{path.name}"))
     mark(place, unfinished := place / "checkpoint-4")
     Path(place / "checkpoint-3").rename("third")  # it holds no weights

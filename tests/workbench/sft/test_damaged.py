@@ -5,11 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
-from logitless.errors import ConfigError, DataError, LogitlessError
+from logitless.errors import ConfigError, DataError
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import stored
@@ -57,52 +55,19 @@ def test_the_last_record_is_written_once_and_whole(place, by):
     assert read_lines(records)[-1]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_checkpoint_that_was_cut_short(place, name):
-    cut(place / "checkpoint-4" / name)
-    with pytest.raises(ConfigError, match=rf"{name} is damaged; remove .*checkpoint-4 to go on from checkpoint-3"):
+def test_a_checkpoint_that_was_cut_short(place):
+    cut(place / "checkpoint-4" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"safetensors is damaged; remove .*checkpoint-4 to go on from checkpoint-3"):
         resume(place)
     shutil.rmtree(place / "checkpoint-4")
     assert resume(place)["steps"] == 4
 
 
 def test_a_checkpoint_that_was_not_finished_is_not_gone_back_from_silently(place, capsys):
-    """A state that was cut short is what a kill leaves: the one before is taken, and said."""
-    cut(place / "checkpoint-4" / "trainer_state.json")
+    """One without a seal is what a kill leaves: the one before is taken, and said."""
+    (place / "checkpoint-4" / "seal.json").unlink()
     sft.run(replace(stored(place, TrainConfig()), resume=place), Console(stderr=True))
     assert "going on from step 3" in capsys.readouterr().err.splitlines()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_checkpoint_that_lost_a_file(place, name):
-    """Trainer itself goes on with a new optimizer, a new schedule or other random numbers, and says nothing."""
-    (place / "checkpoint-4" / name).unlink()
-    with pytest.raises(
-        ConfigError, match=r"checkpoint-4/[a-z_*]+\.[a-z]+ is missing; remove .* go on from checkpoint-3"
-    ):
-        resume(place)
-
-
-def test_a_checkpoint_that_lost_a_tensor(place):
-    weights = place / "checkpoint-4" / "model.safetensors"
-    found = load_file(weights)
-    del found["model.norm.weight"]
-    save_file(found, weights)
-    with pytest.raises(ConfigError, match=r"--resume .*: its weights lack model.norm.weight"):
-        resume(place)
-
-
-def test_a_checkpoint_whose_adapter_lost_a_tensor(micro, tmp_path):
-    """PEFT itself goes on with an adapter that is partly new."""
-    sft.run(replace(micro.config, max_steps=2, lora_rank=2, output_dir=tmp_path), QUIET)
-    (tmp_path / "summary.json").unlink()
-    (weights,) = tmp_path.glob("checkpoint-2/adapter_model.safetensors")
-    found = load_file(weights)
-    lost = next(name for name in found if "lora_B" in name)
-    del found[lost]
-    save_file(found, weights)
-    with pytest.raises(ConfigError, match=rf"--resume .*: its weights lack {lost}, which its adapter_config.json asks"):
-        resume(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokens.npz", "step_memory.json"])
@@ -128,30 +93,3 @@ def test_a_damaged_record(place, line):
 def test_a_run_of_another_command_or_version(place):
     with pytest.raises(ConfigError, match=r"expected a run of this command and version; .*run.json: unknown option"):
         stored(place, AlignConfig())
-
-
-class Code:
-    """What runs when it is unpickled."""
-
-    def __reduce__(self):
-        return print, ("ran",)
-
-
-@pytest.mark.parametrize("held", [{}, [1], "text", {"state": 3, "param_groups": []}, Code()], ids=type)
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
-def test_a_checkpoint_that_holds_something_else(place, name, held, capsys):
-    """Refused in one line, unless it means nothing to the run; and no code in it runs."""
-    path = place / "checkpoint-4" / name
-    if name.endswith(".json"):
-        path.write_text(path.read_text().replace("{", '{"unknown": 1,', 1))
-    else:
-        torch.save(held, path)
-    run = replace(stored(place, TrainConfig()), resume=place, max_steps=5)
-    said = ""
-    try:
-        sft.run(run, QUIET)
-    except LogitlessError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert str(place / "checkpoint-4") in said or held == {} or name == "scheduler.pt"
-    assert "ran" not in capsys.readouterr().out

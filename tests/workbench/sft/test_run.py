@@ -243,7 +243,7 @@ def test_a_killed_run_resumes_with_the_same_losses(micro, finished, tmp_path):
     killed_at(7, "train", *options, "--output-dir", place)
     assert list(losses(place)) == [1, 2, 3, 4, 5, 6, 7]
     mark(place, place / "checkpoint-8")  # as a process killed while saving leaves it
-    (place / "checkpoint-8" / "trainer_state.json").write_text('{"global_step"')
+    (place / "checkpoint-8" / "trainer_state.json").write_text('{"global_step": 8}')
     with (place / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
     assert last_checkpoint(place) == (place / "checkpoint-6", 6)

@@ -20,6 +20,7 @@ from ...versions import versions
 from ..common.device import device_of
 from ..common.files import readable, write_json
 from ..common.say import say
+from ..common.written import METRICS_FILE
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
@@ -27,7 +28,7 @@ from ..runs.ranks import first
 from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import explain_failures
-from ..runs.trainer import BY_STEPS, METRICS_FILE, on_processors, quiet, records_of, save_model
+from ..runs.trainer import BY_STEPS, on_processors, quiet, records_of, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries

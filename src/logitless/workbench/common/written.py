@@ -5,8 +5,8 @@ from __future__ import annotations
 from .lock import LOCK_FILE
 
 RUN_FILE = "run.json"  # what makes a directory a run's
-SUMMARY_FILE, TOKENS_FILE = "summary.json", "tokens.npz"
-TABLES = (TOKENS_FILE, "rows.jsonl", "metrics.jsonl", SUMMARY_FILE, "step_memory.json", "completions.json")
+SUMMARY_FILE, TOKENS_FILE, METRICS_FILE = "summary.json", "tokens.npz", "metrics.jsonl"
+TABLES = (TOKENS_FILE, "rows.jsonl", METRICS_FILE, SUMMARY_FILE, "step_memory.json", "completions.json")
 PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
 WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 OWN = (*WRITTEN, "prompts.jsonl", "reward", RUN_FILE, LOCK_FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -118,10 +117,7 @@ class Reinforce(Method):
         return {"baseline": self.baseline}
 
     def load(self, state: dict[str, Any]) -> None:
-        baseline = state["baseline"]
-        if not (baseline is None or (type(baseline) is float and math.isfinite(baseline))):
-            raise ValueError(f"baseline: expected a finite number, got {baseline}")
-        self.baseline = baseline
+        self.baseline = state["baseline"]
 
 
 @dataclass(frozen=True, eq=False)

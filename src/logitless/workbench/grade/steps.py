@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,13 @@ from ...relax import anneal
 from ...resident import peak_bytes
 from ..common.files import append_line, read_lines, readable, write_lines, write_whole
 from ..common.say import say
+from ..common.written import METRICS_FILE
 from ..runs import checkpoints
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import last_checkpoint, mark
+from ..runs.checkpoints import check_beside, checkpoint_at, last_checkpoint, mark, seal
 from ..runs.progress import Bar
-from ..runs.restoring import check_moments
 from ..runs.trackers import Send
-from ..runs.trainer import BY_STEPS, METRICS_FILE
+from ..runs.trainer import BY_STEPS
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, batch_of
@@ -32,7 +31,7 @@ from .method import Batch, Method, Task, evaluate, gradient_variance, memory_byt
 from .models import finite_norm
 
 CHECKPOINTS_PER_RUN = 4
-STATE_FILE, LAST_FILE = "grade.pt", "trainer_state.json"
+STATE_FILE = "grade.pt"
 EVALUATION_BATCH = 32
 VARIANCE_BATCH = 4  # prompts whose gradient's variance is measured
 LARGE = 100  # times the norm that gradients are clipped to: worth a line
@@ -183,9 +182,10 @@ def save(state: Run) -> None:
     def write(path: Path) -> None:
         mark(state.place, path)
         torch.save(values, path / STATE_FILE)
-        (path / LAST_FILE).write_text(json.dumps({"global_step": state.step}), encoding="utf-8")
 
-    write_whole(state.place / f"checkpoint-{state.step}", write)
+    checkpoint = checkpoint_at(state.place, state.step)
+    write_whole(checkpoint, write)
+    seal(checkpoint)
 
 
 def restore(state: Run) -> None:
@@ -194,13 +194,11 @@ def restore(state: Run) -> None:
     if found is None:
         return
     place, state.step = found
+    check_beside(place)
     with checkpoints.readable(place), torch.no_grad():
         values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
         for name, parameter in state.task.model.named_parameters():
             if parameter.requires_grad:
-                if parameter.shape != values["weights"][name].shape:
-                    raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}")
                 parameter.copy_(values["weights"][name])
         state.optimizer.load_state_dict(values["optimizer"])
-        check_moments(state.optimizer, {p: name for name, p in state.task.model.named_parameters()}, changing=())
         state.method.load(values["method"])

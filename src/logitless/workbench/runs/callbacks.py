@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -20,7 +21,7 @@ from ...errors import NotFiniteError
 from ...resident import peak_bytes
 from ..common.files import append_line, read_lines, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
-from .checkpoints import begin_checkpoint, prune
+from .checkpoints import begin_checkpoint, checkpoint_at, prune, seal
 from .ranks import first
 
 
@@ -159,7 +160,7 @@ def held_out_loss(
 
 
 class OwnCheckpoints(TrainerCallback):
-    """Marks each checkpoint as the run's own before Trainer fills it, and keeps the newest; comes last."""
+    """Marks each checkpoint as the run's own before Trainer fills it, seals it afterwards, keeps the newest; last."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -169,6 +170,8 @@ class OwnCheckpoints(TrainerCallback):
             first(lambda: begin_checkpoint(self.place, state.global_step))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        PartialState().wait_for_everyone()  # each rank writes its own random state
+        first(lambda: seal(checkpoint_at(self.place, state.global_step)))
         if state.is_world_process_zero:
             prune(self.place)
 

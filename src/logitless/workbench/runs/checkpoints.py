@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from zipfile import is_zipfile
+from typing import Any, NoReturn
 
-from ...errors import DataError, OptionError
+from ...errors import ConfigError, DataError, OptionError
 from ..common import files
-from ..common.files import read_object, remove_all_leftovers, remove_whole, write_whole
-from ..common.written import RUN_FILE
+from ..common.files import read_object, remove_all_leftovers, remove_whole, strict_json, write_json, write_whole
+from ..common.written import METRICS_FILE, RUN_FILE, TOKENS_FILE
+from ..sources.identity import hash_of
 
 PREFIX = "checkpoint-"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
+SEAL = "seal.json"  # of a whole checkpoint: hashes of what was written; it comes last
 KEPT = 2  # checkpoints of a run
-
-# Trainer writes this file last, so a directory whose copy of it reads well is whole.
-_LAST_FILE = "trainer_state.json"
-# What a whole checkpoint holds besides, by the file that tells its kind; any of the alternatives will do.
-_WEIGHTS = "model.safetensors|adapter_model.safetensors|model.safetensors.index.json"
-_NEEDED = {
-    "grade.pt": (),
-    "sharded_state": ("scheduler.pt", "rng_state*.pth"),
-    "": (_WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state*.pth"),
-}
+# What a run that is resumed takes from its directory, beside the checkpoint.
+NEEDED = (METRICS_FILE, TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
 
 
 def id_of(run: Path) -> str:
@@ -36,21 +29,25 @@ def id_of(run: Path) -> str:
         return ""
 
 
+def checkpoint_at(run: Path, step: int) -> Path:
+    """Where a run's checkpoint of this step lies."""
+    return run / f"{PREFIX}{step}"
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The run's own whole checkpoints, oldest first."""
-    found = [(step, path) for path in _own(run) if (step := _step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in _own(run) if _is_whole(path)), key=_step_of)
 
 
 def last_checkpoint(run: Path) -> tuple[Path, int] | None:
     """The newest whole checkpoint and its step."""
     whole = checkpoints(run)
-    return (whole[-1], _step_of(whole[-1]) or 0) if whole else None
+    return (whole[-1], _step_of(whole[-1])) if whole else None
 
 
 def begin_checkpoint(run: Path, step: int) -> None:
     """An empty checkpoint with the run's mark, for others to fill. OptionError where another run's lies there."""
-    path = run / f"{PREFIX}{step}"
+    path = checkpoint_at(run, step)
     if path.exists() and not _is_own(path, id_of(run)):
         raise OptionError(strange(path))
     write_whole(path, lambda new: mark(run, new))
@@ -60,6 +57,16 @@ def mark(run: Path, checkpoint: Path) -> None:
     """Makes the directory of a checkpoint, if need be, and says in it whose it is."""
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / MARK).write_text(id_of(run), encoding="utf-8")
+
+
+def seal(checkpoint: Path) -> None:
+    """Says of a checkpoint that it is whole, and what it and the run's directory held then."""
+    held = {
+        "step": _step_of(checkpoint),
+        "checkpoint": _held_in(checkpoint, ["**/*"]),
+        "run": _held_in(checkpoint.parent, NEEDED),
+    }
+    write_json(checkpoint / SEAL, {**held, "hash": _hash_of(held)})
 
 
 def prune(run: Path) -> None:
@@ -86,22 +93,23 @@ def strange(checkpoint: Path) -> str:
     return f"{checkpoint} is not of the run in this directory: move it elsewhere"
 
 
-def fault_of(checkpoint: Path) -> str | None:
-    """What has been lost of a whole checkpoint since it was written: a file that is gone, or was cut short."""
-    if not _is_at(checkpoint, read_object(checkpoint / _LAST_FILE)):
-        return f"{checkpoint / _LAST_FILE} is damaged"
-    kind = next(name for name in _NEEDED if (checkpoint / name).exists())
-    for alternatives in _NEEDED[kind]:
-        if not any(any(checkpoint.glob(pattern)) for pattern in alternatives.split("|")):
-            return f"{checkpoint / alternatives.split('|')[0]} is missing"
-    cut_short = next((path for path in sorted(checkpoint.iterdir()) if _is_cut_short(path)), None)
-    return None if cut_short is None else f"{cut_short} is damaged"
+def check_whole(checkpoint: Path) -> None:
+    """ConfigError where a file of a checkpoint has been lost or changed since it was written."""
+    step = _sealed(checkpoint)["step"]
+    if step != _step_of(checkpoint):
+        _refuse(checkpoint, f"{checkpoint} is of step {step}")
+    _check_same(checkpoint, "checkpoint", checkpoint)
+
+
+def check_beside(checkpoint: Path) -> None:
+    """ConfigError where what a run goes on with beside a checkpoint has been lost or changed since then."""
+    _check_same(checkpoint, "run", checkpoint.parent)
 
 
 def discard_unfinished(run: Path) -> None:
     """Removes what a killed process left of the run's own: it only takes space."""
     for path in _own(run):
-        if _step_of(path) is None:
+        if not _is_whole(path):
             remove_whole(path)
     remove_all_leftovers(run)
 
@@ -119,35 +127,47 @@ def _is_own(checkpoint: Path, run_id: str) -> bool:
         return run_id == ""
 
 
-def _is_cut_short(path: Path) -> bool:
-    if not path.is_file():
-        return not path.is_dir()  # a pipe, which would be waited for
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open  # options are read where it is not installed, too
-
-        try:
-            with safe_open(path, framework="np"):
-                return False
-        except (OSError, SafetensorError):
-            return True
-    return path.suffix in (".pt", ".pth", ".bin") and not is_zipfile(path)  # what torch.save writes
+def _is_whole(checkpoint: Path) -> bool:
+    return checkpoint.name.removeprefix(PREFIX).isdecimal() and (checkpoint / SEAL).exists()
 
 
-def _is_at(checkpoint: Path, state: dict[str, Any]) -> bool:
-    """Whether its state is of the step that its name says."""
-    step = state.get("global_step")
-    return type(step) is int and step == _number(checkpoint)
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
-def _number(checkpoint: Path) -> int | None:
-    text = checkpoint.name.removeprefix(PREFIX)
-    return int(text) if text.isdecimal() else None
+def _held_in(folder: Path, patterns: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """(bytes, hash) of each file."""
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, hash_of(path)) for path in paths}
 
 
-def _step_of(checkpoint: Path) -> int | None:
-    """The step of a whole checkpoint."""
-    try:
-        read_object(checkpoint / _LAST_FILE)
-    except DataError:
-        return None
-    return _number(checkpoint)
+def _hash_of(held: dict[str, Any]) -> str:
+    return hash_of(strict_json(held).encode())
+
+
+def _sealed(checkpoint: Path) -> dict[str, Any]:
+    """What `seal` wrote; ConfigError for anything else."""
+    with suppress(DataError):
+        found = read_object(checkpoint / SEAL)
+        if found.pop("hash", None) == _hash_of(found):
+            return found
+    _refuse(checkpoint, f"{checkpoint / SEAL} is damaged")
+
+
+def _check_same(checkpoint: Path, part: str, folder: Path) -> None:
+    """ConfigError unless a folder's files are those that a part of the checkpoint's seal knows."""
+    for name, (size, known) in _sealed(checkpoint)[part].items():
+        path = folder / name
+        if not path.is_file():
+            _refuse(checkpoint, f"{path} is missing")
+        grows = name == METRICS_FILE
+        if hash_of(path.read_bytes()[:size] if grows else path) != known:
+            _refuse(checkpoint, f"{path} is damaged")
+
+
+def _refuse(checkpoint: Path, fault: str) -> NoReturn:
+    """ConfigError with what is wrong, and where the run goes on without the checkpoint."""
+    run = checkpoint.parent
+    earlier = [path for path in checkpoints(run) if _step_of(path) < _step_of(checkpoint)]
+    whence = earlier[-1].name if earlier else "the start"
+    raise ConfigError(f"--resume {run}: {fault}; remove {checkpoint} to go on from {whence}")

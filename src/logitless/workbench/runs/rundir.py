@@ -16,16 +16,9 @@ from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import MOST, RESUMABLE, Options, RunOptions, code_named, from_dict
 from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
-from .checkpoints import (
-    checkpoints,
-    discard_unfinished,
-    fault_of,
-    id_of,
-    last_checkpoint,
-    strange,
-    strange_checkpoint,
-)
+from .checkpoints import check_whole, discard_unfinished, id_of, last_checkpoint, strange, strange_checkpoint
 
+SCHEMA = 2  # of run.json
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
@@ -41,10 +34,13 @@ class OutOfSpace(LogitlessError, OSError):
 def stored(run: Path, default: Options) -> Options:
     """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
     try:
-        values = read_object(run / RUN_FILE)["config"]
+        found = read_object(run / RUN_FILE)
+        schema, values = found.get("schema"), found["config"]
     except (DataError, KeyError):
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
     try:
+        if schema != SCHEMA:
+            raise OptionError(f"{RUN_FILE} has schema {schema}, expected {SCHEMA}")
         return from_dict(values, RUN_FILE, default)
     except OptionError as error:
         raise ConfigError(
@@ -90,7 +86,7 @@ def name_of(model: str) -> str:
 
 def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
     """Writes run.json: from now on, the run can be resumed."""
-    run = {"schema": 1, "id": id_of(place) or uuid.uuid4().hex, "config": config.to_dict(), "ranks": ranks}
+    run = {"schema": SCHEMA, "id": id_of(place) or uuid.uuid4().hex, "config": config.to_dict(), "ranks": ranks}
     write_json(place / RUN_FILE, run)
 
 
@@ -152,10 +148,8 @@ def _continue(config: RunOptions, run: Path) -> Path:
         found = last_checkpoint(run)
         if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
             raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
-        if found and (fault := fault_of(found[0])):
-            kept = checkpoints(run)[:-1]
-            whence = kept[-1].name if kept else "the start"
-            raise ConfigError(f"--resume {run}: {fault}; remove {found[0]} to go on from {whence}")
+        if found:
+            check_whole(found[0])
         discard_unfinished(run)
         unless_it_can_go_on.pop_all()
     return run

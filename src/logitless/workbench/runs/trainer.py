@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 from ..common import say
 from ..common.files import read_lines, readable, write_whole
 from ..common.options import RunOptions
+from ..common.written import METRICS_FILE
 from ..sources.tokenizer import TextTokenizer
 
-METRICS_FILE = "metrics.jsonl"
 BY_STEPS = "remove the lines in it that no step of this run wrote"  # what to do about metrics.jsonl
 CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
 WARM_UP = 0.05  # of the steps

@@ -26,7 +26,7 @@ from ..common.device import device_of
 from ..common.files import read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
-from ..common.written import TOKENS_FILE
+from ..common.written import METRICS_FILE, TOKENS_FILE
 from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.progress import ProgressBar
@@ -34,7 +34,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record, whence
 from ..runs.trackers import check_tracker, explain_failures, project
-from ..runs.trainer import BY_STEPS, METRICS_FILE, arguments, on_processors, quiet, records_of, save_model
+from ..runs.trainer import BY_STEPS, arguments, on_processors, quiet, records_of, save_model
 from ..sources.generation import align_tokens
 from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate

@@ -14,9 +14,9 @@ from ....versions import versions
 from ...common.files import read_lines, read_object, write_json, write_lines
 from ...common.options import check_trusted
 from ...common.say import say
+from ...common.written import METRICS_FILE
 from ...runs.examples import first_of
 from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
-from ...runs.trainer import METRICS_FILE
 from ...sources.generation import align_tokens
 from ...sources.model import build
 from ..config import LEGACY, METHODS_COMPARED, GradeConfig
