@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+MOST_NAMED = 4  # of a list of names
 # Control characters, and those that turn the direction of all that follows.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -25,6 +27,12 @@ def is_utf8(text: str) -> bool:
 def on_one_line(text: str) -> str:
     """The same without line breaks."""
     return shown(text.replace("\n", "\\n"))
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def _escaped(found: re.Match[str]) -> str:

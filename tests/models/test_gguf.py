@@ -1,15 +1,17 @@
 """GGUF files: what a header says, transformers' model out of one, and one line for what is none or damaged."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import ConfigError
 from logitless.models.catalog import shape_of
-from logitless.models.gguf import config_fields, convert, file_of, read_header
+from logitless.models.gguf.convert import convert
+from logitless.models.gguf.header import config_fields, file_of, read_header
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
-from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, micro_gguf, micro_llama
+from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, micro_gguf, micro_llama, micro_tensors
 
 
 @pytest.fixture
@@ -99,3 +101,83 @@ def test_an_architecture_that_transformers_does_not_read(tmp_path):
     file = micro_gguf(tmp_path / "odd.gguf", "bert")
     with pytest.raises(ConfigError, match=r"odd.gguf: .*bert.* not supported"):
         convert(file, tmp_path / "model")
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 10000.0}
+
+
+def divisors() -> np.ndarray:
+    """What a converter of llama.cpp writes for Llama 3.2, here of heads of 16."""
+    frequencies = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    waves, low, high = 2 * np.pi / frequencies, 8192 / 1.0, 8192 / 4.0
+    between = (8192 / waves - 1.0) / (4.0 - 1.0)
+    found = np.where(waves < high, 1.0, np.where(waves > low, 32.0, 1 / ((1 - between) / 32 + between)))
+    return found.astype(np.float32)
+
+
+OTHERS = {  # what a file has beside or in the place of the model's tensors, and what is said
+    "a layer too few": ({"layers": 3}, "its header says 3 layers, its tensors are of 2"),
+    "a layer too many": ({"layers": 1}, "its header says 1 layers, its tensors are of 2"),
+    "no layer": ({"layers": 0}, "its header says 0 layers"),
+    "layers without end": ({"layers": 2**31 - 1}, "its header says 2147483647 layers"),
+    "no last norm": ({"output_norm.weight": None}, "lacks model.norm.weight; get it anew"),
+    "no embedding": ({"token_embd.weight": None}, "lacks lm_head.weight, model.embed_tokens.weight"),
+    "no product": ({"blk.1.ffn_down.weight": None}, "lacks model.layers.1.mlp.down_proj.weight"),
+    "a bias": ({"blk.0.attn_q.bias": ones(32)}, "hold 28,864 numbers, transformers reads 28,832 of them"),
+    "a norm": ({"blk.0.attn_q_norm.weight": ones(16)}, "transformers reads 28,832 of them into its llama model"),
+    "a bias of the head": ({"output.bias": ones(320)}, "transformers reads 28,832 of them"),
+    "a wide norm": (
+        {"output_norm.weight": ones(64)},
+        r"norm.weight has shape \(64,\), where its header says \(32,\)",
+    ),
+    "YaRN": ({"stretched": ("yarn", 4.0)}, r"not read from GGUF files \(rope.scaling.type yarn\)"),
+    "LongRoPE": ({"rope_factors_long.weight": ones(8)}, "not read from GGUF files"),
+    "other divisors": ({"rope_freqs.weight": ones(8) * 4}, "not read from GGUF files"),
+    "divisors of other heads": ({"rope_freqs.weight": divisors()[:4]}, "not read from GGUF files"),
+}
+
+
+def other_file(path, changed: dict):
+    options = {name: x for name, x in changed.items() if name in ("layers", "stretched")}
+    tensors = {**micro_tensors(), **{name: x for name, x in changed.items() if name not in options}}
+    return micro_gguf(path, tensors={name: x for name, x in tensors.items() if x is not None}, **options)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_file_that_is_another_model_is_refused(tmp_path, what):
+    """Not filled up with random weights, nor read without some of its own."""
+    changed, said = OTHERS[what]
+    file = other_file(tmp_path / "other.gguf", changed)
+    with pytest.raises(ConfigError, match=said) as caught:
+        convert(file, tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_plan_does_not_believe_a_header_whose_tensors_are_of_other_layers(tmp_path):
+    file = other_file(tmp_path / "other.gguf", {"layers": 160})
+    with pytest.raises(ConfigError, match="its header says 160 layers, its tensors are of 2"):
+        shape_of(str(file))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"stretched": ("none", 1.0)}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"stretched": ("linear", 8.0)}, {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}),
+        ({"rope_freqs.weight": divisors()}, LLAMA3),
+    ],
+)
+def test_stretched_positions_are_the_models(tmp_path, changed, expected):
+    """transformers itself reads none of it: far positions would be those of another model."""
+    convert(other_file(tmp_path / "far.gguf", changed), tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.rope_parameters == expected
+    plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    divided = torch.from_numpy(changed.get("rope_freqs.weight", ones(8) * expected.get("factor", 1.0)))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, plain / divided)

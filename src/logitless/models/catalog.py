@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..units import LARGEST
-from .gguf import config_fields, file_of
+from .gguf.header import config_fields, file_of
 from .positions import plain, reached
 from .presets import PRESETS
 from .shapes import ModelShape

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,21 +40,41 @@ def micro_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 
 
-def micro_gguf(path: Path, architecture: str = "llama") -> Path:
-    """Its file, with weights as they are, a byte-level vocabulary and a chat template."""
+Tensors = dict[str, numpy.ndarray]
+
+
+def micro_tensors() -> Tensors:
+    """Its weights, as a GGUF file names and arranges them."""
+    weights = micro_llama().state_dict()
+    return {_named(name): _permuted(name, x).numpy() for name, x in weights.items() if name != "lm_head.weight"}
+
+
+def micro_gguf(
+    path: Path,
+    architecture: str = "llama",
+    layers: int = SHAPE["num_hidden_layers"],
+    tensors: Tensors | None = None,
+    stretched: tuple[str, float] | None = None,
+) -> Path:
+    """Its file, with weights as they are, a byte-level vocabulary and a chat template.
+
+    layers, tensors, stretched: what it says instead of the model's; of positions, how they are and by which factor.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(SHAPE["max_position_embeddings"])
     writer.add_embedding_length(SHAPE["hidden_size"])
     writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_block_count(SHAPE["num_hidden_layers"])
+    writer.add_block_count(layers)
     writer.add_head_count(SHAPE["num_attention_heads"])
     writer.add_head_count_kv(SHAPE["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(SHAPE["vocab_size"])
     _add_vocabulary(writer)
-    for name, weight in micro_llama().state_dict().items():
-        if name != "lm_head.weight":
-            writer.add_tensor(_named(name), _permuted(name, weight).numpy())
+    if stretched is not None:
+        writer.add_string(f"{architecture}.rope.scaling.type", stretched[0])
+        writer.add_rope_scaling_factor(stretched[1])
+    for name, values in (micro_tensors() if tensors is None else tensors).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,12 +9,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...models.gguf import convert, file_of, read_header
+from ...models.gguf.convert import convert
+from ...models.gguf.header import file_of, read_header
 from ...models.pretrained import PACKAGES, check_installed, file_of_package, sha256_of
 from ..common.files import MOST_OF_NAME, remove_leftovers, write_whole
 from ..common.lock import acquire, holder, release
 
-FORM = 1  # of what is kept; another one is made anew
+FORM = 2  # of what is kept; another one is made anew
 HASH_DIGITS = 16
 POLL = 0.5  # seconds
 

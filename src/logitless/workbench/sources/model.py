@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from ...models.nsa.options import options_of, saved_with_nsa
 from ...models.positions import check_reach, reach, scale
 from ...models.presets import PRESETS, preset
 from ...models.pretrained import PACKAGES
+from ...printable import few
 from ..common.files import parsed
 from ..common.options import RunOptions
 from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 
-MOST_NAMED = 4  # of missing tensors
 DROPOUT = ("dropout", "pdrop")  # with which configurations' names of probabilities end
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
@@ -292,12 +292,6 @@ def check_used(name: str, unused: Iterable[str], model: Any, config: str = "conf
 def _kind(name: str) -> str:
     """The name of a tensor or module in whichever layer it lies."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def few(names: Sequence[str]) -> str:
-    """The first names, and how many there are besides."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def _sparse(source: ModelSource, attention: str, model: Any) -> Any:

@@ -1,17 +1,14 @@
-"""GGUF files, llama.cpp's: what their headers say, and the same model as a transformers directory."""
+"""What stands before the weights of a GGUF file."""
 
 from __future__ import annotations
 
-import io
-import json
+import re
 import struct
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import ConfigError, in_one_line
-from ..versions import installing
+from ...errors import ConfigError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
@@ -34,6 +31,7 @@ FIELDS = {
 }
 MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+LAYER = re.compile(r"blk\.\d+\.")  # a tensor of one
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,12 @@ class Header:
     architecture: str
     values: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The values that the architecture has, by names without it."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
 
 
 def file_of(name: str) -> Path | None:
@@ -69,23 +73,36 @@ def file_of(name: str) -> Path | None:
 
 
 def read_header(path: Path) -> Header:
-    """A file's header, without its weights. Raises ConfigError for what is no GGUF file, and for a damaged one."""
+    """A file's header, without its weights.
+
+    Raises ConfigError for what is no GGUF file, for a damaged one, and for one whose tensors are of other layers.
+    """
     try:
         with path.open("rb") as file:
-            return _Reader(file, path.stat().st_size).header()
+            header = _Reader(file, path.stat().st_size).header()
     except OSError as error:
         raise ConfigError(f"--model {path}: {error.strerror}") from None
     except _OtherFile as error:
         raise ConfigError(f"--model {path}: {error}") from None
     except (struct.error, UnicodeDecodeError, LookupError, ValueError):
         raise ConfigError(f"--model {path}: this GGUF file is damaged or cut short; get it anew") from None
+    _check_layers(path, header)
+    return header
+
+
+def _check_layers(path: Path, header: Header) -> None:
+    said, found = header.own.get("block_count"), {name.split(".")[1] for name in header.shapes if LAYER.match(name)}
+    if found and (said != len(found) or found != set(map(str, range(len(found))))):
+        raise ConfigError(
+            f"--model {path}: this GGUF file is damaged: its header says {said} layers, its tensors are of "
+            f"{len(found)}; get it anew"
+        )
 
 
 def config_fields(path: Path) -> dict[str, Any]:
     """What a header says of the model's shape, by the names of transformers' configurations. Raises ConfigError."""
     header = read_header(path)
-    own = f"{header.architecture}."
-    values = {key.removeprefix(own): value for key, value in header.values.items() if key.startswith(own)}
+    values = header.own
     if EMBEDDING not in header.shapes:
         raise ConfigError(f"--model {path}: expected a language model, this GGUF file has no {EMBEDDING}")
     return {
@@ -94,44 +111,6 @@ def config_fields(path: Path) -> dict[str, Any]:
         "tie_word_embeddings": OUTPUT not in header.shapes,
         **{field: values[key] for key, field in FIELDS.items() if key in values},
     }
-
-
-def convert(path: Path, folder: Path) -> None:
-    """Writes the model of a GGUF file, its weights in float32, its tokenizer and chat template, as transformers has it.
-
-    Raises ConfigError for a file that transformers cannot read, and what writing raises.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("gguf") is None:
-        raise ConfigError(f"--model {path}: a GGUF file needs the package gguf: {installing('train')}")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    there = {"gguf_file": path.name, "trust_remote_code": False}
-    try:
-        with redirect_stderr(io.StringIO()):  # a bar of tqdm's own
-            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **there)
-            tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **there)
-    except Exception as error:  # each reader of transformers and gguf fails in its own way
-        why = in_one_line(error)
-        unknown = isinstance(error, NotImplementedError) or "not supported" in why
-        if not unknown:
-            why = f"this GGUF file cannot be read, most likely damaged or cut short ({why}); get it anew"
-        raise ConfigError(f"--model {path}: {why}") from None
-    # transformers takes a model from GGUF for a quantised one, which it saves only as it was; these weights are plain.
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _drop_unknown(folder / "tokenizer.json", model.get_input_embeddings().num_embeddings)
-
-
-def _drop_unknown(path: Path, rows: int) -> None:
-    """Takes GPT-2's end of text, which transformers adds, out of a tokenizer that has another: it has no row."""
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < rows]
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
 class _OtherFile(Exception):
