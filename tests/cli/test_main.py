@@ -117,6 +117,21 @@ doctor.main = lambda arguments: 0
 assert main.main(["doctor"]) == 0
 assert is_initialized()  # a caller's own
 """
+FAILED_IN_A_GROUP = """
+import atexit
+from torch.distributed import HashStore, init_process_group
+from logitless.cli import doctor, main
+from logitless.errors import OptionError
+
+def command(arguments):
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    print("so far", end="")
+    raise OptionError("no")
+
+doctor.main = command
+atexit.register(print, "Python ends")
+raise SystemExit(main.main(["doctor"]))
+"""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
@@ -124,6 +139,13 @@ def test_a_rank_leaves_the_others_before_python_ends():
     """gloo's threads abort a Python that shuts down under them."""
     done = subprocess.run([sys.executable, "-c", IN_A_GROUP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_that_failed_ends_at_once():
+    """It leaves nobody, which could wait for the others, nor does Python end around its threads."""
+    command = [sys.executable, "-c", FAILED_IN_A_GROUP]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "so far", "logitless: no\n")
 
 
 @pytest.mark.parametrize(

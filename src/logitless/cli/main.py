@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,13 +49,17 @@ DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 done, 1 a check failed or numbers are not finite, 2 bad input, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = given[0] if given else "--help"
     joined = _in_a_group()
+    status = _told(given[0] if given else "--help", given[1:])
+    if _in_a_group() and not joined:
+        _leave_the_other_ranks(status)
+    return status if given else BAD_INPUT
+
+
+def _told(command: str, arguments: Sequence[str]) -> int:
+    """The exit status of a command, its error on one line."""
     try:
-        status = _run(command, given[1:])
-        if not joined:
-            _leave_the_other_ranks()
-        return status if given else BAD_INPUT
+        return _run(command, arguments)
     except LogitlessError as error:
         _fail(str(error))
         return error.exit_status
@@ -99,11 +105,15 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     return import_module(f"{__package__}.{command}").main(arguments)
 
 
-def _leave_the_other_ranks() -> None:
+def _leave_the_other_ranks(status: int) -> None:
     """Ends the threads of this rank's groups: one that frees a tensor while Python ends aborts it (pytorch#179291)."""
-    if _in_a_group():
-        gc.collect()  # wrapped models hold their groups, and must not be the last: they would wait with the GIL held
-        sys.modules["torch.distributed"].destroy_process_group()
+    if status != DONE:  # its groups may hold work that waits for the others, who are told by the end of this process
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError):  # a reader that left
+                stream.flush()
+        os._exit(status)
+    gc.collect()  # wrapped models hold their groups, and must not be the last: they would wait with the GIL held
+    sys.modules["torch.distributed"].destroy_process_group()
 
 
 def _in_a_group() -> bool:
