@@ -323,6 +323,22 @@ def test_ids_that_are_none(scored, tmp_path, ids, message):
         teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.json"))
 
 
+@pytest.mark.parametrize(
+    "header", [b"", b"(" * 9, b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000,)}\n"]
+)
+def test_arrays_that_are_none(scored, tmp_path, header):
+    (tmp_path / "ids.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(DataError, match=r"ids.npy: neither .npy nor a JSON list of ids"):
+        teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.npy"))
+
+
+def test_ids_are_read_from_an_array(scored, tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(V)[::-1])
+    teacher = teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.npy"))
+    assert teacher.entries is not None
+    assert teacher.entries.tolist() == list(range(V))[::-1]
+
+
 def test_best_entries_do_not_say_what_is_in_the_tail(scored):
     with pytest.raises(OptionError, match="tail-aware: expected a record of hidden states, got one of best entries"):
         teacher_of(scored, "topk", distill_tail="tail-aware")
