@@ -1,6 +1,7 @@
 """Distillation from a record: against dense float64, within its memory, after a kill, and what is refused."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -8,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
 
 import logitless
+from logitless.cli.main import main
 from logitless.errors import DataError, OptionError
 from logitless.sample import TeacherRecord
 from logitless.workbench.common.files import read_lines
@@ -293,6 +297,38 @@ def test_a_head_that_is_not_there_ends_a_run_before_it_begins(scored, tmp_path):
     with pytest.raises(DataError, match=r"hidden.head.safetensors is not there: the head of"):
         run(config, QUIET)
     assert not (tmp_path / "run").exists()
+
+
+def every_scale_below_zero(path: Path) -> None:
+    table = pq.read_table(path)
+    below = pc.negate(table["hidden_scale"])
+    pq.write_table(table.set_column(table.schema.get_field_index("hidden_scale"), "hidden_scale", below), path)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("kind", "option", "damage", "message"),
+    [
+        ("fp8", "--teacher", every_scale_below_zero, "expected hidden_scale above 0, got"),
+        (
+            "topk",
+            "--teacher",
+            lambda x: (x.unlink(), os.mkfifo(x)),
+            "expected a file, got a folder, a device or a pipe",
+        ),
+        ("hidden", "--teacher-ids", os.mkfifo, "neither .npy nor a JSON list of ids"),
+    ],
+)
+def test_a_damaged_record_is_one_line_of_the_command(scored, tmp_path, capsys, kind, option, damage, message):
+    for path in scored.root.glob(f"{kind}.*"):
+        shutil.copy(path, tmp_path)
+    place = {"--teacher": tmp_path / f"{kind}.parquet", "--teacher-ids": tmp_path / "ids.npy"}
+    damage(place[option])
+    named = [str(x) for name, path in place.items() if name in ("--teacher", option) for x in (name, path)]
+    assert main(["train", *flags(scored.config), *named, "--output-dir", str(tmp_path / "run")]) == 2
+    written = capsys.readouterr().err
+    assert "Traceback" not in written
+    assert [message in line for line in written.splitlines() if line.startswith("logitless: ")] == [True]
 
 
 def test_another_vocabulary_is_refused_by_name(scored, tmp_path):
