@@ -15,7 +15,7 @@ import torch
 import logitless as ll
 from bench.harness import environment, write_line
 from bench.real.text import read
-from logitless.sample.teacher import STORED, packed_hidden, unpacked_hidden
+from logitless.sample.columns import STORED, packed_hidden, unpacked_hidden
 
 KEPT = (10, 20, 50)
 

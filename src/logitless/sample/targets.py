@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    import pyarrow
+from ..errors import DataError
+from .teacher import TeacherRecord
 
 IGNORED = -100
-COLUMNS = ["document", "token", "logsumexp", "topk_ids", "topk_logits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,72 +63,17 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
     A weight is exp(logit - log-sum-exp) with the log-sum-exp of the teacher's whole distribution: nothing is
     renormalised, and what the K entries leave to others is known. Where the teacher had a begin-of-text token in
     front, so has the student. A document with a token that has no score, other than its first, is passed over.
-    Raises DataError for a file that is no such record, or holds no best entries; ConfigError without pyarrow.
-    Memory: a row group and a document.
+    Raises DataError for a file that is no such record, is damaged or holds no best entries; ConfigError without
+    pyarrow. Memory: some row groups and a document.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ConfigError("read_targets: expected pyarrow, which is not installed; pip install pyarrow") from None
-    try:
-        with pq.ParquetFile(path) as file:
-            metadata = json.loads((file.schema_arrow.metadata or {}).get(b"logitless", b"{}"))
-            if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-                raise DataError(
-                    f"{path}: expected what logitless score --keep 1 or more writes, got no column {', '.join(missing)}"
-                )
-            rows = (file.read_row_group(i, columns=COLUMNS) for i in range(file.num_row_groups))
-            for columns in _documents(rows):
-                target = _target(columns, metadata.get("bos"))
-                if target is not None:
-                    yield target
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
-
-
-Columns = dict[str, np.ndarray]
-
-
-def _documents(tables: Iterator[pyarrow.Table]) -> Iterator[Columns]:
-    """The rows of each document, from row groups that may end within one."""
-    pending: list[Columns] = []
-    for table in tables:
-        columns = _arrays(table)
-        document = columns["document"]
-        edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(document)]
-        for begin, end in pairwise(edges):
-            part = {name: x[begin:end] for name, x in columns.items()}
-            if pending and begin < end and pending[-1]["document"][0] != part["document"][0]:
-                yield _joined(pending)
-                pending = []
-            pending.append(part)
-    if pending:
-        yield _joined(pending)
-
-
-def _joined(parts: list[Columns]) -> Columns:
-    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-
-
-def _arrays(table: pyarrow.Table) -> Columns:
-    """The columns with NaN, and id 0, where a token has no score."""
-    out: Columns = {name: table[name].to_numpy() for name in ("document", "token", "logsumexp")}
-    for name in ("topk_ids", "topk_logits"):
-        lists: Any = table[name].combine_chunks()
-        out[name] = lists.values.to_numpy(zero_copy_only=False).reshape(table.num_rows, -1)
-    return out
-
-
-def _target(columns: Columns, bos: int | None) -> TeacherTargets | None:
-    scored = np.isfinite(columns["logsumexp"].astype(np.float64))
-    start = [] if bos is None else [bos]
-    first = 1 - len(start)
-    if not scored[first:].all() or len(scored) == first:
-        return None
-    token = columns["token"].astype(np.int64)
-    before = np.array([*start, *token[:-1]])
-    logits = columns["topk_logits"][first:].astype(np.float32)
-    weights = np.exp(logits - columns["logsumexp"][first:, None].astype(np.float32))
-    given = before.astype(np.int64), token[first:], columns["topk_ids"][first:].astype(np.int64), weights
-    return TeacherTargets(*(torch.from_numpy(np.ascontiguousarray(x)) for x in given))
+    record = TeacherRecord(path)
+    if record.kind != "topk":
+        raise DataError(f"{path}: expected best entries, got hidden states: score with --keep 1 or more")
+    start = [] if record.bos is None else [record.bos]
+    unread = 1 - len(start)  # a first token without another before it: the student is asked for none there
+    for first, token, scored in record.documents():
+        if not scored[unread:].all() or len(token) == unread:
+            continue
+        rows = vars(record.read(first + unread, first + len(token)))
+        before = torch.from_numpy(np.concatenate([start, token[:-1]]).astype(np.int64))
+        yield TeacherTargets(before, torch.from_numpy(token[unread:]), rows["ids"], rows["log_weights"].exp())

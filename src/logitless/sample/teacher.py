@@ -1,6 +1,7 @@
 """A teacher's record as `logitless score` writes it, read at any row: its best entries, or its hidden states and head.
 
-Hidden states are stored as bytes, a row each: bf16 as it is, or fp8 (e4m3) with one scale a token.
+Hidden states are stored as bytes, a row each: bf16 as it is, or fp8 (e4m3) with one scale a token. What the columns
+must hold, and how they are read, is in `columns`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,37 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, NotFiniteError, ShapeError, in_one_line, is_out_of_memory
+from ..units import plural
 from ..vocab.face import LMHead
+from .columns import PLACES, STORED, check_kinds, read_best, read_hidden, read_places, unpacked_hidden
 
 if TYPE_CHECKING:
     import pyarrow
 
-STORED = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # how hidden states may be stored
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 OPTIONS = ("scale", "softcap", "vocab_size")  # of a head, beside its tensors
-SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "bos": int, "hidden_dtype": str, "head": dict}
-MOST_OF_LOGPROB = 0.1  # of float32 logits in the thousands, whose rounding is some thousandths
+SAID = {"store": str, "vocab_size": int, "tokenizer": str, "text": str, "bos": int, "rows": int}  # of any record
+SAID |= {"hidden_dtype": str, "hidden_size": int, "head": dict}
 MOST_ENTRIES = 2**31  # of a record of an earlier version, which does not say how many there are
+COLUMNS = {"topk": ["topk_ids", "topk_logits"], "bfloat16": ["hidden"], "fp8": ["hidden", "hidden_scale"]}
 GROUPS_KEPT = 4  # row groups in memory: rows of a batch often share one
-
-
-def packed_hidden(hidden: Tensor, stored: str) -> dict[str, Tensor]:
-    """Hidden states (n, H) as a record's columns: `hidden`, bytes (n, ·) uint8, and for fp8 `hidden_scale` (n,).
-
-    fp8: a token's largest entry is the type's, 448; what is read back is the stored number times the scale.
-    """
-    if stored == "bfloat16":
-        return {"hidden": hidden.bfloat16().contiguous().view(torch.uint8)}
-    scale = hidden.float().abs().amax(-1) / LARGEST
-    scale = torch.where(scale > 0, scale, 1.0)
-    return {"hidden": (hidden.float() / scale[:, None]).to(STORED[stored]).view(torch.uint8), "hidden_scale": scale}
-
-
-def unpacked_hidden(columns: dict[str, Tensor], stored: str) -> Tensor:
-    """What `packed_hidden` stored: bf16, or fp32 of fp8 and its scales, (n, H)."""
-    found = columns["hidden"].view(STORED[stored])
-    return found if stored == "bfloat16" else found.float() * columns["hidden_scale"][:, None]
 
 
 def write_head(path: Path, head: LMHead) -> dict[str, Any]:
@@ -104,7 +89,8 @@ class TeacherRecord:
         )
 
     kind: "hidden" (`--store hidden`) or "topk". tokenizer, text: hashes of the tokenizer and of the text it is of; bos:
-    the id before each document, or None. Every page's checksum is compared as it is read, and the head's hash.
+    the id before each document, or None. Every page's checksum is compared as it is read, and the head's hash; rows
+    that `logitless score` never writes, such as a null, a NaN or a document out of order, are refused then, too.
     Raises DataError for a file that is no such record, or damaged; ConfigError without pyarrow. Memory: row groups,
     of 8 MiB each where they hold hidden states.
     """
@@ -115,25 +101,23 @@ class TeacherRecord:
         except ImportError:
             raise ConfigError("TeacherRecord: expected pyarrow, which is not installed; pip install pyarrow") from None
         self.path = Path(path)
+        _check_file(self.path)
         with _explained(self.path):
             self.file = pq.ParquetFile(self.path, page_checksum_verification=True, memory_map=True)
         schema = self.file.schema_arrow
-        about = _about(schema, self.path)
+        self.about = about = _about(schema, self.path)
         self.kind: Literal["hidden", "topk"] = about.get("store", "topk")
-        what = ["hidden"] if self.kind == "hidden" else ["topk_ids", "topk_logits"]
-        needed = ["document", "token", "logsumexp", *what]
-        if missing := [name for name in needed if name not in schema.names]:
-            raise DataError(
-                f"{path}: expected what logitless score writes, with --keep 1 or more or --store hidden, got no column "
-                f"{', '.join(missing)}"
-            )
-        _check_kinds(schema, needed, self.path)
-        self.columns = [*needed[2:], *(["hidden_scale"] if "hidden_scale" in schema.names else [])]
-        self.about: dict[str, Any] = about
-        self.vocab_size: int = about.get("vocab_size", 0)
+        self.stored: str = about["hidden_dtype"] if self.kind == "hidden" else "topk"
+        self.columns = ["logsumexp", *COLUMNS[self.stored]]
+        width = about["hidden_size"] * STORED[self.stored].itemsize if self.kind == "hidden" else 0
+        check_kinds(schema, [*PLACES, *self.columns], width, self.path)
+        self.vocab_size: int = about.get("vocab_size") or 0
+        self.entries = self.vocab_size or MOST_ENTRIES
         self.tokenizer, self.text, self.bos = about.get("tokenizer"), about.get("text"), about.get("bos")
         sizes = [self.file.metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
         self.edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        if (rows := about.get("rows")) not in (None, len(self)):
+            raise DataError(f"{path}: expected {plural(rows, 'row')}, as were written, got {len(self):,}: score again")
         self.kept: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -157,34 +141,35 @@ class TeacherRecord:
 
     def head(self) -> LMHead:
         """The teacher's head. Raises DataError for one that is not there, or not the record's."""
-        from safetensors.torch import load_file
-
         path, about = self.head_path, self.about.get("head") or {}
         if not path.exists():
             raise DataError(f"{path} is not there: the head of {self.path}'s hidden states, which lies beside it")
+        _check_file(path)
         if (found := file_hash(path)) != about.get("hash"):
             raise DataError(f"{path} has the hash {found}, expected {about.get('hash')}, of {self.path}'s own head")
-        tensors = load_file(path)
-        return LMHead(tensors["weight"], tensors.get("bias"), **{name: about[name] for name in OPTIONS})
+        try:
+            return _read_head(path, about, self.vocab_size, self.about["hidden_size"])
+        except Exception as error:  # safetensors, LMHead and who takes what the metadata say
+            if is_out_of_memory(error):
+                raise
+            why = in_one_line(error)
+            raise DataError(f"{path}: expected the head of {self.path}, got another ({why}): score again") from None
 
     def documents(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(its first row, its tokens (n,), which of them have scores (n,)) of each document in turn."""
-        first, number = 0, None
+        first, last = 0, (-1, -1)
         tokens: list[np.ndarray] = []
         scored: list[np.ndarray] = []
-        row = 0
         for i in range(self.file.num_row_groups):
-            table = self._table(i, ["document", "token", "logsumexp"])
-            document, token = table["document"].to_numpy(), table["token"].to_numpy().astype(np.int64)
-            has = np.isfinite(table["logsumexp"].to_numpy().astype(np.float64))
-            for part in np.split(np.arange(len(document)), np.flatnonzero(np.diff(document)) + 1):
-                if len(part) and document[part[0]] != number:
-                    if tokens:
-                        yield first, np.concatenate(tokens), np.concatenate(scored)
-                    first, number, tokens, scored = row, document[part[0]], [], []
-                tokens.append(token[part])
-                scored.append(has[part])
-                row += len(part)
+            table = self._table(i, [*PLACES, "logsumexp"])
+            document, position, token, has = read_places(table, last, self.entries, self.path)
+            for begin, end in pairwise(np.unique([0, *np.flatnonzero(position == 0), len(position)])):
+                if position[begin] == 0 and tokens:
+                    yield first, np.concatenate(tokens), np.concatenate(scored)
+                    first, tokens, scored = int(self.edges[i] + begin), [], []
+                tokens.append(token[begin:end])
+                scored.append(has[begin:end])
+                last = int(document[begin]), int(position[end - 1])
         if tokens:
             yield first, np.concatenate(tokens), np.concatenate(scored)
 
@@ -197,25 +182,20 @@ class TeacherRecord:
             parts.append({name: x[cut] for name, x in self._group(i).items()})
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if self.kind == "hidden":
-            return TeacherRows(columns["scored"], unpacked_hidden(columns, self.about["hidden_dtype"]))
-        return TeacherRows(columns["scored"], None, columns["topk_ids"], columns["log_weights"])
+            return TeacherRows(columns["scored"], unpacked_hidden(columns, self.stored))
+        return TeacherRows(columns["scored"], None, columns["ids"], columns["log_weights"])
 
     def _group(self, number: int) -> dict[str, Tensor]:
         """A row group's columns, kept for a while."""
         if number not in self.kept:
             while len(self.kept) >= GROUPS_KEPT:
                 del self.kept[next(iter(self.kept))]
-            self.kept[number] = _tensors(self._table(number, self.columns))
-            self._check_best(**self.kept[number])
+            table = self._table(number, self.columns)
+            if self.kind == "hidden":
+                self.kept[number] = read_hidden(table, self.stored, self.path)
+            else:
+                self.kept[number] = read_best(table, self.entries, self.path)
         return self.kept[number]
-
-    def _check_best(self, topk_ids: Tensor | None = None, log_weights: Tensor | None = None, **_: Tensor) -> None:
-        """DataError for best entries that are none of the vocabulary, or more probable than all together."""
-        if topk_ids is None or log_weights is None or not topk_ids.numel():
-            return
-        entries = self.vocab_size or MOST_ENTRIES
-        if topk_ids.min() < 0 or topk_ids.max() >= entries or not log_weights.max() < MOST_OF_LOGPROB:
-            raise DataError(f"{self.path}: expected entries with probabilities up to 1, got others: score again")
 
     def _table(self, number: int, columns: list[str]) -> pyarrow.Table:
         with _explained(self.path):
@@ -228,28 +208,41 @@ def _about(schema: pyarrow.Schema, path: Path) -> dict[str, Any]:
         about = json.loads((schema.metadata or {}).get(b"logitless", b"{}"))
     except (ValueError, RecursionError):
         about = None
-    known = isinstance(about, dict) and all(isinstance(about.get(x), kind | None) for x, kind in SAID.items())
+    known = isinstance(about, dict) and all(type(about.get(x)) in (kind, type(None)) for x, kind in SAID.items())
     if not isinstance(about, dict) or not known or about.get("store", "topk") not in ("topk", "hidden"):
         raise DataError(f"{path}: expected the metadata that logitless score writes, got other: score again")
+    entries, bos = (about.get(name) for name in ("vocab_size", "bos"))
+    entries = MOST_ENTRIES if entries is None else entries
+    if not 0 <= (bos or 0) < entries <= MOST_ENTRIES:
+        raise DataError(f"{path}: expected a bos of a vocabulary in the metadata, got {bos} of {entries}: score again")
     head = about.get("head") or {}
-    whole = {"file", "hash", *OPTIONS} <= head.keys() and Path(str(head["file"])).name == head["file"]
-    if about.get("store") == "hidden" and not (whole and about.get("hidden_dtype") in STORED):
+    file = Path(str(head.get("file")))
+    whole = {"file", "hash", *OPTIONS} <= head.keys() and file.name == head["file"] and file.suffix == ".safetensors"
+    wide = 0 < (about.get("hidden_size") or 0) < MOST_ENTRIES // 2
+    if about.get("store") == "hidden" and not (whole and wide and about.get("hidden_dtype") in STORED):
         raise DataError(f"{path}: expected metadata that says which head and dtype its states are of: score again")
     return about
 
 
-def _check_kinds(schema: pyarrow.Schema, names: list[str], path: Path) -> None:
-    """DataError for columns of other kinds than `logitless score` writes."""
-    from pyarrow import types
+def _read_head(path: Path, about: dict[str, Any], entries: int, width: int) -> LMHead:
+    """The head that `write_head` wrote. Raises whatever reading another file does."""
+    from safetensors.torch import load_file
 
-    for name in names:
-        kind = schema.field(name).type
-        number = kind.value_type if types.is_fixed_size_list(kind) else kind
-        right = types.is_fixed_size_binary if name == "hidden" else types.is_integer
-        if name in ("logsumexp", "topk_logits"):
-            right = types.is_floating
-        if not right(number) or types.is_fixed_size_list(kind) != name.startswith("topk"):
-            raise DataError(f"{path}: expected what logitless score writes, got a column {name} of {kind}")
+    tensors = load_file(path)
+    if not {"weight"} <= tensors.keys() <= {"weight", "bias"}:
+        raise ShapeError(f"expected a weight, and a bias at most, got {', '.join(sorted(tensors)) or 'nothing'}")
+    head = LMHead(tensors["weight"], tensors.get("bias"), **{name: about[name] for name in OPTIONS})
+    if (head.rows, head.hidden_size) != (entries, width):
+        raise ShapeError(f"expected {entries:,} entries of width {width:,}, got {head.rows:,} of {head.hidden_size:,}")
+    if not all(torch.stack(x.aminmax()).isfinite().all() for x in tensors.values()):
+        raise NotFiniteError("expected finite weights, got NaN or infinity")
+    return head
+
+
+def _check_file(path: Path) -> None:
+    """DataError for a folder, and for what may never end, or wait for a writer forever."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: expected a file, got a folder, a device or a pipe: score again")
 
 
 @contextmanager
@@ -261,23 +254,3 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
-
-
-def _tensors(table: pyarrow.Table) -> dict[str, Tensor]:
-    """A row group's columns, zero where a token has no score."""
-    logsumexp = table["logsumexp"].to_numpy().astype(np.float32)
-    scored = np.isfinite(logsumexp)
-    found = {"scored": scored}
-    if "hidden" in table.column_names:
-        bytes_: Any = table["hidden"].combine_chunks()
-        width = bytes_.type.byte_width
-        values = np.frombuffer(bytes_.buffers()[1], np.uint8, table.num_rows * width, bytes_.offset * width)
-        found["hidden"] = np.where(scored[:, None], values.reshape(-1, width), np.uint8(0))
-        if "hidden_scale" in table.column_names:
-            found["hidden_scale"] = np.nan_to_num(table["hidden_scale"].to_numpy().astype(np.float32))
-    else:
-        lists = {name: table[name].combine_chunks() for name in ("topk_ids", "topk_logits")}
-        ids, logits = (x.values.to_numpy(zero_copy_only=False).reshape(table.num_rows, -1) for x in lists.values())
-        found["topk_ids"] = np.where(scored[:, None], ids, 0).astype(np.int64)
-        found["log_weights"] = np.where(scored[:, None], logits - logsumexp[:, None], 0.0).astype(np.float32)
-    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in found.items()}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import logitless
 from logitless.errors import DataError, OptionError
 from logitless.sample import TeacherRecord, read_targets
-from logitless.sample.teacher import packed_hidden, unpacked_hidden
+from logitless.sample.columns import packed_hidden, unpacked_hidden
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
 from tests.support.workbench.damage import DEEP
@@ -135,14 +135,14 @@ def test_a_head_with_softcap_and_bias_comes_back_with_them(tmp_path):
     run(config(tmp_path / "model", corpus(tmp_path / "a.jsonl", 2), tmp_path / "t.parquet", store="hidden"))
     from logitless.sample.teacher import write_head
 
-    head = logitless.LMHead(torch.randn(9, 4), torch.randn(9), scale=0.5, softcap=30.0, vocab_size=7)
+    head = logitless.LMHead(torch.randn(264, HIDDEN), torch.randn(264), scale=0.5, softcap=30.0, vocab_size=259)
     about = write_head(tmp_path / "t.head.safetensors", head)
     record = TeacherRecord(tmp_path / "t.parquet")
     record.about["head"] = json.loads(json.dumps(about))
     again = record.head()
     assert torch.equal(again.weight, head.weight)
     assert torch.equal(again.bias, head.bias)
-    assert (again.scale, again.softcap, again.vocab_size) == (0.5, 30.0, 7)
+    assert (again.scale, again.softcap, again.vocab_size) == (0.5, 30.0, 259)
 
 
 def test_damage_is_one_line(micro, tmp_path):
@@ -206,26 +206,9 @@ def test_columns_of_another_kind_are_one_line(micro, tmp_path, name):
     other = pa.array(["x"] * len(table))
     pq.write_table(table.set_column(table.schema.get_field_index(name), name, other), out)
     with pytest.raises(
-        DataError, match=rf"t.parquet: expected what logitless score writes, got a column {name} of str"
+        DataError, match=rf"t.parquet: expected a column {name} of \w+.*, got one of string: score again"
     ):
         TeacherRecord(out)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("logsumexp", lambda x: -abs(x) - 9), ("topk_ids", lambda x: x + 259), ("topk_ids", lambda x: -x - 1)],
-)
-def test_entries_that_are_none_are_one_line(micro, tmp_path, name, change):
-    out = tmp_path / "t.parquet"
-    run(config(micro, corpus(tmp_path / "a.jsonl", 3), out))
-    table = pq.read_table(out)
-    column = table[name].combine_chunks()
-    values = column.to_pylist()
-    other = [x if x is None else [change(y) for y in x] if isinstance(x, list) else change(x) for x in values]
-    place = table.schema.get_field_index(name)
-    pq.write_table(table.set_column(place, name, pa.array(other, column.type)), out)
-    with pytest.raises(DataError, match=r"t.parquet: expected entries with probabilities up to 1, got others"):
-        TeacherRecord(out).read(0, len(table))
 
 
 def test_fp8_keeps_every_scale_of_token():

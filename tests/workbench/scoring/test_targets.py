@@ -101,7 +101,9 @@ def test_padding_has_no_weight_and_no_label():
 
 def test_files_that_are_no_record(micro, tmp_path):
     pq.write_table(pa.table({"token": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="--keep 1 or more writes, got no column document, logsumexp"):
+    with pytest.raises(
+        DataError, match="--keep 1 or more or --store hidden, got no column document, position, logsumexp"
+    ):
         list(read_targets(tmp_path / "a.parquet"))
     (tmp_path / "b.parquet").write_text("no")
     with pytest.raises(DataError, match="not a readable parquet file"):

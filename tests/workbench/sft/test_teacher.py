@@ -1,6 +1,7 @@
 """Distillation from a record: against dense float64, within its memory, after a kill, and what is refused."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -8,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
 
 import logitless
+from logitless.cli.main import main
 from logitless.errors import DataError, OptionError
 from logitless.sample import TeacherRecord
 from logitless.workbench.common.files import read_lines
@@ -295,6 +299,38 @@ def test_a_head_that_is_not_there_ends_a_run_before_it_begins(scored, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def every_scale_below_zero(path: Path) -> None:
+    table = pq.read_table(path)
+    below = pc.negate(table["hidden_scale"])
+    pq.write_table(table.set_column(table.schema.get_field_index("hidden_scale"), "hidden_scale", below), path)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("kind", "option", "damage", "message"),
+    [
+        ("fp8", "--teacher", every_scale_below_zero, "expected hidden_scale above 0, got"),
+        (
+            "topk",
+            "--teacher",
+            lambda x: (x.unlink(), os.mkfifo(x)),
+            "expected a file, got a folder, a device or a pipe",
+        ),
+        ("hidden", "--teacher-ids", os.mkfifo, "neither .npy nor a JSON list of ids"),
+    ],
+)
+def test_a_damaged_record_is_one_line_of_the_command(scored, tmp_path, capsys, kind, option, damage, message):
+    for path in scored.root.glob(f"{kind}.*"):
+        shutil.copy(path, tmp_path)
+    place = {"--teacher": tmp_path / f"{kind}.parquet", "--teacher-ids": tmp_path / "ids.npy"}
+    damage(place[option])
+    named = [str(x) for name, path in place.items() if name in ("--teacher", option) for x in (name, path)]
+    assert main(["train", *flags(scored.config), *named, "--output-dir", str(tmp_path / "run")]) == 2
+    written = capsys.readouterr().err
+    assert "Traceback" not in written
+    assert [message in line for line in written.splitlines() if line.startswith("logitless: ")] == [True]
+
+
 def test_another_vocabulary_is_refused_by_name(scored, tmp_path):
     config = replace(scored.config, teacher=str(scored.root / "hidden.parquet"))
     tokenizer = pretrained(str(scored.root / "student"))
@@ -321,6 +357,22 @@ def test_ids_that_are_none(scored, tmp_path, ids, message):
     (tmp_path / "ids.json").write_text(ids)
     with pytest.raises(DataError, match=f"ids.json: {message}"):
         teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.json"))
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"(" * 9, b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000,)}\n"]
+)
+def test_arrays_that_are_none(scored, tmp_path, header):
+    (tmp_path / "ids.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(DataError, match=r"ids.npy: neither .npy nor a JSON list of ids"):
+        teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.npy"))
+
+
+def test_ids_are_read_from_an_array(scored, tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(V)[::-1])
+    teacher = teacher_of(scored, "hidden", teacher_ids=str(tmp_path / "ids.npy"))
+    assert teacher.entries is not None
+    assert teacher.entries.tolist() == list(range(V))[::-1]
 
 
 def test_best_entries_do_not_say_what_is_in_the_tail(scored):

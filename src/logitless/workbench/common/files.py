@@ -244,7 +244,7 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 def readable(path: Path, remedy: str = MADE_ANEW) -> Iterator[None]:
     """DataError, with what to do, for whatever reading a file or folder of ours raises that was damaged since."""
     try:
-        _check_ends(path)
+        check_ends(path)
         yield
     except LogitlessError:
         raise
@@ -255,7 +255,7 @@ def readable(path: Path, remedy: str = MADE_ANEW) -> Iterator[None]:
         raise DataError(f"{path} does not hold what was written there ({why}): {remedy}") from None
 
 
-def _check_ends(path: Path) -> None:
+def check_ends(path: Path) -> None:
     """ValueError for what may never end, or wait for a writer forever."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError("expected a file, got a device or a pipe")
@@ -263,7 +263,7 @@ def _check_ends(path: Path) -> None:
 
 def parsed(path: Path) -> Any:
     """The JSON of a file; ValueError or OSError for a file that is none, nested too deeply, or a device."""
-    _check_ends(path)
+    check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

@@ -125,15 +125,18 @@ class Parts:
                 writer = None
                 for table in self._tables(count, of_document):
                     if writer is None:
-                        schema = table.schema.with_metadata(
-                            {KEY: json.dumps(metadata), "vocab_size": str(metadata["vocab_size"])}
-                        )
+                        about = json.dumps({**metadata, "rows": self._rows(count)})
+                        schema = table.schema.with_metadata({KEY: about, "vocab_size": str(metadata["vocab_size"])})
                         file = stack.enter_context(arrow_file(path, "wb"))
                         writer = stack.enter_context(pq.ParquetWriter(file, schema, **WRITING))
                     if table.num_rows:
                         writer.write_table(table, row_group_size=max(1, GROUP * table.num_rows // table.nbytes))
 
         write_whole(self.place, write)
+
+    def _rows(self, count: int) -> int:
+        """How many rows there are in all parts, so that readers miss those that are lost later."""
+        return sum(pq.read_metadata(arrow_file(self.part(number))).num_rows for number in range(count))
 
     def _tables(self, count: int, of_document: Callable[[dict[str, Any]], None]) -> Iterator[pa.Table]:
         """The parts' rows, with positions that count from the document's first token."""

@@ -20,7 +20,7 @@ from ...errors import OptionError
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
-from ...sample.teacher import STORED, packed_hidden
+from ...sample.columns import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
 from ..common.files import DISK_FULL, remove_whole

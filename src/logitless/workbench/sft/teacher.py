@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ from ...losses import decoupled_kl, forward_kl, record_kl, reverse_kl, tail_awar
 from ...sample import TeacherRecord
 from ...units import plural
 from ...vocab.face import LMHead, TokenStats, linear_cross_entropy, token_loss, token_stats
+from ..common.files import check_ends, parsed
 from ..sources import chat
 from ..sources.chat import Example
 from ..sources.identity import hash_of_text, known_of
@@ -351,8 +351,9 @@ def _check_vocabulary(config: TrainConfig, record: TeacherRecord, tokenizer: Tex
 def _read_entries(path: Path, vocab_size: int, theirs: int) -> np.ndarray:
     """The teacher's id of each of the student's entries (V,), from a JSON list or a .npy file. Raises DataError."""
     try:
-        found = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(json.loads(path.read_text()))
-    except (OSError, ValueError, EOFError, RecursionError) as error:
+        check_ends(path)
+        found = np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else np.array(parsed(path))
+    except Exception as error:  # json, and numpy, which reads a header as Python
         why = getattr(error, "strerror", None) or "neither .npy nor a JSON list of ids"
         raise DataError(f"--teacher-ids {path}: {why}") from None
     if found.shape != (vocab_size,) or not np.issubdtype(found.dtype, np.integer):
@@ -362,4 +363,4 @@ def _read_entries(path: Path, vocab_size: int, theirs: int) -> np.ndarray:
         raise DataError(f"--teacher-ids {path}: expected ids in 0..{theirs - 1}, got {found.min()}..{found.max()}")
     if len(np.unique(found)) != len(found):
         raise DataError(f"--teacher-ids {path}: expected each of the teacher's ids once, got some twice")
-    return found.astype(np.int64)
+    return np.array(found, dtype=np.int64)
