@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .header import Header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LLAMA3 = "rope_freqs.weight"  # by what each frequency is divided
 FACTORS = (LLAMA3, "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that are no weights
@@ -44,6 +44,8 @@ def rope_parameters(path: Path, header: Header, config: Any) -> dict[str, Any]:
 
 def _llama3(config: Any, divisors: Tensor) -> dict[str, Any] | None:
     """The options by which transformers divides a model's frequencies by the same numbers; None where none do."""
+    import torch
+
     options = {"rope_type": "llama3", "factor": divisors.max().item(), **RANGE}
     plain, divided = (_frequencies(config, x) for x in ({"rope_type": "linear", "factor": 1.0}, options))
     same = divisors.shape == plain.shape and torch.allclose(plain / divided, divisors, rtol=ROUNDING)
@@ -51,6 +53,7 @@ def _llama3(config: Any, divisors: Tensor) -> dict[str, Any] | None:
 
 
 def _frequencies(config: Any, options: dict[str, Any]) -> Tensor:
+    import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     given = copy.deepcopy(config)
@@ -59,6 +62,7 @@ def _frequencies(config: Any, options: dict[str, Any]) -> Tensor:
 
 
 def _tensor(path: Path, name: str) -> Tensor:
+    import torch
     from gguf import GGUFReader
 
     (found,) = (tensor for tensor in GGUFReader(path).tensors if tensor.name == name)
