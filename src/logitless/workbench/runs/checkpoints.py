@@ -22,7 +22,7 @@ NEEDED = (METRICS_FILE, TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
 
 
 def id_of(run: Path) -> str:
-    """What tells this run from all others; empty for one that was begun before runs had ids."""
+    """What tells this run from all others; empty where none has begun."""
     try:
         return str(read_object(run / RUN_FILE).get("id", ""))
     except DataError:
