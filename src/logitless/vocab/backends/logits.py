@@ -50,6 +50,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 LOG2E = math.log2(math.e)
 WIDTH = 2048  # entries at a time of rows that are looked at for one of them
+FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time
 
 
@@ -316,15 +317,26 @@ def _flat(x: float | Tensor) -> float | Tensor:
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a @ b into `out`, with `out`'s precision."""
     if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
+        chained = _is_chained(out) and a.shape[1] > CHAIN
+        return add_product(a, b, out.zero_()) if chained else torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """out += a @ b, accumulated in `out`'s precision."""
     if a.dtype == out.dtype:
-        return out.addmm_(a, b)
+        if not _is_chained(out):
+            return out.addmm_(a, b)
+        for start in range(0, a.shape[1], CHAIN):
+            part = slice(start, start + CHAIN)
+            out += a[:, part] @ b[part]
+        return out
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def _is_chained(out: Tensor) -> bool:
+    """Whether each product could be rounded at the size of all before it, which long chains do not bear."""
+    return out.device.type == "cpu" and len(out) <= FEW
 
 
 def weight_sum(
