@@ -297,7 +297,7 @@ def test_weight_gradient_accumulates_in_fp32(loss, trainable, backend):
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize("budget", [None, 200_000])
 def test_a_few_rows_of_a_long_vocabulary(rows, budget, backend):
-    """MKL adds up a few rows one product after another, each rounded at the size of the sum so far: torch is 1e-5 off."""
+    """MKL adds up a few rows one product after another, each rounded at the size of the sum so far."""
     ops = operands((rows,), 64, 65_536, dtype=torch.float32, bias=False).training("hidden")
     with torch.no_grad():
         ops.weight.mul_(0.05).add_(1.0)
