@@ -79,6 +79,15 @@ async def later_short(completions, **_): return []
 async def later_fails(completions, **_): raise RuntimeError("boom")
 async def later_leaves(completions, **_): raise SystemExit(5)
 def nobody(completions, **_): return [None] * len(completions)
+def unordered(completions, **_): return set(range(len(completions)))
+def octets(completions, **_): return b"1" * len(completions)
+def endless(completions, **_):
+    while True: yield 1.0
+def beyond(completions, **_): return [-1e308] * len(completions)
+def closes(completions, **_): raise GeneratorExit
+class Strange(BaseException): pass
+def strange(completions, **_): raise Strange("odd")
+async def later_strange(completions, **_): raise Strange("odd")
 class Kind: pass
 class Later:
     async def __call__(self, completions, **_): return [float("nan")] * len(completions)
@@ -105,6 +114,13 @@ REWARDS_SAY = {
     "later_short": "got 0 values",
     "later_fails": "RuntimeError: boom (my_rewards.py:21)",
     "later_leaves": "SystemExit: 5 (my_rewards.py:22)",
+    "unordered": "got set",
+    "octets": "got bytes",
+    "endless": "got more than 4 values",
+    "beyond": "returned -1e+308: expected a finite number in float32",
+    "closes": "GeneratorExit:  (my_rewards.py:29)",
+    "strange": "Strange: odd (my_rewards.py:31)",
+    "later_strange": "Strange: odd (my_rewards.py:32)",
     "Kind": "TypeError: Kind() takes no arguments",
     "later_object": "returned nan: expected a finite number",
 }

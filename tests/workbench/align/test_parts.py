@@ -52,6 +52,8 @@ class TestOptions:
             ({"max_steps": 0}, "--max-steps must be at least 1"),
             ({"beta": -0.1}, "--beta must be 0 or more"),
             ({"beta": float("nan")}, "--beta must be 0 or more"),
+            ({"repetition_guard": 1e39}, "--repetition-guard must be 0 or more, and finite in float32"),
+            ({"learning_rate": 1e39}, "--learning-rate must be positive, and finite in float32"),
             ({"temperature": 0.0}, "--temperature must be positive"),
             ({"generations_per_prompt": 1}, "--generations-per-prompt must be at least 2"),
             ({"batch_size": 6}, "is 6: expected a multiple of --generations-per-prompt 4"),
@@ -123,6 +125,18 @@ class TestRewards:
         with pytest.raises(error, match=rf"^--rewards my_rewards:{name}.*{re.escape(said)}") as caught:
             asyncio.run(called())
         assert "\n" not in str(caught.value)
+
+    def test_a_function_that_is_stopped_while_it_waits_is_not_blamed(self, monkeypatch):
+        """As it is at an interruption: the coroutine is closed."""
+
+        async def waits(**_: Any) -> None:
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(json, "reward", waits, raising=False)
+        (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards="json:reward"))
+        waiting: Any = reward(completions=["a"])
+        waiting.send(None)
+        waiting.close()
 
     @pytest.mark.parametrize(
         "values",

@@ -127,7 +127,7 @@ def not_a_number(text: str) -> float:
 
 def test_a_rule_that_is_not_a_number_is_not_bad_input(small):
     with pytest.raises(
-        NotFiniteError, match=r"--token-reward .*: expected a finite number for every token, got nan for"
+        NotFiniteError, match=r"--token-reward .*: expected a finite number in float32 for every token, got nan for"
     ):
         run(of(small, "nan", reward_model=None, token_reward=f"{__name__}:not_a_number"))
 
