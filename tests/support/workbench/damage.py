@@ -3,8 +3,39 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 DEEP = 100_000
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+# What a message may have in the place of what it says or of who says it, and what is said of it.
+MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "parts": (
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        "content must be text, got list; write its",
+    ),
+    "an object": ({"role": "user", "content": {"a": 1}}, "content must be text, got dict"),
+    "a number": ({"role": "user", "content": 3}, "content must be text, got int"),
+    "a truth": ({"role": "user", "content": True}, "content must be text, got bool"),
+    "null": ({"role": "user", "content": None}, "content must be text, got null"),
+    "null without a call": ({"role": "user", "content": None, "tool_calls": []}, "content must be text, got null"),
+    "parts with a call": ({"role": "user", "content": ["a"], "tool_calls": [_CALL]}, "content must be text, got list"),
+    "no content": ({"role": "user"}, "content must be text, got none"),
+    "nobody": ({"role": None, "content": "a"}, "role must be text, got null"),
+    "a number's": ({"role": 1, "content": "a"}, "role must be text, got int"),
+    "some people's": ({"role": ["user"], "content": "a"}, "role must be text, got list"),
+    "no role": ({"content": "a"}, "role must be text, got none"),
+}
+# What is said where a tool is called, as other formats have it.
+CALLS = ({"role": "assistant", "content": None, "tool_calls": [_CALL]}, {"role": "assistant", "tool_calls": [_CALL]})
+
+
+def not_utf8(count: int) -> pa.Array:
+    """A column of text that is none, which parquet files may have."""
+    return pa.Array.from_buffers(pa.string(), count, pa.array([b"\xff\xfe a"] * count).buffers())
+
 
 # Chat templates that fail, never end, or take or write too much; and what is said of them.
 TEMPLATES = {

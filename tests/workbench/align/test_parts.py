@@ -25,13 +25,13 @@ from datasets import Dataset, DatasetDict
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import load, prompt_ids, rows_of, save
+from logitless.workbench.align.data import TAKEN, load, prompt_ids, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
 from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
 from logitless.workbench.sources.corpus import passages
 from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.damage import REWARDS, REWARDS_SAY
+from tests.support.workbench.damage import MESSAGES, REWARDS, REWARDS_SAY
 from tests.support.workbench.micro import MICRO_CHAT, line_corpus
 
 
@@ -343,10 +343,14 @@ class TestData:
             (
                 '{"prompt": "a"}\n{"prompt": 5}\n',
                 "grpo",
-                "row 1: prompt must be text or a list of mes.*, got int",
+                "row 1: prompt: expected text, or messages in a list, got int",
             ),
-            ('{"prompt": ["a"]}\n', "grpo", "row 0: prompt must be text or a list of messages .*, got list"),
-            ('{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n', "dpo", "row 0: rejected must be .*, got dict"),
+            ('{"prompt": ["a"]}\n', "grpo", "row 0: prompt: message 0: expected an object .*, got str"),
+            (
+                '{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n',
+                "dpo",
+                "row 0: rejected: expected text, .* got dict",
+            ),
             ('{"prompt": "a \\ud83d"}\n', "grpo", "rows.jsonl:1: expected text, got half of a surrogate pair"),
             ('{"prompt": 1', "grpo", "rows.jsonl:1: not JSON"),
             (
@@ -354,7 +358,11 @@ class TestData:
                 "dpo",
                 "row 1 has no completion; expected prompt",
             ),
-            ('{"chosen": "b", "rejected": [{"role": "user", "content": "c"}]}\n', "dpo", "expected a field named text"),
+            (
+                '{"chosen": "b", "rejected": [{"role": "user", "content": "c"}]}\n',
+                "dpo",
+                "row 0 has no prompt; expected",
+            ),
             (
                 f'{{"prompt": {ASKED}}}\n{{"prompt": "a"}}\n',
                 "grpo",
@@ -380,6 +388,44 @@ class TestData:
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             rows_of(config(path, method=method), talker, 10)
+
+    @pytest.mark.parametrize("what", MESSAGES)
+    @pytest.mark.parametrize("form", ["messages", "prompt", "chosen"])
+    def test_messages_of_no_text_are_named(self, talker, tmp_path, what, form):
+        asked, said, path = json.loads(ASKED), json.loads(SAID), tmp_path / "rows.jsonl"
+        message, why = MESSAGES[what]
+        row = {form: [*asked, message, *said], **({"rejected": asked + said} if form == "chosen" else {})}
+        for before in (0, 2):
+            path.write_text("".join(json.dumps(x) + "\n" for x in [{"prompt": asked}] * before + [row]))
+            method = "dpo" if form == "chosen" else "rloo"
+            if form == "chosen" and before:
+                continue  # prompts alone are no pairs
+            with pytest.raises(DataError, match=rf"row {before}: {form}: message 1: {why}") as caught:
+                rows_of(config(path, method=method), talker, 10)
+            assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("row", "method", "message"),
+        [
+            ({"messages": "a"}, "grpo", "row 0: messages: expected messages in a list, got str"),
+            ({"messages": None}, "grpo", "row 0: messages: expected messages in a list, got null"),
+            ({"messages": []}, "grpo", "row 0 has no prompt; expected prompt, or messages that end with the assistant"),
+            ({"messages": json.loads(SAID)}, "dpo", "row 0 has no prompt; expected prompt, completion, or messages"),
+            ({"messages": json.loads(ASKED)}, "dpo", "row 0 has no chosen, rejected; .*, or messages that end with"),
+        ],
+    )
+    def test_conversations_that_cannot_be_used(self, talker, tmp_path, row, method, message):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match=message):
+            rows_of(config(path, method=method), talker, 10)
+
+    @pytest.mark.parametrize("name", sorted(TAKEN))
+    def test_columns_that_rewards_are_given_something_else_by(self, tokenizer, tmp_path, name):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"say {i}", name: "x"}) + "\n" for i in range(40)))
+        with pytest.raises(DataError, match=rf"row 0: a column named '{name}', .*: rename it"):
+            rows_of(config(path, method="grpo"), tokenizer, 10)
 
     @pytest.mark.parametrize("form", ["whole", "without prompt", "messages", "completion"])
     def test_conversations_to_prefer_answers_in(self, talker, tmp_path, form):
