@@ -287,6 +287,18 @@ def test_files_that_anything_may_lie_in_the_place_of(name, trained, begun, capsy
         shutil.rmtree("copy")
 
 
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("command", ["train", "align"])
+@pytest.mark.parametrize("damage", JSON)
+def test_a_damaged_run_is_named_where_it_is_resumed(damage, command, tmp_path, capsys):
+    """`align` reads its method before all else."""
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"model": DEFAULT_MODEL}}, indent=2))
+    JSON[damage](tmp_path / "run.json")
+    said = told([command, "--resume", str(tmp_path)], capsys)
+    assert f"{tmp_path}/run.json does not hold what was written there" in said
+    assert "put back what was there, or begin another run" in said
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "../../x.safetensors", "/x.safetensors", "a/b.safetensors", 3])
 def test_an_index_of_other_files_is_refused(name, trained, capsys):
     """torch.load would run what a .bin says, and files outside of a model's directory are not the model's."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ..errors import ConfigError, DataError, OptionError
 from ..printable import is_utf8
 from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
-from ..workbench.sources.model import check_model, said_of
+from ..workbench.sources.model import check_classifier, check_model, said_of
 
 
 def check_inputs(
@@ -35,7 +35,7 @@ def check_inputs(
     for option, other in others.items():
         if other is not None:
             with said_of(option):
-                check_model(other, "compare with" if option == "against" else "reward with")
+                check_model(other, "compare with") if option == "against" else check_classifier(other)
 
 
 def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:

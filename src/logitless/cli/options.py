@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from difflib import get_close_matches
 from itertools import groupby, pairwise
@@ -147,9 +147,10 @@ def method_of(arguments: Sequence[str]) -> str | None:
     except SystemExit:
         return None  # whoever reads all of the options says what is wrong
     tables = [] if given.config is None else [read_table(given.config)]
-    if given.resume is not None and (given.resume / RUN_FILE).is_file():
-        run = read_table(given.resume / RUN_FILE)
-        tables.append(run.get("config") if isinstance(run, dict) else None)
+    if given.resume is not None:
+        with suppress(OptionError):  # of a file that is none: `stored` says so
+            run = read_table(given.resume / RUN_FILE)
+            tables.append(run.get("config") if isinstance(run, dict) else None)
     found = [table["method"] for table in tables if isinstance(table, dict) and "method" in table]
     return given.method or next(iter(found), None)
 

@@ -69,6 +69,12 @@ def test_masked_tokens_are_read_but_not_counted(model):
     assert got == pytest.approx([dense(model, p, c, mask=m) for p, c, m in rows], rel=2e-6)
 
 
+def test_columns_of_any_name_are_passed_over(model):
+    """TRL passes all of a table's, and one may be called self."""
+    reward = SelfCertaintyReward().bind(model)
+    assert score(reward, self="x", _="y") == score(reward)
+
+
 def test_modes_and_gradients_are_left_as_they_were():
     model = micro_model(attention_dropout=0.9).train()
     model.model.norm.eval()

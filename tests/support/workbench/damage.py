@@ -3,8 +3,39 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 DEEP = 100_000
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+# What a message may have in the place of what it says or of who says it, and what is said of it.
+MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "parts": (
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        "content must be text, got list; write its",
+    ),
+    "an object": ({"role": "user", "content": {"a": 1}}, "content must be text, got dict"),
+    "a number": ({"role": "user", "content": 3}, "content must be text, got int"),
+    "a truth": ({"role": "user", "content": True}, "content must be text, got bool"),
+    "null": ({"role": "user", "content": None}, "content must be text, got null"),
+    "null without a call": ({"role": "user", "content": None, "tool_calls": []}, "content must be text, got null"),
+    "parts with a call": ({"role": "user", "content": ["a"], "tool_calls": [_CALL]}, "content must be text, got list"),
+    "no content": ({"role": "user"}, "content must be text, got none"),
+    "nobody": ({"role": None, "content": "a"}, "role must be text, got null"),
+    "a number's": ({"role": 1, "content": "a"}, "role must be text, got int"),
+    "some people's": ({"role": ["user"], "content": "a"}, "role must be text, got list"),
+    "no role": ({"content": "a"}, "role must be text, got none"),
+}
+# What is said where a tool is called, as other formats have it.
+CALLS = ({"role": "assistant", "content": None, "tool_calls": [_CALL]}, {"role": "assistant", "tool_calls": [_CALL]})
+
+
+def not_utf8(count: int) -> pa.Array:
+    """A column of text that is none, which parquet files may have."""
+    return pa.Array.from_buffers(pa.string(), count, pa.array([b"\xff\xfe a"] * count).buffers())
+
 
 # Chat templates that fail, never end, or take or write too much; and what is said of them.
 TEMPLATES = {
@@ -79,6 +110,15 @@ async def later_short(completions, **_): return []
 async def later_fails(completions, **_): raise RuntimeError("boom")
 async def later_leaves(completions, **_): raise SystemExit(5)
 def nobody(completions, **_): return [None] * len(completions)
+def unordered(completions, **_): return set(range(len(completions)))
+def octets(completions, **_): return b"1" * len(completions)
+def endless(completions, **_):
+    while True: yield 1.0
+def beyond(completions, **_): return [-1e308] * len(completions)
+def closes(completions, **_): raise GeneratorExit
+class Strange(BaseException): pass
+def strange(completions, **_): raise Strange("odd")
+async def later_strange(completions, **_): raise Strange("odd")
 class Kind: pass
 class Later:
     async def __call__(self, completions, **_): return [float("nan")] * len(completions)
@@ -105,6 +145,13 @@ REWARDS_SAY = {
     "later_short": "got 0 values",
     "later_fails": "RuntimeError: boom (my_rewards.py:21)",
     "later_leaves": "SystemExit: 5 (my_rewards.py:22)",
+    "unordered": "got set",
+    "octets": "got bytes",
+    "endless": "got more than 4 values",
+    "beyond": "returned -1e+308: expected a finite number in float32",
+    "closes": "GeneratorExit:  (my_rewards.py:29)",
+    "strange": "Strange: odd (my_rewards.py:31)",
+    "later_strange": "Strange: odd (my_rewards.py:32)",
     "Kind": "TypeError: Kind() takes no arguments",
     "later_object": "returned nan: expected a finite number",
 }

@@ -25,13 +25,13 @@ from datasets import Dataset, DatasetDict
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.workbench.align import trainers
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import load, prompt_ids, rows_of, save
+from logitless.workbench.align.data import TAKEN, load, prompt_ids, rows_of, save
 from logitless.workbench.align.rewards import is_statement, python_lines, repetition_guard, rewards_of
 from logitless.workbench.common.options import from_dict, read_file
 from logitless.workbench.sources.chat import ASSISTANT
 from logitless.workbench.sources.corpus import passages
 from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.damage import REWARDS, REWARDS_SAY
+from tests.support.workbench.damage import MESSAGES, REWARDS, REWARDS_SAY
 from tests.support.workbench.micro import MICRO_CHAT, line_corpus
 
 
@@ -52,6 +52,8 @@ class TestOptions:
             ({"max_steps": 0}, "--max-steps must be at least 1"),
             ({"beta": -0.1}, "--beta must be 0 or more"),
             ({"beta": float("nan")}, "--beta must be 0 or more"),
+            ({"repetition_guard": 1e39}, "--repetition-guard must be 0 or more, and finite in float32"),
+            ({"learning_rate": 1e39}, "--learning-rate must be positive, and finite in float32"),
             ({"temperature": 0.0}, "--temperature must be positive"),
             ({"generations_per_prompt": 1}, "--generations-per-prompt must be at least 2"),
             ({"batch_size": 6}, "is 6: expected a multiple of --generations-per-prompt 4"),
@@ -123,6 +125,18 @@ class TestRewards:
         with pytest.raises(error, match=rf"^--rewards my_rewards:{name}.*{re.escape(said)}") as caught:
             asyncio.run(called())
         assert "\n" not in str(caught.value)
+
+    def test_a_function_that_is_stopped_while_it_waits_is_not_blamed(self, monkeypatch):
+        """As it is at an interruption: the coroutine is closed."""
+
+        async def waits(**_: Any) -> None:
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(json, "reward", waits, raising=False)
+        (_, _), (reward, _) = rewards_of(AlignConfig(method="grpo", rewards="json:reward"))
+        waiting: Any = reward(completions=["a"])
+        waiting.send(None)
+        waiting.close()
 
     @pytest.mark.parametrize(
         "values",
@@ -329,10 +343,14 @@ class TestData:
             (
                 '{"prompt": "a"}\n{"prompt": 5}\n',
                 "grpo",
-                "row 1: prompt must be text or a list of mes.*, got int",
+                "row 1: prompt: expected text, or messages in a list, got int",
             ),
-            ('{"prompt": ["a"]}\n', "grpo", "row 0: prompt must be text or a list of messages .*, got list"),
-            ('{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n', "dpo", "row 0: rejected must be .*, got dict"),
+            ('{"prompt": ["a"]}\n', "grpo", "row 0: prompt: message 0: expected an object .*, got str"),
+            (
+                '{"prompt": "a", "chosen": "b", "rejected": {"c": 1}}\n',
+                "dpo",
+                "row 0: rejected: expected text, .* got dict",
+            ),
             ('{"prompt": "a \\ud83d"}\n', "grpo", "rows.jsonl:1: expected text, got half of a surrogate pair"),
             ('{"prompt": 1', "grpo", "rows.jsonl:1: not JSON"),
             (
@@ -340,7 +358,11 @@ class TestData:
                 "dpo",
                 "row 1 has no completion; expected prompt",
             ),
-            ('{"chosen": "b", "rejected": [{"role": "user", "content": "c"}]}\n', "dpo", "expected a field named text"),
+            (
+                '{"chosen": "b", "rejected": [{"role": "user", "content": "c"}]}\n',
+                "dpo",
+                "row 0 has no prompt; expected",
+            ),
             (
                 f'{{"prompt": {ASKED}}}\n{{"prompt": "a"}}\n',
                 "grpo",
@@ -366,6 +388,44 @@ class TestData:
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             rows_of(config(path, method=method), talker, 10)
+
+    @pytest.mark.parametrize("what", MESSAGES)
+    @pytest.mark.parametrize("form", ["messages", "prompt", "chosen"])
+    def test_messages_of_no_text_are_named(self, talker, tmp_path, what, form):
+        asked, said, path = json.loads(ASKED), json.loads(SAID), tmp_path / "rows.jsonl"
+        message, why = MESSAGES[what]
+        row = {form: [*asked, message, *said], **({"rejected": asked + said} if form == "chosen" else {})}
+        for before in (0, 2):
+            path.write_text("".join(json.dumps(x) + "\n" for x in [{"prompt": asked}] * before + [row]))
+            method = "dpo" if form == "chosen" else "rloo"
+            if form == "chosen" and before:
+                continue  # prompts alone are no pairs
+            with pytest.raises(DataError, match=rf"row {before}: {form}: message 1: {why}") as caught:
+                rows_of(config(path, method=method), talker, 10)
+            assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("row", "method", "message"),
+        [
+            ({"messages": "a"}, "grpo", "row 0: messages: expected messages in a list, got str"),
+            ({"messages": None}, "grpo", "row 0: messages: expected messages in a list, got null"),
+            ({"messages": []}, "grpo", "row 0 has no prompt; expected prompt, or messages that end with the assistant"),
+            ({"messages": json.loads(SAID)}, "dpo", "row 0 has no prompt; expected prompt, completion, or messages"),
+            ({"messages": json.loads(ASKED)}, "dpo", "row 0 has no chosen, rejected; .*, or messages that end with"),
+        ],
+    )
+    def test_conversations_that_cannot_be_used(self, talker, tmp_path, row, method, message):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match=message):
+            rows_of(config(path, method=method), talker, 10)
+
+    @pytest.mark.parametrize("name", sorted(TAKEN))
+    def test_columns_that_rewards_are_given_something_else_by(self, tokenizer, tmp_path, name):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"say {i}", name: "x"}) + "\n" for i in range(40)))
+        with pytest.raises(DataError, match=rf"row 0: a column named '{name}', .*: rename it"):
+            rows_of(config(path, method="grpo"), tokenizer, 10)
 
     @pytest.mark.parametrize("form", ["whole", "without prompt", "messages", "completion"])
     def test_conversations_to_prefer_answers_in(self, talker, tmp_path, form):

@@ -121,11 +121,18 @@ def test_a_rules_reward_is_its_mean_over_soft_tokens_up_to_the_end():
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(None, OptionError), ("yes", OptionError), (float("nan"), NotFiniteError)]
+    ("value", "error"),
+    [(None, OptionError), ("yes", OptionError), (float("nan"), NotFiniteError), (1e300, NotFiniteError)],
 )
 def test_a_rule_that_gives_no_number_is_named_with_its_token(value, error):
-    with pytest.raises(error, match=r"rules:bad: expected a finite number for every token, got .* for 'a'"):
+    with pytest.raises(error, match=r"rules:bad: expected a finite number in float32 for every token, got .* for 'a'"):
         TokenReward.of(lambda text: value, "rules:bad", Letters(), VOCAB, "cpu")
+
+
+def test_a_rule_whose_sums_are_beyond_float32_is_refused():
+    reward = TokenReward.of(lambda text: 3e38, "rules:large", Letters(), VOCAB, "cpu")
+    with pytest.raises(NotFiniteError, match="the token reward's sums are not finite in float32: have it give smaller"):
+        reward.of_ids(torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool))
 
 
 def test_models_that_do_not_fit_are_refused():

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, LogitlessError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines, write_lines
+from logitless.workbench.grade import single
 from logitless.workbench.grade.comparison import compare
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
@@ -126,7 +129,7 @@ def not_a_number(text: str) -> float:
 
 def test_a_rule_that_is_not_a_number_is_not_bad_input(small):
     with pytest.raises(
-        NotFiniteError, match=r"--token-reward .*: expected a finite number for every token, got nan for"
+        NotFiniteError, match=r"--token-reward .*: expected a finite number in float32 for every token, got nan for"
     ):
         run(of(small, "nan", reward_model=None, token_reward=f"{__name__}:not_a_number"))
 
@@ -277,6 +280,46 @@ def test_bad_input_is_refused(small, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="tokenizer differs from the policy's"):
         run(of(small, "bad", reward_model=str(other)))
+
+
+def changed(place: Path, **values: object) -> None:
+    """Other values in a saved config.json."""
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def tensors(place: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Other tensors in a saved model."""
+    found = load_file(place / "model.safetensors")
+    save_file({name: change(x).contiguous() for name, x in found.items()}, place / "model.safetensors")
+
+
+REWARD_MODELS = {  # how a good one is damaged, and what is said
+    "positions": (lambda at: changed(at, max_position_embeddings=4), "has positions up to 4; give one with more"),
+    "whole numbers": (lambda at: tensors(at, lambda x: x.char()), "expected weights in floating point, got .* in I8"),
+    "truths": (lambda at: tensors(at, lambda x: x > 0), "expected weights in floating point, got .* in BOOL"),
+    "shapes": (lambda at: tensors(at, lambda x: x[:1]), r"its config.json asks for a .* of .*, its weights have \(1"),
+    "dropout": (lambda at: changed(at, attention_dropout=7), "attention_dropout: expected a share, 0 to 1, got 7"),
+    "no weights": (lambda at: (at / "model.safetensors").unlink(), "no .safetensors weights to reward with$"),
+}
+
+
+@pytest.mark.parametrize("what", REWARD_MODELS)
+def test_reward_models_that_do_not_hold_together(small, tmp_path, what):
+    damage, said = REWARD_MODELS[what]
+    place = tmp_path / "reward"
+    shutil.copytree(small.reward, place)
+    damage(place)
+    with pytest.raises(LogitlessError, match=f"--reward-model {place}.*{said}") as caught:
+        single._reward_model(str(place), 5)
+    assert "--model" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m", "tiny", "nowhere"])
+def test_language_models_are_no_reward_models(name):
+    got = "got neither" if name == "nowhere" else "got a language model"
+    with pytest.raises(ConfigError, match=f"--reward-model {name}: expected a directory with a seq.* hub id .*, {got}"):
+        single._reward_model(name, 5)
 
 
 def test_more_ranks_than_one_are_refused(small, monkeypatch):

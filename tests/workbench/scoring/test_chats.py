@@ -18,6 +18,7 @@ from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.teacher import Teacher
 from logitless.workbench.sources.chat import ASSISTANT, example
 from logitless.workbench.sources.tokenizer import pretrained
+from tests.support.workbench.damage import MESSAGES
 from tests.support.workbench.micro import MICRO_CHAT
 from tests.workbench.scoring.conftest import config
 
@@ -92,6 +93,14 @@ def test_answers_are_scored_behind_all_before_them(talker, tmp_path, kind):
         size += len(tokenizer.saved.decode(expected.ids[expected.said].tolist()).encode())
     assert (summary["scored_tokens"], summary["bytes"]) == (count, size)
     assert summary["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+
+
+def test_messages_of_no_text_are_passed_over(talker, tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": [message, *said("a", "b")]}) + "\n" for message, _ in MESSAGES.values())
+    )
+    with pytest.raises(DataError, match=r"no token to score in 12 documents; .*message 0: content must be text, got"):
+        run(config(talker, tmp_path / "a.jsonl", tmp_path / "out.parquet"))
 
 
 def test_a_prompt_and_a_completion(talker, tmp_path):

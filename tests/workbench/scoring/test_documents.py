@@ -11,6 +11,7 @@ from datasets import Dataset
 from logitless.errors import DataError
 from logitless.workbench.scoring import documents as module
 from logitless.workbench.scoring.documents import Documents
+from tests.support.workbench.damage import not_utf8
 
 
 def read(path, context: int = 4) -> list[tuple[str, str]]:
@@ -141,3 +142,16 @@ def test_a_file_is_never_held(tmp_path, kind):
         tracemalloc.stop()
     assert size == 32_000 * len(line)
     assert peak < 3e6
+
+
+def test_conversations_that_are_no_text_are_passed_over(tmp_path):
+    """Each by itself: the others are scored."""
+    said = '{"messages": [{"role": "assistant", "content": "%s"}]}\n'
+    (tmp_path / "a.jsonl").write_text(said % "a" + said % "\\ud83d" + said % "b")
+    assert read(tmp_path / "a.jsonl") == [("", ""), ("", "not valid Unicode (a lone surrogate)"), ("", "")]
+    texts = pa.concat_arrays([pa.array(["a"]), not_utf8(1), pa.array(["b"])])
+    pq.write_table(pa.table({"prompt": texts, "completion": texts}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [("", ""), ("", "not UTF-8 text"), ("", "")]
+    Dataset(pa.table({"text": texts})).save_to_disk(tmp_path / "d")
+    with pytest.raises(DataError, match=f"--data {tmp_path}/d: expected text in UTF-8"):
+        read(tmp_path / "d")

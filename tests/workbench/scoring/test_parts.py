@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, OptionError
 from logitless.workbench.runs.rundir import Interrupted
 from logitless.workbench.scoring import run as scoring
 from logitless.workbench.scoring.parts import KEY, MANIFEST
@@ -31,13 +31,23 @@ def test_a_manifest_in_whose_place_anything_lies(stopped, tmp_path):
     parts, kept = tmp_path / "a.parquet.parts", tmp_path / "kept"
     shutil.copytree(parts, kept)
     contents = [json.dumps(x) for x in ({}, {"schema": None}, {"the tokenizer": 5})]
-    for change in [*JSON.values(), *(lambda path, x=x: path.write_text(x) for x in contents)]:
+    for change in [*JSON.values(), _leads_nowhere, *(lambda path, x=x: path.write_text(x) for x in contents)]:
         change(parts / MANIFEST)
         with pytest.raises(LogitlessError, match=f"{parts}.*remove") as caught:
             scoring.run(stopped)
         assert "\n" not in str(caught.value)
         shutil.rmtree(parts)
         shutil.copytree(kept, parts)
+
+
+def test_parts_that_no_folder_holds(stopped, tmp_path):
+    parts = tmp_path / "a.parquet.parts"
+    shutil.rmtree(parts)
+    parts.write_text("x")
+    for change in (lambda path: None, _leads_nowhere):
+        change(parts)
+        with pytest.raises(OptionError, match=f"--out .*: {parts}, where its parts would lie, is no folder: remove"):
+            scoring.run(stopped)
 
 
 def _pieces(path: Path) -> None:
@@ -77,12 +87,34 @@ def _deep(path: Path) -> None:
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, KEY: "[" * 100_000}), path)
 
 
+def _leads_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere/at/all")
+
+
+def _hash_leads_nowhere(path: Path) -> None:
+    _leads_nowhere(path.with_suffix(".hash"))
+
+
+def _hash_is_a_pipe(path: Path) -> None:
+    path.unlink()
+    JSON["a pipe"](path.with_suffix(".hash"))
+
+
+def _hash_is_a_folder(path: Path) -> None:
+    JSON["a folder"](path.with_suffix(".hash"))
+
+
+LINKS = (_leads_nowhere, _hash_leads_nowhere, _hash_is_a_pipe, _hash_is_a_folder)
+
+
 def test_parts_in_whose_place_anything_lies_are_scored_again(stopped, tmp_path):
     part, kept = tmp_path / "a.parquet.parts" / "00000000.parquet", tmp_path / "kept"
     shutil.copytree(part.parent, kept)
     scoring.run(stopped)
     whole = stopped.place.read_bytes()
     changes = {x.__name__: x for x in (_pieces, _deep, _other_scores, _another_parts_place, _no_hash, _another_hash)}
+    changes |= {x.__name__: x for x in LINKS}
     for kind, change in {**JSON, **changes}.items():
         stopped.place.unlink()
         shutil.copytree(kept, part.parent)

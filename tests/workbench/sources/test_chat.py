@@ -10,7 +10,7 @@ from logitless.errors import ConfigError, DataError
 from logitless.workbench.sources.chat import Example, example, hold_out, is_chat, packed, prompt_of
 from logitless.workbench.sources.packing import IGNORED, PackedRows
 from logitless.workbench.sources.tokenizer import TextTokenizer
-from tests.support.workbench.damage import MARK, TEMPLATES
+from tests.support.workbench.damage import CALLS, MARK, MESSAGES, TEMPLATES
 from tests.support.workbench.micro import micro_directory
 
 PLAIN = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -103,9 +103,9 @@ def test_prompt_and_completion(place, form):
 
 BAD = {
     "no answer": ({"messages": [ASKED]}, "here: no message of the assistant"),
-    "no list": ({"messages": "who?"}, "here: expected messages, each with role and content"),
-    "no role": ({"messages": [{"content": "who?"}]}, "here: expected messages"),
-    "a number": ({"prompt": 1, "completion": "x"}, "here: expected messages"),
+    "no list": ({"messages": "who?"}, "here: messages: expected messages in a list, got str"),
+    "no role": ({"messages": [{"content": "who?"}]}, "here: messages: message 0: role must be text, got none"),
+    "a number": ({"prompt": 1, "completion": "x"}, "here: prompt: expected text, or messages in a list, got int"),
     "half": ({"prompt": "x"}, "here: expected messages"),
 }
 
@@ -115,6 +115,22 @@ def test_rows_of_no_known_form(place, what):
     row, expected = BAD[what]
     with pytest.raises(DataError, match=expected):
         example(row, tokenizer(place), "here")
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_messages_of_no_text_are_named(place, what):
+    """Templates would write them as Python prints them."""
+    message, said = MESSAGES[what]
+    for row in ({"messages": [ASKED, message, SAID]}, {"prompt": [ASKED, message], "completion": [SAID]}):
+        with pytest.raises(DataError, match=rf"here: {next(iter(row))}: message 1: {said}"):
+            example(row, tokenizer(place), "here")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_of_a_tool_needs_no_content(place, call):
+    answer = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    found = example({"messages": [ASKED, call, answer, SAID]}, tokenizer(place), "here")
+    assert learned(found, place) == "</s>me.</s>"
 
 
 def test_a_template_that_rewrites_what_was_said(place):

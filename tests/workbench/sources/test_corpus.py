@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from logitless.errors import DataError
-from logitless.workbench.sources.corpus import documents, standard_library
+from logitless.workbench.sources.corpus import documents, standard_library, table
+from tests.support.workbench.damage import not_utf8
 
 
 def read(path) -> list[str]:
@@ -81,6 +82,34 @@ def test_one_line_for_a_bad_file(tmp_path, name):
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "directory"])
+def test_text_that_is_no_utf8(tmp_path, kind):
+    """Arrow reads it, and raises where Python wants it."""
+    path, rows = tmp_path / f"a.{kind}", pa.table({"text": not_utf8(3)})
+    if kind == "parquet":
+        pq.write_table(rows, path)
+    else:
+        Dataset(rows).save_to_disk(path)
+    found = table(str(path))
+    assert found is not None
+    for rows in (documents(str(path))[0], found[0]):
+        with pytest.raises(DataError, match=f"--data {path}: expected text in UTF-8, got other bytes; write it in"):
+            list(rows)
+
+
+def test_splits_without_rows(tmp_path):
+    """`datasets` writes them, and cannot read them."""
+    some = Dataset.from_dict({"text": ["a"]})
+    some.select([]).save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match=f"--data {tmp_path}/none: no rows in it; give it some, or leave it out"):
+        read(tmp_path / "none")
+    for empty in ("train", "validation"):
+        splits = {"train": some, "validation": some, empty: some.select([])}
+        DatasetDict(splits).save_to_disk(tmp_path / empty)
+        with pytest.raises(DataError, match=f"--data {tmp_path}/{empty}: the split {empty}: no rows in it; give it"):
+            read(tmp_path / empty)
 
 
 def test_what_is_neither_a_file_nor_a_folder(tmp_path):

@@ -34,6 +34,17 @@ def test_a_checkpoint_that_lacks_any_one_tensor(tmp_path, name):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_weights_of_whole_numbers_are_refused(tmp_path, dtype):
+    """transformers reads them as if they were weights."""
+    model = micro_model()
+    state = model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    model.save_pretrained(tmp_path, state_dict={**state, name: state[name].to(dtype)})
+    with pytest.raises(ConfigError, match=f"--model {tmp_path}: expected weights in floating point, got {name} in "):
+        load(tmp_path)
+
+
 def with_tensors(place: Path, model: PreTrainedModel, *names: str) -> Path:
     """A checkpoint with tensors besides."""
     model.save_pretrained(place, state_dict={**model.state_dict(), **{name: torch.zeros(4) for name in names}})

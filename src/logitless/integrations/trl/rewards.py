@@ -64,6 +64,7 @@ class SelfCertaintyReward:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] | None = None,
         completion_ids: Sequence[Ids] | None = None,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...algebra.rules import Order
 from ...errors import OptionError
-from ..common.options import DEFAULT_MODEL, Count, ReportTo, RunOptions, TrainedModel, require
+from ..common.options import DEFAULT_MODEL, MOST_FLOAT, Count, ReportTo, RunOptions, TrainedModel, require
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class AlignConfig(RunOptions):
         self.check_shared()
         for name in ("beta", "repetition_guard", "self_certainty_weight"):
             value = getattr(self, name)
-            require(value is None or 0 <= value < math.inf, name, "0 or more", value)
+            require(value is None or 0 <= value <= MOST_FLOAT, name, "0 or more, and finite in float32", value)
         require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)

@@ -11,8 +11,8 @@ import torch
 
 from ...errors import ConfigError, DataError
 from ..common.files import read_lines, readable, write_lines
-from ..sources.chat import ASSISTANT, prompt_of
-from ..sources.corpus import Row, documents, is_said, passages, table
+from ..sources.chat import ASSISTANT, is_chat, prompt_of
+from ..sources.corpus import Row, documents, passages, table, unsaid
 from ..sources.packing import HELD_OUT_EVERY
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
@@ -24,6 +24,10 @@ PER_DOCUMENT = 4  # where there are enough documents, so that rows come from man
 MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
 PAIR = ("prompt", "chosen", "rejected")
 ANSWERED = ("prompt", "completion")  # preferred to a sample of the model
+TAKEN = {  # names by which TRL gives or reads something of its own, and two of self-certainty's
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "image", "images"),
+    *("prompt_token_ids", "completion_mask"),
+}
 
 
 def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
@@ -156,7 +160,7 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
         return None
     form = prompt_of if config.kind.rollouts else _pair_of
     rows, held = (None if split is None else [form(row) for row in split] for split in found)
-    if not rows or "prompt" not in rows[0]:
+    if not rows or not _is_given(rows[0], config):
         return None
     columns = ("prompt",) if config.kind.rollouts else PAIR
     if columns == PAIR and "completion" in rows[0] and "chosen" not in rows[0]:
@@ -176,12 +180,17 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
     return told(rows), None if held is None else told(held)
 
 
+def _is_given(row: Row, config: AlignConfig) -> bool:
+    """Whether a table whose first row this is has prompts or pairs, and is not of text to cut them from."""
+    return "prompt" in row or is_chat(row) or (not config.kind.rollouts and {*PAIR[1:]} <= row.keys())
+
+
 def _pair_of(row: Row) -> Row:
     """The row with a `prompt`: what chosen and rejected have in common, or all before the assistant's last answer."""
     from trl.data_utils import extract_prompt
 
     both = [row.get(name) for name in ("chosen", "rejected")]
-    if "prompt" not in row and all(x and is_said(x) for x in both) and type(both[0]) is type(both[1]):
+    if "prompt" not in row and all(x and not unsaid(x) for x in both) and type(both[0]) is type(both[1]):
         return extract_prompt(row)
     found, messages = prompt_of(row), row.get("messages")
     if "prompt" in row or not isinstance(messages, list) or found.get("prompt", messages) == messages:
@@ -190,20 +199,23 @@ def _pair_of(row: Row) -> Row:
 
 
 def _check_row(row: Row, columns: tuple[str, ...], where: str) -> None:
-    missing = [name for name in columns if not row.get(name)]
-    if missing:
-        raise DataError(f"{where} has no {', '.join(missing)}; expected {', '.join(columns)}")
+    if "messages" in row and "prompt" not in row:  # which `prompt_of` found none in
+        raise DataError(f"{where}: messages: {unsaid(row['messages'], text=False)}")
     for name in columns:
-        if not is_said(row[name]):
-            raise DataError(
-                f"{where}: {name} must be text or a list of messages with role and content, "
-                f"got {type(row[name]).__name__}"
-            )
+        if row.get(name) and (why := unsaid(row[name])):
+            raise DataError(f"{where}: {name}: {why}")
+    if missing := [name for name in columns if not row.get(name)]:
+        raise DataError(
+            f"{where} has no {', '.join(missing)}; expected {', '.join(columns)}, or messages that end with the "
+            "assistant's answer to them"
+        )
 
 
 def _check_kept(row: Row, where: str) -> None:
-    """DataError for a value that `save` cannot write."""
+    """DataError for a column that rewards cannot be given, or a value that `save` cannot write."""
     for name, value in row.items():
+        if name in TAKEN:
+            raise DataError(f"{where}: a column named {name!r}, which rewards are given something else by: rename it")
         try:
             json.dumps(value)
         except (TypeError, ValueError):

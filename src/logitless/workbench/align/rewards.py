@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import iscoroutinefunction
+from itertools import islice
 from typing import Any
 
 from ...errors import NotFiniteError, OptionError
 from ...integrations.trl.rewards import SelfCertaintyReward
 from ...units import plural
-from ..common.functions import blamed, function_named
+from ..common.functions import STOPS, blamed, function_named, is_finite
 from .config import AlignConfig
 
 Reward = Callable[..., list[float]]
 NGRAM = 3
+WITHOUT_ORDER = (str, bytes, bytearray, dict, set, frozenset)  # or of characters, which are no rewards
 
 
 def python_lines(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -56,7 +57,7 @@ def _parse(text: str) -> tuple[Reward, float]:
     name, equals, weight = text.partition("=")
     try:
         number = float(weight) if equals else 1.0
-        if not math.isfinite(number):
+        if not is_finite(number):
             raise ValueError
     except ValueError:
         raise OptionError(f"--rewards {text}: expected NAME=WEIGHT with a number, got {weight!r}") from None
@@ -88,7 +89,7 @@ def _checked(reward: Reward, name: str) -> Reward:
     @wraps(reward)
     async def checked_later(**given: Any) -> list[float | None]:
         answer: Any = reward
-        with blamed(by_name, called_with(given)):
+        with blamed(by_name, called_with(given), (*STOPS, GeneratorExit)):  # how a coroutine is closed
             count = len(given["completions"])
             return _numbers(await answer(**_copied(given)), count, by_name)
 
@@ -103,23 +104,19 @@ def _copied(given: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(values: Any, count: int, name: str) -> list[float | None]:
     expected = f"{name}: expected a number, or None for no reward, for each of {plural(count, 'completion')}"
-    if isinstance(values, str | dict) or not isinstance(values, Iterable):
+    if isinstance(values, WITHOUT_ORDER) or not isinstance(values, Iterable):
         raise OptionError(f"{expected}, got {type(values).__name__}")
-    found = list(values)  # once: it may be a generator
+    found = list(islice(values, count + 1))  # once: it may be a generator, which may not end
     if len(found) != count:
-        raise OptionError(f"{expected}, got {plural(len(found), 'value')}")
+        got = f"more than {plural(count, 'value')}" if len(found) > count else plural(len(found), "value")
+        raise OptionError(f"{expected}, got {got}")
     for x in found:
         try:
-            finite = x is None or math.isfinite(x)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            OverflowError,
-        ):  # what lists, arrays, tensors and huge numbers raise
+            finite = x is None or is_finite(x)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # of texts, arrays, tensors and huge numbers
             raise OptionError(f"{expected}, got {type(x).__name__} among them") from None
         if not finite:
-            raise NotFiniteError(f"{name} returned {x}: expected a finite number, or None for no reward")
+            raise NotFiniteError(f"{name} returned {x}: expected a finite number in float32, or None for no reward")
     return [None if x is None else float(x) for x in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,18 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LogitlessError, OptionError, is_out_of_memory
+from .options import MOST_FLOAT
 
 HERE = Path(__file__).parents[2]  # of the package
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a number is finite in float32. Raises what `math.isfinite` does for anything else."""
+    return math.isfinite(value) and abs(float(value)) <= MOST_FLOAT
+
+
+STOPS: tuple[type[BaseException], ...] = (KeyboardInterrupt,)  # what stops a function and is not its own
+
+
 @contextmanager
-def blamed(what: str, hint: str = "") -> Iterator[None]:
+def blamed(what: str, hint: str = "", stops: tuple[type[BaseException], ...] = STOPS) -> Iterator[None]:
     """OptionError for whatever somebody's own code raises, with its place there; `hint` is said behind it."""
     try:
         yield
-    except LogitlessError:
+    except (LogitlessError, *stops):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit and GeneratorExit, too
         if is_out_of_memory(error):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

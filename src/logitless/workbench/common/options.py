@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ SMALL_MODEL = "runs/small/model"  # trained first where it does not exist
 MEMORY_BUDGET = "256MiB"
 LEAST_BUDGET = 1000  # bytes: from far smaller slices no run would ever end
 MOST = 2**31  # of tokens, steps, entries
+MOST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32, in which rewards and losses are
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class RunOptions:
         check_values(self)
         require(0 <= self.seed < 2**32, "seed", "in 0..2^32-1", self.seed)
         rate = self.learning_rate
-        require(rate is None or (math.isfinite(rate) and rate > 0), "learning_rate", "positive", rate)
+        require(rate is None or 0 < rate <= MOST_FLOAT, "learning_rate", "positive, and finite in float32", rate)
         if self.resume is not None and self.output_dir not in (None, self.resume):
             raise OptionError(f"--resume {self.resume} goes on writing there: leave out --output-dir")
 

@@ -17,6 +17,7 @@ from ...integrations.transformers.lm_head import causal_lm, forward_with
 from ...relax import Reader, SoftTokens
 from ...relax.tokens import rows_in
 from ...vocab.face import LMHead, unwrapped
+from ..common.functions import is_finite
 
 PROBES = 8  # rows of an embedding table that are compared with what its module returns
 
@@ -126,16 +127,17 @@ class TokenReward(Reward):
         """rule: of one entry's text, as the tokenizer decodes it alone. Raises OptionError, NotFiniteError."""
         values = [rule(tokenizer.decode([i])) for i in range(vocab_size)]
         for i, value in enumerate(values):
-            if not (isinstance(value, Real) and math.isfinite(value)):
+            if not (isinstance(value, Real) and is_finite(value)):
                 error = NotFiniteError if isinstance(value, Real) else OptionError
                 raise error(
-                    f"--token-reward {name}: expected a finite number for every token, got {value!r} for "
+                    f"--token-reward {name}: expected a finite number in float32 for every token, got {value!r} for "
                     f"{tokenizer.decode([i])!r}"
                 )
         return cls(torch.tensor(values, dtype=torch.float32, device=device)[:, None])
 
     def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
-        return (rows[..., 0].float() * alive).sum(-1) / alive.sum(-1).clamp(min=1)
+        value = (rows[..., 0].float() * alive).sum(-1) / alive.sum(-1).clamp(min=1)
+        return _finite(value, "the token reward's sums are not finite in float32: have it give smaller numbers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +161,7 @@ class SoftReward(Reward):
     def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
         logits = self._logits(rows, alive.long()).float()
         value = logits[:, 0].sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)[:, self.label]
-        if not bool(value.isfinite().all()):
-            raise NotFiniteError("the reward model returned NaN or infinity: check its weights, and its dtype")
-        return value
+        return _finite(value, "the reward model returned NaN or infinity: check its weights, and its dtype")
 
     def _logits(self, rows: Tensor, mask: Tensor) -> Tensor:
         """transformers pools decoders at the last position when it is given embeddings, so padding comes first here."""
@@ -174,6 +174,13 @@ class SoftReward(Reward):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         hidden = body(inputs_embeds=rows, attention_mask=mask, position_ids=positions, use_cache=False)
         return self.model.score(hidden.last_hidden_state[:, -1])
+
+
+def _finite(rewards: Tensor, otherwise: str) -> Tensor:
+    """The rewards themselves. Raises NotFiniteError that says what they are `otherwise`."""
+    if not bool(rewards.isfinite().all()):
+        raise NotFiniteError(otherwise)
+    return rewards
 
 
 def shared_vocabulary(policy: Any, reward: Any, tokenizer: Any, reward_tokenizer: Any) -> int:

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ...errors import ConfigError, OptionError
+from ...errors import ConfigError, OptionError, in_one_line
+from ...models.positions import reach
 from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import one_unit, plural
@@ -30,11 +31,13 @@ from ..sources.generation import align_tokens
 from ..sources.model import (
     ModelSource,
     build,
-    check_complete,
+    check_classifier,
     check_used,
+    check_weights,
     load_tokenizer,
     resolve,
     resolve_trained,
+    said_of,
 )
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
@@ -138,24 +141,38 @@ def _reward(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokeniz
         with blamed(f"--token-reward {config.token_reward}", "; it is called with the text of each token"):
             reward = TokenReward.of(rule, config.token_reward, tokenizer.saved, vocab_size, model.device)
         return reward, vocab_size
-    reward = _reward_model(config.reward_model or str(place / REWARD))
-    theirs = tokenizer if config.reward_model is None else load_tokenizer(resolve(config.reward_model))
+    reward, source = _reward_model(config.reward_model or str(place / REWARD), config.completion_length)
+    theirs = tokenizer if config.reward_model is None else load_tokenizer(source)
     vocab_size = shared_vocabulary(model, reward, tokenizer.saved, theirs.saved)
     return SoftReward.of(reward.to(model.device), vocab_size, config.reward_label), vocab_size
 
 
-def _reward_model(name: str) -> Any:
+def _reward_model(name: str, length: int) -> tuple[Any, ModelSource]:
+    """The classifier that reads completions of `length` tokens. Raises LogitlessError for one that cannot."""
     from transformers import AutoModelForSequenceClassification
 
+    with said_of("reward-model"):
+        check_classifier(name)
+        source = resolve(name)
+    longest = reach(source.config)
+    if longest is not None and length > longest:
+        raise OptionError(
+            f"--completion-length {length}: --reward-model {name} has positions up to {longest}; give one with more, "
+            "or shorter completions"
+        )
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            name, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            name,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_weights` names them
         )
     except Exception as error:  # of several libraries
-        raise ConfigError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
-    check_complete(f"--reward-model {name}", found["missing_keys"])
+        raise ConfigError(f"--reward-model {name}: {in_one_line(error, 300)}") from None
+    check_weights(f"--reward-model {name}", name, model, found)
     check_used(f"--reward-model {name}", found["unexpected_keys"], model)
-    return model
+    return model, source
 
 
 def _examples(state: Run, when: str) -> None:

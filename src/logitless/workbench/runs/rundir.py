@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, DataError, LogitlessError, OptionError
-from ..common.files import DISK_FULL, check_apart, check_utf8, read_object, write_json
+from ..common.files import DISK_FULL, check_apart, check_utf8, parsed, read_object, readable, write_json
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import MOST, RESUMABLE, Options, RunOptions, code_named, from_dict
 from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, WRITTEN
@@ -32,12 +32,16 @@ class OutOfSpace(LogitlessError, OSError):
 
 
 def stored(run: Path, default: Options) -> Options:
-    """The options that the run in this directory was started with, of the default's kind; ConfigError without one."""
-    try:
-        found = read_object(run / RUN_FILE)
+    """The options that the run in this directory was started with, of the default's kind.
+
+    Raises ConfigError where there is none, DataError where its file is damaged.
+    """
+    path = run / RUN_FILE
+    if not path.exists():
+        raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})")
+    with readable(path, "put back what was there, or begin another run"):
+        found = parsed(path)
         schema, values = found.get("schema"), found["config"]
-    except (DataError, KeyError):
-        raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})") from None
     try:
         if schema != SCHEMA:
             raise OptionError(f"{RUN_FILE} has schema {schema}, expected {SCHEMA}")

@@ -13,11 +13,12 @@ from ...errors import DataError
 from ...printable import is_utf8
 from ..common.files import arrow_file
 from ..sources.chat import is_chat
-from ..sources.corpus import TEXT_FIELDS, Row, first_line, splits
+from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, first_line, splits
 from ..sources.identity import hash_of, is_arrow, text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 NAMES = f"{', '.join(TEXT_FIELDS)} or messages"
+HALF = "not valid Unicode (a lone surrogate)"
 LEAD = 16  # characters kept before a piece, for each token of context
 
 
@@ -74,7 +75,7 @@ class Documents:
     def _of(self, file: Path) -> Iterator[tuple[str, float, Any]]:
         """(name, share of the file that is read, the document: text, parts of a text, or a Problem)."""
         if self.arrow:
-            return _table_rows(_datasets(file), str(file))
+            return arrow_rows(_table_rows(_datasets(file), str(file)), file)
         if file.suffix == ".jsonl":
             return _jsonl(file)
         if file.suffix == ".parquet":
@@ -127,7 +128,7 @@ def _problem(document: Any) -> str:
     if document is None:
         return "null in the place of text"
     if isinstance(document, str):
-        return "" if is_utf8(document) else "not valid Unicode (a lone surrogate)"
+        return "" if is_utf8(document) else HALF
     return "" if isinstance(document, Iterator) else f"{type(document).__name__} in the place of text"
 
 
@@ -174,7 +175,7 @@ def _json_text(line: bytes) -> Any:
     if not isinstance(record, dict):
         return Problem(f"{type(record).__name__} in the place of an object")
     if is_chat(record):
-        return Chat(record)
+        return Chat(record) if is_utf8(json.dumps(record, ensure_ascii=False)) else Problem(HALF)
     name = next((name for name in TEXT_FIELDS if name in record), None)
     return Problem(f"no field named {NAMES}") if name is None else record[name]
 
@@ -192,12 +193,21 @@ def _parquet(path: Path) -> Iterator[tuple[str, float, Any]]:
                 yield str(path), 1.0, Problem(f"no column named {NAMES}")
                 return
             for batch in file.iter_batches(batch_size=64, columns=None if chats else [name]):
-                for value in map(Chat, batch.to_pylist()) if chats else map(_scalar, batch.column(0)):
+                for value in _chats(batch) if chats else map(_scalar, batch.column(0)):
                     row += 1
                     yield f"{path}:{row}", row / file.metadata.num_rows, value
     except (OSError, pa.ArrowException) as error:
         where = f"{path}:{row + 1}" if row else str(path)
         yield where, 1.0, Problem(f"not readable as parquet from here on ({first_line(error)[:120]})")
+
+
+def _chats(batch: Any) -> Iterator[Chat | Problem]:
+    """The rows of an arrow table, one by one: what is no text in one is not the others' problem."""
+    for row in range(batch.num_rows):
+        try:
+            yield Chat(batch.slice(row, 1).to_pylist()[0])
+        except UnicodeDecodeError:
+            yield Problem("not UTF-8 text")
 
 
 def _scalar(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -51,7 +52,11 @@ class Parts:
     def locked(self) -> Iterator[None]:
         """The folder as this process's own while it lasts. Raises OptionError where another one writes there."""
         while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                what = f"{self.folder}, where its parts would lie, is no folder"
+                raise OptionError(f"--out {self.place}: {what}: remove it, or choose another") from None
             with suppress(FileNotFoundError):  # whoever had it has ended, and has taken it away
                 if acquire(self.folder):
                     break
@@ -67,7 +72,7 @@ class Parts:
     def open(self, manifest: dict[str, Any]) -> bool:
         """Begins, or goes on with, a run of these options, `locked`; whether there was one. Raises OptionError."""
         path = self.folder / MANIFEST
-        if path.exists():
+        if os.path.lexists(path):
             self._check_same(self.manifest, manifest)
             return True
         if self.place.exists():
@@ -96,13 +101,18 @@ class Parts:
     def whole(self, number: int) -> bool | None:
         """Whether a part is there, this run's of this number, and what was written; None where there is none."""
         path, seal = self.part(number), self._seal(number)
-        if not path.exists():
+        if not any(map(os.path.lexists, (path, seal))):  # a symlink that leads nowhere is there
             return None
         try:
             with readable(path), readable(seal):
                 return seal.read_text("utf-8") == self._hash(number)
         except DataError:
             return False
+
+    def discard(self, number: int) -> None:
+        """Takes a part away, whatever lies in its place."""
+        for path in filter(os.path.lexists, (self.part(number), self._seal(number))):
+            remove_whole(path)
 
     def _seal(self, number: int) -> Path:
         """Where a part's hash stands."""

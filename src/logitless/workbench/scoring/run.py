@@ -23,7 +23,7 @@ from ...resident import peak_bytes, reset_peak
 from ...sample.columns import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
-from ..common.files import DISK_FULL, remove_whole
+from ..common.files import DISK_FULL
 from ..common.say import quiet, say
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
@@ -221,7 +221,7 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
             whole = parts.whole(number)
             if whole is False:
                 progress.say(f"{parts.part(number)} is damaged or of another run: scoring its documents again")
-                remove_whole(parts.part(number))  # whatever lies there
+                parts.discard(number)
             if not whole:
                 scored = score_block(scorer, block, partial(progress.scored, share=share))
                 parts.write(number, scored)

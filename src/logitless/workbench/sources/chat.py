@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from ...units import plural
-from .corpus import TEXT_FIELDS, Row, is_said
+from .corpus import TEXT_FIELDS, Row, unsaid
 from .packing import HELD_OUT_EVERY, Stream
 from .tokenizer import TextTokenizer, as_chat, as_marked_chat, reading
 
@@ -43,8 +43,8 @@ def is_chat(columns: Iterable[str]) -> bool:
 
 def prompt_of(row: Row) -> Row:
     """The row with a `prompt`: of a conversation, all before the assistant's last answer."""
-    messages = row.get("messages")
-    if "prompt" in row or not isinstance(messages, list) or not is_said(messages):
+    messages: Any = row.get("messages")
+    if "prompt" in row or unsaid(messages, text=False):
         return row
     return {"prompt": messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages}
 
@@ -58,26 +58,27 @@ def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False)
     if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
         found = _of_text(prompt, completion, tokenizer)
         return replace(found, said=np.ones_like(found.said)) if every else found
-    messages = _messages(row)
-    if messages is None:
-        raise DataError(
-            f"--data {where}: expected messages, each with role and content, or a prompt and a completion of text or "
-            "messages"
-        )
+    messages = _messages(row, where)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise DataError(f"--data {where}: no message of the assistant, which the loss would be of")
     return _of_messages(messages, tokenizer, where, every)
 
 
-def _messages(row: Row) -> list[dict[str, Any]] | None:
-    """The whole conversation of a row; None where it is of no form that is known."""
-    found = row.get("messages")
-    if found is None:
-        prompt, completion = row.get("prompt"), row.get("completion")
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        completion = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-        found = [*prompt, *completion] if isinstance(prompt, list) and isinstance(completion, list) else None
-    return found if isinstance(found, list) and is_said(found) else None
+def _messages(row: Row, where: str) -> list[dict[str, Any]]:
+    """The whole conversation of a row. Raises DataError that says `where`."""
+    names = ("prompt", "completion") if row.get("messages") is None else ("messages",)
+    given: dict[str, Any] = {name: row.get(name) for name in names}
+    if None in given.values():
+        raise DataError(
+            f"--data {where}: expected messages, each with role and content, or a prompt and a completion of text or "
+            "messages"
+        )
+    for name, value in given.items():
+        if why := unsaid(value, text=name != "messages"):
+            raise DataError(f"--data {where}: {name}: {why}")
+    roles = {"prompt": "user", "completion": ASSISTANT}
+    said = ([{"role": roles[n], "content": x}] if isinstance(x, str) else x for n, x in given.items())
+    return [message for part in said for message in part]
 
 
 def _of_text(prompt: str, completion: str, tokenizer: TextTokenizer) -> Example:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
-from ..common.files import arrow_file
+from ..common.files import arrow_file, parsed
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
+REMEDIES = {  # by what is no text in a message, and what it is
+    ("content", "list"): "; write its parts as one text",
+    ("content", "null"): "; only a message with tool_calls may be without",
+}
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -103,15 +108,32 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
         return _parquet_rows(path), None
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         train, held = splits(path)
-        return map(dict, train), None if held is None else map(dict, held)
+        return arrow_rows(map(dict, train), path), None if held is None else arrow_rows(map(dict, held), path)
     return None
 
 
-def is_said(value: Any) -> bool:
-    """Whether it is what TRL takes: text, or messages."""
-    if isinstance(value, list):
-        return all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
-    return isinstance(value, str)
+def unsaid(value: Any, text: bool = True) -> str:
+    """Why it is neither messages nor, where that will do, text; nothing where it is one of them.
+
+    A message has a role and a content of text, or calls tools and may be without content.
+    """
+    if text and isinstance(value, str):
+        return ""
+    if not isinstance(value, list):
+        return f"expected {'text, or ' * text}messages in a list, got {_kind(value)}"
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"message {i}: expected an object with role and content, got {_kind(message)}"
+        calls = message.get("content") is None and message.get("tool_calls")
+        for name in ("role",) if calls else ("role", "content"):
+            if not isinstance(message.get(name), str):
+                got = _kind(message[name]) if name in message else "none"
+                return f"message {i}: {name} must be text, got {got}{REMEDIES.get((name, got), '')}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 def splits(path: Path) -> tuple[Any, Any]:
@@ -121,12 +143,36 @@ def splits(path: Path) -> tuple[Any, Any]:
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:  # datasets raises whatever its parsers do; all of it means an unreadable directory
-        raise DataError(f"--data {path}: not a readable datasets directory ({first_line(error)})") from None
+        why = _without_rows(path) or f"not a readable datasets directory ({first_line(error)})"
+        raise DataError(f"--data {path}: {why}") from None
     if isinstance(loaded, Dataset):
         return loaded, None
     if not isinstance(loaded, DatasetDict) or "train" not in loaded:
         raise DataError(f"--data {path}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}")
     return loaded["train"], next((loaded[name] for name in ("validation", "test") if name in loaded), None)
+
+
+def _without_rows(path: Path) -> str:
+    """Which part of a directory has no rows, which `datasets` writes but does not read; nothing where all have some."""
+    for state in (path / "state.json", *sorted(path.glob("*/state.json"))):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # of one that is not there, or damaged
+            if parsed(state)["_data_files"] == []:
+                split = "" if state.parent == path else f"the split {state.parent.name}: "
+                return f"{split}no rows in it; give it some, or leave it out"
+    return ""
+
+
+@contextmanager
+def readable_rows(path: Path, what: str) -> Iterator[None]:
+    """DataError for what arrow raises while it reads the rows of `what` lies at a path."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise DataError(f"--data {path}: expected text in UTF-8, got other bytes; write it in UTF-8") from None
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"--data {path}: not a readable {what} ({first_line(error)})") from None
 
 
 def first_line(error: BaseException) -> str:
@@ -213,28 +259,26 @@ def _text_column(columns: Iterable[str], where: str) -> str:
 
 
 def _parquet(path: Path) -> Iterator[str]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(arrow_file(path)) as file:
-            column = _text_column(file.schema_arrow.names, str(path))
-            for batch in file.iter_batches(batch_size=256, columns=[column]):
-                yield from _strings(batch.column(0).to_pylist(), column, path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
+    with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
+        column = _text_column(file.schema_arrow.names, str(path))
+        for batch in file.iter_batches(batch_size=256, columns=[column]):
+            yield from _strings(batch.column(0).to_pylist(), column, path)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(arrow_file(path)) as file:
-            for batch in file.iter_batches(batch_size=256):
-                yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"--data {path}: not a readable parquet file ({first_line(error)})") from None
+    with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
+        for batch in file.iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+
+
+def arrow_rows(rows: Iterable[Any], path: Path) -> Iterator[Any]:
+    """The rows of a `datasets` directory. Raises DataError where they cannot be read."""
+    with readable_rows(path, "datasets directory"):
+        yield from rows
 
 
 def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
@@ -254,4 +298,4 @@ def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None
 def _rows(dataset: Any, path: Path) -> Iterator[str]:
     column = _text_column(dataset.column_names, str(path))
     batches = dataset.select_columns([column]).iter(batch_size=256)
-    return chain.from_iterable(_strings(batch[column], column, path) for batch in batches)
+    return arrow_rows(chain.from_iterable(_strings(batch[column], column, path) for batch in batches), path)

@@ -22,6 +22,7 @@ from ..common.options import RunOptions
 from .converted import check_packed, directory_of, is_packed
 from .tokenizer import TextTokenizer, pretrained, tekken
 
+WHOLE = ("I", "U", "BOOL")  # with which safetensors' names of dtypes begin that are not of floating point
 DROPOUT = ("dropout", "pdrop")  # with which configurations' names of probabilities end
 FROM_SCRATCH_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 2e-5, 2e-4
 
@@ -64,7 +65,7 @@ def check_model(name: str, wish: str | None = None) -> None:
     path = Path(name)
     known = name in PRESETS or path.exists() or _is_hub_id(name)
     if path.is_dir():
-        _check_directory(path)
+        _check_directory(path, wish)
     elif path.exists() and not path.is_file():
         raise ConfigError(f"--model {name}: expected a file or a folder, got a device or a pipe")
     elif wish is not None and (not known or name in PRESETS or path.is_file()):
@@ -76,6 +77,16 @@ def check_model(name: str, wish: str | None = None) -> None:
         _read_json(path)
     elif not known:
         preset(name)  # raises with the nearest names
+
+
+def check_classifier(name: str) -> None:
+    """`check_model` of what gives sequences labels; ConfigError for all but directories and hub ids."""
+    if is_packed(name) or not (Path(name).is_dir() or _is_hub_id(name)):
+        got = "a language model" if name in PRESETS or is_packed(name) else "neither"
+        raise ConfigError(
+            f"--model {name}: expected a directory with a sequence classifier, or a hub id (owner/name), got {got}"
+        )
+    check_model(name, "reward with")
 
 
 def resolve(name: str) -> ModelSource:
@@ -102,11 +113,12 @@ def _is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
 
 
-def _check_directory(path: Path) -> None:
+def _check_directory(path: Path, wish: str | None) -> None:
     if not (path / "config.json").exists():
         raise ConfigError(f"--model {path}: no config.json in this directory")
     if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"--model {path}: no .safetensors weights; give {path / 'config.json'} to start from scratch")
+        remedy = f"; give {path / 'config.json'} to start from scratch" if wish is None else f" to {wish}"
+        raise ConfigError(f"--model {path}: no .safetensors weights{remedy}")
     for index in path.glob("*.safetensors.index.json"):
         _check_index(index)
 
@@ -254,14 +266,43 @@ def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention:
         model, found = loaded
     except Exception as error:  # dtypes and missing files surface as different classes
         raise ConfigError(f"--model {source.name}: {in_one_line(error, 300)}") from None
-    if misfits := sorted(found["mismatched_keys"]):
-        named, shape, wanted_shape = misfits[0]
-        raise ConfigError(
-            f"--model {source.name}: its config.json asks for a {named} of {tuple(wanted_shape)}, its weights have "
-            f"{tuple(shape)}"
-        )
-    check_complete(f"--model {source.name}", found["missing_keys"])
+    check_weights(f"--model {source.name}", source.weights, model, found)
     return model, found["unexpected_keys"]
+
+
+def check_weights(name: str, place: str, model: Any, found: dict[str, Any]) -> None:
+    """ConfigError for a checkpoint with weights of another shape, without some, or of whole numbers.
+
+    found: what `from_pretrained` says of its loading; place: the directory or hub id that it loaded.
+    """
+    if misfits := sorted(found["mismatched_keys"]):
+        named, shape, wanted = misfits[0]
+        raise ConfigError(
+            f"{name}: its config.json asks for a {named} of {tuple(wanted)}, its weights have {tuple(shape)}"
+        )
+    check_complete(name, found["missing_keys"])
+    if getattr(model.config, "quantization_config", None) is None and (strange := _not_floating(place, model)):
+        raise ConfigError(
+            f"{name}: expected weights in floating point, got {strange[0]} in {strange[1]}: dequantise them, or say in "
+            "its config.json how they are quantised"
+        )
+
+
+def _not_floating(place: str, model: Any) -> tuple[str, str] | None:
+    """(name, dtype) of a tensor of whole numbers in a checkpoint where the model's is of floating point; None: none."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    floating = [f".{name}" for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
+    folder = place if Path(place).is_dir() else snapshot_download(place, local_files_only=True)  # it lies there by now
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                dtype = file.get_slice(key).get_dtype()
+                ours = (name for name in floating if name.endswith(f".{key}") or f".{key}".endswith(name))
+                if dtype.startswith(WHOLE) and any(ours):
+                    return key, dtype
+    return None
 
 
 def check_complete(model: str, missing: Iterable[str], config: str = "config.json") -> None:
