@@ -15,6 +15,7 @@ import pytest
 from logitless.cli.main import main
 from logitless.errors import LogitlessError
 from logitless.workbench.common.options import DEFAULT_MODEL
+from logitless.workbench.common.sealed import write_sealed
 from logitless.workbench.runs.rundir import how_to_go_on
 from logitless.workbench.scoring import run as scoring
 from logitless.workbench.sft import run as sft
@@ -371,7 +372,7 @@ def test_a_resumed_run_runs_no_code_unless_it_is_trusted(tmp_path, capsys):
     given.write_text("max-steps: 7\n")
     for method, option in (("grpo", "rewards"), ("ste", "token-reward")):
         config = {"model": DEFAULT_MODEL, "method": method, option.replace("-", "_"): "json:loads"}
-        (run / "run.json").write_text(json.dumps({"schema": 2, "config": config}))
+        write_sealed(run / "run.json", {"schema": 2, "config": config})
         call = ["align", "--resume", str(run)]
         for more in ([], ["--config", str(given)]):
             assert f"give --{option} on the command line, or --trust-config" in told([*call, *more], capsys)

@@ -177,12 +177,10 @@ def drop_the_first(path):
     write_lines(path, read_lines(path)[1:])
 
 
-RECORDS = [
-    (name, f) for name in ("metrics.jsonl", "prompts.jsonl") for f in (change_a_byte, turn_round, drop_the_first)
-]
+PROMPTS = [("prompts.jsonl", change) for change in (change_a_byte, turn_round, drop_the_first)]
 
 
-@pytest.mark.parametrize(("name", "change"), [("checkpoint-2/grade.pt", change_a_byte), *RECORDS])
+@pytest.mark.parametrize(("name", "change"), [("checkpoint-2/grade.pt", change_a_byte), *PROMPTS])
 def test_what_a_run_goes_on_with_is_what_it_was(small, half_done, tmp_path, name, change):
     place = shutil.copytree(half_done, tmp_path / "run")
     change(place / name)
@@ -190,6 +188,15 @@ def test_what_a_run_goes_on_with_is_what_it_was(small, half_done, tmp_path, name
         run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
     assert str(place / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_examples_of_before_are_the_policys_of_before(small, half_done, tmp_path):
+    place = shutil.copytree(half_done, tmp_path / "run")
+    whole = json.loads((place / "completions.json").read_text())
+    (place / "completions.json").unlink()
+    run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
+    assert json.loads((place / "completions.json").read_text())["before"] == whole["before"]
+    assert len(list(place.glob("checkpoint-*"))) == 2  # the newest, as of every run
 
 
 def test_what_accumulates_is_the_mean_of_the_parts(small):

@@ -13,6 +13,7 @@ import pytest
 
 from logitless.errors import OptionError
 from logitless.workbench.common.lock import LOCK_FILE, acquire, holder, release
+from logitless.workbench.common.sealed import read_sealed
 from logitless.workbench.runs.checkpoints import (
     MARK,
     begin_checkpoint,
@@ -24,12 +25,13 @@ from logitless.workbench.runs.checkpoints import (
     seal,
     strange_checkpoint,
 )
-from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, record
+from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, ranks_at_start, record
 from logitless.workbench.sft.config import TrainConfig
 
 HOLDS = """
 import sys, time
 from pathlib import Path
+from logitless.workbench.common.sealed import read_sealed
 from logitless.workbench.common.lock import acquire
 assert acquire(Path(sys.argv[1]))
 print("locked", flush=True)
@@ -47,6 +49,7 @@ def begun(place: str) -> Path:
     config = TrainConfig(output_dir=Path(place))
     found = claim(config, "any")
     record(config, found)
+    (found / "metrics.jsonl").touch()
     release(found)
     return found
 
@@ -201,14 +204,27 @@ def test_a_kill_while_checkpoints_are_removed_leaves_none_without_its_mark(monke
             prune(place)
     assert strange_checkpoint(place) is None
     discard_unfinished(place)
-    assert sorted(path.name for path in place.iterdir()) == ["checkpoint-2", "checkpoint-3", RUN_FILE]
+    assert sorted(path.name for path in place.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl", RUN_FILE]
 
 
-def test_a_run_of_before_has_checkpoints_without_marks():
+def test_a_run_stays_what_it_was_begun_as():
     place = begun("run")
-    (place / RUN_FILE).write_text((place / RUN_FILE).read_text().replace('"id"', '"another"'))
-    found = finished(place / "checkpoint-2", 2)
-    assert last_checkpoint(place) == (found, 2)
+    before = read_sealed(place / RUN_FILE)
+    record(TrainConfig(resume=place, max_steps=77), place, ranks=2)
+    after = read_sealed(place / RUN_FILE)
+    assert (after["id"], after["ranks"], ranks_at_start(place)) == (before["id"], 1, 1)
+    assert after["config"]["max_steps"] == 77
+    (place / "rows.jsonl").touch()  # there was none
+    record(TrainConfig(resume=place), place)
+
+
+def test_what_a_user_calls_a_checkpoint_is_kept():
+    """A copy of one that did well, say: its mark is the run's, its name is not."""
+    place = begun("run")
+    kept = Path(shutil.copytree(checkpoint(place, 2), place / "checkpoint-best"))
+    discard_unfinished(place)
+    assert (kept / "seal.json").exists()
+    assert checkpoints(place) == [place / "checkpoint-2"]
 
 
 @pytest.mark.parametrize(

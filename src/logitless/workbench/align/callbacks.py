@@ -13,8 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...resident import peak_bytes
 from ...units import format_bytes
-from ..common.files import append_line, read_lines
-from ..runs.callbacks import check_finite
+from ..common.files import append_line
+from ..runs.callbacks import Records, check_finite
 from ..runs.progress import ProgressBar
 
 
@@ -36,9 +36,9 @@ class MemoryMetrics(TrainerCallback):
 class HeldOutRows(TrainerCallback):
     """The trainer's own evaluation of the held-out rows before the first step; `AfterLastStep`: after the last."""
 
-    def __init__(self, evaluate: Callable[[], dict[str, float]], path: Any) -> None:
-        self.evaluate, self.path = evaluate, path
-        self.measured = any(record["step"] == 0 for record in read_lines(path))
+    def __init__(self, evaluate: Callable[[], dict[str, float]], records: Records) -> None:
+        self.evaluate, self.path = evaluate, records.path
+        self.measured = any(record["step"] == 0 for record in records.before)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == 0 and not self.measured:

@@ -13,22 +13,23 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ...errors import NotFiniteError
+from ...errors import ConfigError, NotFiniteError
 from ...integrations.trl.trainers import install
 from ...resident import reset_peak
+from ...units import plural
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import readable, write_json
+from ..common.files import read_lines, write_json
 from ..common.say import say
 from ..common.written import METRICS_FILE
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
-from ..runs.ranks import first
+from ..runs.ranks import first, lost
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
+from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, ranks_at_start, record, whence
 from ..runs.trackers import explain_failures
-from ..runs.trainer import BY_STEPS, on_processors, quiet, records_of, save_model
+from ..runs.trainer import on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
@@ -57,7 +58,8 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
     place = first(lambda: claim(config, config.method))
-    with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
+    told = lost(lambda: how_to_go_on(place, "align"))
+    with told, explained(place, "align"), _divergence_named(), warnings.catch_warnings():
         # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
         warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
         parts, model = _set_up(config, place, source, tokenizer, console)
@@ -87,27 +89,40 @@ def _set_up(
     config: AlignConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console
 ) -> tuple[Alignment, Any]:
     state, path = PartialState(), place / ROWS_FILE
-    device: Any = state.device
     if config.resume and state.is_main_process:
         say(console, f"going on from {whence(place)}")
     model = build(config, source)
     align_tokens(model, tokenizer)
+    device: Any = state.device
     reset_peak(device)
-    if state.is_main_process and not (config.resume and path.exists()):
-        what = "prompts" if config.kind.rollouts else "pairs"
-        say(console, f"taking {what} from {config.data or 'the standard library'} ...")
-        train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes))
-        check_enough(config, train, state.num_processes)
-        if not config.kind.rollouts:
-            model = model.to(device)
-            with from_all_entries(model):
-                train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
-        save(path, train, held_out)
-        record(config, place)
-    state.wait_for_everyone()
+
+    def prepared() -> int:
+        if not (config.resume and path.exists()):
+            _prepare(config, path, model, tokenizer, console)
+        record(config, place, state.num_processes)
+        return ranks_at_start(place)
+
+    if (ranks := first(prepared)) != state.num_processes:
+        raise ConfigError(
+            f"--resume {place}: a step of this run is the batches of {plural(ranks, 'rank')}: launch as many, got "
+            f"{state.num_processes}"
+        )
     train, held_out = load(path, config)
-    check_enough(config, train, state.num_processes)  # of a resumed run, which may have more ranks now
+    check_enough(config, train, ranks)  # of a resumed run, which may have more steps now
     return Alignment(config, place, tokenizer, train, held_out, console), model
+
+
+def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokenizer, console: Console) -> None:
+    """Writes the prompts, or the pairs, of all steps."""
+    what, state = "prompts" if config.kind.rollouts else "pairs", PartialState()
+    say(console, f"taking {what} from {config.data or 'the standard library'} ...")
+    train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes))
+    check_enough(config, train, state.num_processes)
+    if not config.kind.rollouts:
+        model = model.to(state.device)
+        with from_all_entries(model):
+            train, held_out = (_pairs(config, rows, model, tokenizer, console) for rows in (train, held_out))
+    save(path, train, held_out)
 
 
 def _wanted(config: AlignConfig, ranks: int) -> int:
@@ -129,9 +144,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     config, place, arguments = parts.config, parts.place, trainer.args
     found = last_checkpoint(place)
     per_step = config.batch_size * config.gradient_accumulation_steps * arguments.world_size * config.context_length
-    with readable(place / METRICS_FILE, BY_STEPS):
-        records = Records(place / METRICS_FILE, per_step, found[1] if found else 0, every_metric=True)
-        held_out = HeldOutRows(trainer.evaluate, records.path)
+    records = Records(place / METRICS_FILE, per_step, found[0] if found else None, every_metric=True)
+    held_out = HeldOutRows(trainer.evaluate, records)
     trainer._total_train_tokens = records.tokens  # which TRL counts for pairs, and keeps in no checkpoint
     bar, stop = AlignProgress(records, parts.console), GentleStop(parts.console)
     alone = arguments.world_size == 1  # ranks that stop at different steps would wait for each other forever
@@ -182,9 +196,9 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    with records_of(place, config.resume is not None) as records:
-        plot(place / "align.png", config.method, records)
-        trained = numbers(config.method, records)
+    records = read_lines(place / METRICS_FILE)
+    plot(place / "align.png", config.method, records)
+    trained = numbers(config.method, records)
     names = getattr(trainer, "reward_func_names", [])
     summary = {
         "schema": SCHEMA,

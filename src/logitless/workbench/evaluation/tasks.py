@@ -19,7 +19,7 @@ from ...resident import peak_bytes, reset_peak
 from ...versions import versions
 from ..common.device import device_of
 from ..common.say import quiet, say
-from ..scoring.documents import hash_of
+from ..common.sealed import hash_of
 from ..scoring.parts import Parts
 from ..scoring.run import explained, identities, joined
 from ..scoring.summary import finished

@@ -22,10 +22,11 @@ from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
 from ..common.functions import blamed, function_named
 from ..common.say import say
+from ..common.written import METRICS_FILE
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import Send, reporting
-from ..runs.trainer import records_of, save_model
+from ..runs.trainer import save_model
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
 from ..sources.model import (
@@ -58,6 +59,7 @@ def run_one(config: GradeConfig, console: Console) -> dict[str, Any]:
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
         state = set_up(config, place, source, tokenizer, console)
         _examples(state, "before")
+        restore(state)
         return _conclude(state, steps(state, send), send)
 
 
@@ -76,7 +78,7 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
 
 
 def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console) -> Run:
-    """A run, new or as it was left."""
+    """A run as it begins; `restore` goes on with one."""
     device = device_of(config.device)
     if config.resume:
         say(console, f"going on from {whence(place)}")
@@ -92,7 +94,6 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     state = Run(config, place, method, tokenizer, prompts, optimizer, console)
     record(config, place)
     reset_peak(device)
-    restore(state)
     return state
 
 
@@ -193,8 +194,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
     _examples(state, "after")
-    with records_of(place, config.resume is not None) as records:
-        trained = _trained(records)
+    trained = _trained(read_lines(place / METRICS_FILE))
     trainable = sum(p.numel() for p in state.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")

@@ -15,15 +15,14 @@ from rich.console import Console
 from ...models.positions import reach
 from ...relax import anneal
 from ...resident import peak_bytes
-from ..common.files import append_line, read_lines, readable, write_lines, write_whole
+from ..common.files import append_line, write_lines, write_whole
 from ..common.say import say
 from ..common.written import METRICS_FILE
 from ..runs import checkpoints
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import check_beside, checkpoint_at, last_checkpoint, mark, seal
+from ..runs.checkpoints import checkpoint_at, last_checkpoint, mark, prune, records_at, seal
 from ..runs.progress import Bar
 from ..runs.trackers import Send
-from ..runs.trainer import BY_STEPS
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .data import Prompts, batch_of
@@ -50,6 +49,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     console: Console
     step: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)  # of the steps before this start
     norms: list[float] = field(default_factory=list)  # of this step's gradients, before they were clipped
     warned: bool = False
 
@@ -88,13 +88,12 @@ class Run:
 
 def steps(state: Run, send: Send) -> dict[str, float]:
     """Trains to the end; returns how the policy did on the validation prompts before. send: gets what is recorded."""
-    config, path = state.config, state.place / METRICS_FILE
-    with readable(path, BY_STEPS):
-        records = [x for x in read_lines(path) if x["step"] <= state.step]  # a killed run may have written a few more
+    config, path, records = state.config, state.place / METRICS_FILE, list(state.records)
     write_lines(path, records)
 
     def put(found: dict[str, Any]) -> None:
         append_line(path, found)
+        records.append(found)
         send({name: value for name, value in found.items() if name != "step"}, found["step"])
 
     if not records:
@@ -113,9 +112,7 @@ def steps(state: Run, send: Send) -> dict[str, float]:
                 save(state)
     if state.step < config.max_steps:
         raise KeyboardInterrupt
-    with readable(path, BY_STEPS):
-        first = next(x for x in read_lines(path) if x["step"] == 0)
-        return {name: value for name, value in first.items() if name != "step"}
+    return {name: value for name, value in records[0].items() if name != "step"}
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -186,6 +183,7 @@ def save(state: Run) -> None:
     checkpoint = checkpoint_at(state.place, state.step)
     write_whole(checkpoint, write)
     seal(checkpoint)
+    prune(state.place)
 
 
 def restore(state: Run) -> None:
@@ -194,7 +192,7 @@ def restore(state: Run) -> None:
     if found is None:
         return
     place, state.step = found
-    check_beside(place)
+    state.records = records_at(place)
     with checkpoints.readable(place), torch.no_grad():
         values = torch.load(place / STATE_FILE, map_location="cpu", weights_only=True)
         for name, parameter in state.task.model.named_parameters():

@@ -19,18 +19,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...errors import NotFiniteError
 from ...resident import peak_bytes
-from ..common.files import append_line, read_lines, write_lines
+from ..common.files import append_line, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
-from .checkpoints import begin_checkpoint, checkpoint_at, prune, seal
+from .checkpoints import begin_checkpoint, checkpoint_at, prune, records_at, seal
 from .ranks import first
 
 
 class Records(TrainerCallback):
-    """One line of metrics.jsonl per optimizer step; lines past the checkpoint that a run resumes from are dropped."""
+    """One line of metrics.jsonl per optimizer step, behind those of the checkpoint that a run resumes from."""
 
-    def __init__(self, path: Path, tokens_per_step: int, resumed_at: int, every_metric: bool = False) -> None:
+    def __init__(self, path: Path, tokens_per_step: int, checkpoint: Path | None, every_metric: bool = False) -> None:
         self.path, self.tokens_per_step, self.every_metric = path, tokens_per_step, every_metric
-        self.before = [r for r in read_lines(path) if r["step"] <= resumed_at and "final" not in r]
+        self.before = records_at(checkpoint)
         self.seconds = self.before[-1].get("seconds", 0.0) if self.before else 0.0
         self.tokens = max((r.get("tokens", 0) for r in self.before), default=0)
         self.latest: dict[str, Any] = {}
@@ -39,7 +39,7 @@ class Records(TrainerCallback):
         self.rewrite(args)
 
     def rewrite(self, args: TrainingArguments) -> None:
-        """Leaves the whole lines up to where the run resumes, for more to come behind them."""
+        """Leaves the lines up to where the run resumes, for more to come behind them."""
         if args.process_index == 0:
             write_lines(self.path, self.before)
 
@@ -84,10 +84,10 @@ class HeldOut(TrainerCallback):
     Trackers get it as eval_loss, what Trainer calls it, by `send`.
     """
 
-    def __init__(self, rows: PackedRows, batch_size: int, records: Path, together: Collate = collate) -> None:
-        self.rows, self.batch_size, self.records, self.together = rows, batch_size, records, together
+    def __init__(self, rows: PackedRows, batch_size: int, records: Records, together: Collate = collate) -> None:
+        self.rows, self.batch_size, self.path, self.together = rows, batch_size, records.path, together
         self.send: Callable[[dict[str, float]], None] = lambda logs: None
-        earlier = [r["held_out_loss"] for r in read_lines(records) if r["step"] == 0]
+        earlier = [r["held_out_loss"] for r in records.before if r["step"] == 0]
         self.before: float | None = earlier[0] if earlier else None
 
     def on_train_begin(
@@ -109,7 +109,7 @@ class HeldOut(TrainerCallback):
 
     def _record(self, args: TrainingArguments, record: dict[str, Any]) -> None:
         if args.process_index == 0:
-            append_line(self.records, record)
+            append_line(self.path, record)
         self.send({"eval_loss": record["held_out_loss"]})
         check_finite("the held-out loss is", record["held_out_loss"], record["step"])
 

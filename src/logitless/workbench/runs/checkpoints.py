@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...errors import ConfigError, DataError, OptionError
 from ..common import files
-from ..common.files import read_object, remove_all_leftovers, remove_whole, strict_json, write_json, write_whole
-from ..common.written import METRICS_FILE, RUN_FILE, TOKENS_FILE
-from ..sources.identity import hash_of
+from ..common.files import read_lines, read_object, remove_all_leftovers, remove_whole, write_whole
+from ..common.sealed import hash_of, hashes_of, read_sealed, write_sealed
+from ..common.written import METRICS_FILE, RUN_FILE
 
 PREFIX = "checkpoint-"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
 SEAL = "seal.json"  # of a whole checkpoint: hashes of what was written; it comes last
 KEPT = 2  # checkpoints of a run
-# What a run that is resumed takes from its directory, beside the checkpoint.
-NEEDED = (METRICS_FILE, TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
 
 
 def id_of(run: Path) -> str:
@@ -60,13 +59,14 @@ def mark(run: Path, checkpoint: Path) -> None:
 
 
 def seal(checkpoint: Path) -> None:
-    """Says of a checkpoint that it is whole, and what it and the run's directory held then."""
-    held = {
-        "step": _step_of(checkpoint),
-        "checkpoint": _held_in(checkpoint, ["**/*"]),
-        "run": _held_in(checkpoint.parent, NEEDED),
-    }
-    write_json(checkpoint / SEAL, {**held, "hash": _hash_of(held)})
+    """Says of a checkpoint that it is whole, and what it holds; the run's records up to here are part of it."""
+    shutil.copy(checkpoint.parent / METRICS_FILE, checkpoint / METRICS_FILE)
+    write_sealed(checkpoint / SEAL, {"step": _step_of(checkpoint), "files": hashes_of(checkpoint, "**/*")})
+
+
+def records_at(checkpoint: Path | None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that a run goes on behind: those before its checkpoint, none without one."""
+    return [] if checkpoint is None else read_lines(checkpoint / METRICS_FILE)
 
 
 def prune(run: Path) -> None:
@@ -95,21 +95,26 @@ def strange(checkpoint: Path) -> str:
 
 def check_whole(checkpoint: Path) -> None:
     """ConfigError where a file of a checkpoint has been lost or changed since it was written."""
-    step = _sealed(checkpoint)["step"]
-    if step != _step_of(checkpoint):
-        _refuse(checkpoint, f"{checkpoint} is of step {step}")
-    _check_same(checkpoint, "checkpoint", checkpoint)
-
-
-def check_beside(checkpoint: Path) -> None:
-    """ConfigError where what a run goes on with beside a checkpoint has been lost or changed since then."""
-    _check_same(checkpoint, "run", checkpoint.parent)
+    path = checkpoint / SEAL
+    try:
+        found = read_sealed(path)
+    except DataError:
+        _refuse(checkpoint, f"{path} is damaged")
+    if found["step"] != _step_of(checkpoint):
+        _refuse(checkpoint, f"{checkpoint} is of step {found['step']}")
+    for name, known in found["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            _refuse(checkpoint, f"{path} is missing")
+        if hash_of(path) != known:
+            _refuse(checkpoint, f"{path} is damaged")
 
 
 def discard_unfinished(run: Path) -> None:
     """Removes what a killed process left of the run's own: it only takes space."""
     for path in _own(run):
-        if not _is_whole(path):
+        remove_all_leftovers(path)
+        if _is_numbered(path) and not _is_whole(path):
             remove_whole(path)
     remove_all_leftovers(run)
 
@@ -128,41 +133,16 @@ def _is_own(checkpoint: Path, run_id: str) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    return checkpoint.name.removeprefix(PREFIX).isdecimal() and (checkpoint / SEAL).exists()
+    return _is_numbered(checkpoint) and (checkpoint / SEAL).exists()
+
+
+def _is_numbered(checkpoint: Path) -> bool:
+    """Whether it has a run's own kind of name; others, as of copies, are their owner's."""
+    return checkpoint.name.removeprefix(PREFIX).isdecimal()
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
-
-
-def _held_in(folder: Path, patterns: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """(bytes, hash) of each file."""
-    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, hash_of(path)) for path in paths}
-
-
-def _hash_of(held: dict[str, Any]) -> str:
-    return hash_of(strict_json(held).encode())
-
-
-def _sealed(checkpoint: Path) -> dict[str, Any]:
-    """What `seal` wrote; ConfigError for anything else."""
-    with suppress(DataError):
-        found = read_object(checkpoint / SEAL)
-        if found.pop("hash", None) == _hash_of(found):
-            return found
-    _refuse(checkpoint, f"{checkpoint / SEAL} is damaged")
-
-
-def _check_same(checkpoint: Path, part: str, folder: Path) -> None:
-    """ConfigError unless a folder's files are those that a part of the checkpoint's seal knows."""
-    for name, (size, known) in _sealed(checkpoint)[part].items():
-        path = folder / name
-        if not path.is_file():
-            _refuse(checkpoint, f"{path} is missing")
-        grows = name == METRICS_FILE
-        if hash_of(path.read_bytes()[:size] if grows else path) != known:
-            _refuse(checkpoint, f"{path} is damaged")
 
 
 def _refuse(checkpoint: Path, fault: str) -> NoReturn:

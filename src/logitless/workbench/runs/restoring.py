@@ -8,8 +8,7 @@ from typing import Any
 from transformers import TrainerState
 
 from ..sources.model import check_complete, check_used
-from .checkpoints import check_beside, readable
-from .ranks import first
+from .checkpoints import readable
 
 
 def refuse_incomplete(trainer: Any) -> None:
@@ -26,9 +25,8 @@ def refuse_incomplete(trainer: Any) -> None:
 def guard_loading(trainer: Any, checkpoint: Path) -> TrainerState:
     """Has a trainer raise DataError in the place of whatever loading a checkpoint raises, as of other libraries.
 
-    Returns where it stands. ConfigError where the run's files beside it are not what they were.
+    Returns where it stands.
     """
-    first(lambda: check_beside(checkpoint))
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
         setattr(trainer, name, readable(checkpoint)(getattr(trainer, name)))
     with readable(checkpoint):

@@ -11,14 +11,18 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import ConfigError, DataError, LogitlessError, OptionError
-from ..common.files import DISK_FULL, check_apart, check_utf8, parsed, read_object, readable, write_json
+from ..common.files import DISK_FULL, check_apart, check_utf8, parsed, read_object, readable
 from ..common.lock import LOCK_FILE, acquire, holder, release
-from ..common.options import MOST, RESUMABLE, Options, RunOptions, code_named, from_dict
-from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, WRITTEN
+from ..common.options import RESUMABLE, Options, RunOptions, code_named, from_dict
+from ..common.sealed import hashes_of, read_sealed, write_sealed
+from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, TOKENS_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
-from .checkpoints import check_whole, discard_unfinished, id_of, last_checkpoint, strange, strange_checkpoint
+from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
 
 SCHEMA = 2  # of run.json
+BEGIN_ANOTHER = "put back what was there, or begin another run"
+# What a run prepares in its directory before its first step, and goes on with when it is resumed.
+PREPARED = (TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
@@ -39,13 +43,12 @@ def stored(run: Path, default: Options) -> Options:
     path = run / RUN_FILE
     if not path.exists():
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})")
-    with readable(path, "put back what was there, or begin another run"):
-        found = parsed(path)
-        schema, values = found.get("schema"), found["config"]
+    with readable(path, BEGIN_ANOTHER):
+        schema = parsed(path).get("schema")
     try:
         if schema != SCHEMA:
             raise OptionError(f"{RUN_FILE} has schema {schema}, expected {SCHEMA}")
-        return from_dict(values, RUN_FILE, default)
+        return from_dict(read_sealed(path, BEGIN_ANOTHER)["config"], RUN_FILE, default)
     except OptionError as error:
         raise ConfigError(
             f"--resume {run}: expected a run of this command and version; go on with those that started it ({error})"
@@ -89,17 +92,25 @@ def name_of(model: str) -> str:
 
 
 def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
-    """Writes run.json: from now on, the run can be resumed."""
-    run = {"schema": SCHEMA, "id": id_of(place) or uuid.uuid4().hex, "config": config.to_dict(), "ranks": ranks}
-    write_json(place / RUN_FILE, run)
+    """Writes run.json: from now on, the run can be resumed, with these options. ranks: of a new run.
+
+    Raises ConfigError where what was prepared in the directory is not what the run began with.
+    """
+    path, files = place / RUN_FILE, hashes_of(place, *PREPARED)
+    begun = read_sealed(path, BEGIN_ANOTHER) if path.exists() else {}
+    for name, known in begun.get("files", {}).items():
+        if files.get(name) != known:
+            raise ConfigError(
+                f"--resume {place}: {place / name} is not what the run began with: put it back; or remove it, to have "
+                "it made anew, which is the same where --data and --max-steps are"
+            )
+    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "files": files}
+    write_sealed(path, {**own, **begun, "config": config.to_dict()})
 
 
 def ranks_at_start(place: Path) -> int:
     """How many ranks with sequences of their own the run in this directory was started with."""
-    ranks = read_object(place / RUN_FILE).get("ranks", 1)
-    if type(ranks) is not int or not 1 <= ranks < MOST:
-        raise ConfigError(f"--resume {place}: {RUN_FILE} says ranks {ranks!r}; expected with how many the run began")
-    return ranks
+    return read_sealed(place / RUN_FILE, BEGIN_ANOTHER)["ranks"]
 
 
 def _begin(config: RunOptions, wanted: Path | None, name: str) -> Path:
@@ -150,13 +161,20 @@ def _continue(config: RunOptions, run: Path) -> Path:
         if other := strange_checkpoint(run):
             raise OptionError(f"--resume {run}: {strange(other)}")
         found = last_checkpoint(run)
-        if (run / SUMMARY_FILE).exists() and found and found[1] >= config.max_steps:
+        if found and min(found[1], _concluded_at(run)) >= config.max_steps:
             raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
         if found:
             check_whole(found[0])
         discard_unfinished(run)
         unless_it_can_go_on.pop_all()
     return run
+
+
+def _concluded_at(run: Path) -> int:
+    """The step after which the run's summary was written; 0 without one."""
+    with suppress(DataError):
+        return read_object(run / SUMMARY_FILE).get("steps", 0)
+    return 0
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,12 @@ from datasets import disable_progress_bars
 from transformers import TrainingArguments
 
 from ..common import say
-from ..common.files import read_lines, readable, write_whole
+from ..common.files import write_whole
 from ..common.options import RunOptions
-from ..common.written import METRICS_FILE
 from ..sources.tokenizer import TextTokenizer
 
-BY_STEPS = "remove the lines in it that no step of this run wrote"  # what to do about metrics.jsonl
 CHECKPOINTS_PER_RUN, MOST_STEPS_BETWEEN = 4, 500
 WARM_UP = 0.05  # of the steps
-
-
-@contextmanager
-def records_of(place: Path, resumed: bool) -> Iterator[list[dict[str, Any]]]:
-    """The lines of a run's metrics.jsonl; DataError for what using them raises, where others may have changed them."""
-    with readable(place / METRICS_FILE, BY_STEPS) if resumed else nullcontext():
-        yield read_lines(place / METRICS_FILE)
 
 
 def quiet() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from ...errors import DataError
 from ...printable import is_utf8
 from ..common.files import arrow_file
+from ..common.sealed import hash_of
 from ..sources.chat import is_chat
 from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, first_line, splits
-from ..sources.identity import hash_of, is_arrow, text_files
+from ..sources.identity import is_arrow, text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 NAMES = f"{', '.join(TEXT_FIELDS)} or messages"

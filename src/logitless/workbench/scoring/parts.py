@@ -27,7 +27,7 @@ from ..common.files import (
     write_whole,
 )
 from ..common.lock import acquire, holder, release
-from ..sources.identity import hash_of, together
+from ..common.sealed import hash_of, together
 from .block import PLACES, Scored
 from .config import parts_of
 

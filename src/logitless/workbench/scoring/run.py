@@ -25,9 +25,10 @@ from ...vocab.face import LMHead
 from ..common.device import device_of
 from ..common.files import DISK_FULL
 from ..common.say import quiet, say
+from ..common.sealed import hash_of
 from ..runs.rundir import Interrupted, OutOfSpace
 from ..sft.default_model import default_model
-from ..sources.identity import hash_of, known_of
+from ..sources.identity import known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .block import Measure, Scorer, Subject, blocks, score_block

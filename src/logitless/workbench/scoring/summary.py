@@ -18,7 +18,7 @@ from ...units import format_bytes, plural
 from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_json, write_whole
-from ..sources.identity import together
+from ..common.sealed import together
 from .block import NOT_FINITE, Scorer
 from .config import ScoreConfig, TextOptions
 from .parts import NO_SUMS, Parts

@@ -23,7 +23,7 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.tensor_parallel import check_split
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_object, readable, write_json
+from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
 from ..common.written import METRICS_FILE, TOKENS_FILE
@@ -34,7 +34,7 @@ from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
 from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record, whence
 from ..runs.trackers import check_tracker, explain_failures, project
-from ..runs.trainer import BY_STEPS, arguments, on_processors, quiet, records_of, save_model
+from ..runs.trainer import arguments, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
 from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
@@ -144,7 +144,7 @@ def _set_up(
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
-            record(config, place, layout.data)
+        record(config, place, layout.data)
         check_teacher(tokens, teacher)
         return ranks_at_start(place)
 
@@ -183,9 +183,8 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
     mesh = device_mesh(layout, given.device.type, config.rank_timeout)
     batch_of = _batches(layout, mesh, model)
-    with readable(place / METRICS_FILE, BY_STEPS):
-        records = Records(place / METRICS_FILE, rows * config.context_length, found[1] if found else 0)
-        held_out = HeldOut(parts.held_out, config.batch_size, records.path, batch_of)
+    records = Records(place / METRICS_FILE, rows * config.context_length, found[0] if found else None)
+    held_out = HeldOut(parts.held_out, config.batch_size, records, batch_of)
     bar, stop = ProgressBar(records, parts.console), GentleStop(parts.console)
     alone = given.world_size == 1  # ranks that stop at different steps would wait for each other forever
     trainer = _trainer_for(parts, mesh, found)(
@@ -257,9 +256,9 @@ def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict
     tokens = rows * config.context_length // config.context_parallel  # of one pass, on each rank
     size, budget = logits_bytes(tokens, vocab, dtype.itemsize), config.memory_budget_bytes
     save_model(place, parts.tokenizer, config.lora_rank, model, weights)
-    with records_of(place, config.resume is not None) as records:
-        plot_loss(place / "loss.png", records, vocab)
-        trained = numbers(records)
+    records = read_lines(place / METRICS_FILE)
+    plot_loss(place / "loss.png", records, vocab)
+    trained = numbers(records)
     plot_memory(place / "memory.png", step_memory, tokens, vocab)
     summary = {
         "schema": SCHEMA,

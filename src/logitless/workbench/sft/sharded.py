@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -83,7 +84,7 @@ class ShardedTrainer(Trainer):
         """A checkpoint's weights lie beside its optimizer state, and a run saves its model itself."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with one_process_may():
+        with checkpointing():
             save({**self._model_state(), **self._optimizer_state()}, checkpoint_id=Path(output_dir) / STATE)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULE)
@@ -94,7 +95,7 @@ class ShardedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         state = self._model_state()
-        with one_process_may():
+        with checkpointing():
             load(state, checkpoint_id=Path(resume_from_checkpoint) / STATE)
         set_model_state_dict(self.model, state["model"], options=self._options)
 
@@ -102,7 +103,7 @@ class ShardedTrainer(Trainer):
         if checkpoint is None:
             return
         state = self._optimizer_state()
-        with one_process_may():
+        with checkpointing():
             load(state, checkpoint_id=Path(checkpoint) / STATE)
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=self._options)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULE, weights_only=True))
@@ -120,8 +121,11 @@ class ShardedTrainer(Trainer):
 
 
 @contextmanager
-def one_process_may() -> Iterator[None]:
-    """Without torch's warning that there is no process group: a run on one process has none."""
+def checkpointing() -> Iterator[None]:
+    """What fails on a rank is raised as it is, and one process, a run of which has no group, is not warned of that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # not an Exception itself
+            raise next(iter(error.failures.values()))[0] from None

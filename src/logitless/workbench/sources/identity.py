@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from ..common.sealed import hash_of, together
 from .tokenizer import TextTokenizer
-
-
-def hash_of(content: Path | bytes) -> str:
-    """What tells a content from all others."""
-    if isinstance(content, bytes):
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def known_of(thing: Any) -> str:
@@ -47,11 +39,6 @@ def text_files(path: Path, written: tuple[Path, ...] = ()) -> list[Path]:
 def hash_of_text(path: Path, written: tuple[Path, ...] = ()) -> str:
     """What tells the text below a path from all others, whatever its files are called."""
     return together(hash_of(f) for f in text_files(path, written))
-
-
-def together(hashes: Any) -> str:
-    """One hash of several, in their order."""
-    return hash_of("".join(hashes).encode())
 
 
 def _visible(root: Path, written: tuple[Path, ...]) -> list[Path]:

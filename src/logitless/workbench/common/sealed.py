@@ -1,0 +1,49 @@
+"""What tells content from all other: hashes of files, and JSON that says whether it is as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .files import MADE_ANEW, read_object, readable, strict_json, write_json
+
+HASH = "hash"  # of all else that such a file holds
+
+
+def hash_of(content: Path | bytes) -> str:
+    """What tells a content from all others."""
+    if isinstance(content, bytes):
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def together(hashes: Iterable[str]) -> str:
+    """One hash of several, in their order."""
+    return hash_of("".join(hashes).encode())
+
+
+def hashes_of(folder: Path, *patterns: str) -> dict[str, str]:
+    """The hash of each file in a folder that these patterns find, by its name from there."""
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_of(path) for path in paths}
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """`value` as JSON with a hash of it, whole or not at all."""
+    write_json(path, {**value, HASH: _hash_of(value)})
+
+
+def read_sealed(path: Path, remedy: str = MADE_ANEW) -> dict[str, Any]:
+    """What `write_sealed` wrote; DataError, with what to do, for anything else."""
+    found = read_object(path, remedy)
+    with readable(path, remedy):
+        if found.pop(HASH, None) != _hash_of(found):
+            raise ValueError("its hash is of other values")
+    return found
+
+
+def _hash_of(value: dict[str, Any]) -> str:
+    return hash_of(strict_json(value).encode())
