@@ -151,7 +151,7 @@ def test_what_is_learned_is_read_from_a_comparison(small):
     assert ["| holds |" in line for line in claims] == [True, False, True]
     assert "not shown either way" in claims[1]
     for path in place.glob("*-*/summary.json"):
-        (path.parent / "run.json").write_text(json.dumps({"schema": 1, "config": config.to_dict()}))
+        record(config, path.parent)
     text = page("legacy", legacy(place))
     assert "| memory of a batch | 0.167 × (0.167 to 0.167) |" in text
     assert "3 seeds of `ste`, 10 steps, batches of 2, 4 tokens, k=40" in text

@@ -48,12 +48,12 @@ def run(cases: dict[str, Case], last: Case | None = None) -> None:
 
 
 def _rank(rank: int, folder: Path, cases: dict[str, Case], last: Case | None) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
-    )
-    pair = dist.new_group([0, 1], timeout=timedelta(minutes=5))
     found: dict[str, str] = {}
     try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
+        )
+        pair = dist.new_group([0, 1], timeout=timedelta(minutes=5))
         for name, case in cases.items():
             for group in (dist.group.WORLD, pair) if rank < 2 else (dist.group.WORLD,):
                 key = f"{name} {dist.get_world_size(group)}"

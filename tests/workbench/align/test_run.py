@@ -19,7 +19,6 @@ from logitless.cli.main import main
 from logitless.errors import ConfigError, DataError, OptionError
 from logitless.workbench.align import run as align
 from logitless.workbench.align.config import METHODS, AlignConfig
-from logitless.workbench.align.data import load, save
 from logitless.workbench.align.run import run
 from logitless.workbench.align.trainers import trainer_of
 from logitless.workbench.common.files import read_lines
@@ -353,15 +352,6 @@ def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
         run(replace(start, output_dir=tmp_path / "run", **options), QUIET)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("run/*"))
-
-
-def test_a_run_with_fewer_prompts_than_a_step_of_more_ranks_is_not_resumed(start, finished, tmp_path):
-    place = tmp_path / "run"
-    shutil.copytree(finished[0], place)
-    train, held = load(place / "rows.jsonl", start)
-    save(place / "rows.jsonl", train[:1], held)
-    with pytest.raises(DataError, match=r"a step needs 2 prompts .* got 1 beside those held out"):
-        run(replace(stored(place, start), resume=place, max_steps=10), QUIET)
 
 
 def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):

@@ -108,7 +108,6 @@ def _set_up(
             f"{state.num_processes}"
         )
     train, held_out = load(path, config)
-    check_enough(config, train, ranks)  # of a resumed run, which may have more steps now
     return Alignment(config, place, tokenizer, train, held_out, console), model
 
 
