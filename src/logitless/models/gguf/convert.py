@@ -12,11 +12,10 @@ from typing import Any
 from ...errors import ConfigError, in_one_line
 from ...printable import few
 from ...versions import installing
-from .header import Header, read_header
+from .header import ELSEWHERE, Header, read_header
 from .positions import FACTORS, rope_parameters
 
 UNKNOWN = ("not supported", "Unrecognized configuration", "Cannot build a tokenizer")  # of transformers' errors
-ELSEWHERE = "load this model from its transformers directory"
 
 
 def convert(path: Path, folder: Path) -> None:

@@ -31,6 +31,7 @@ FIELDS = {
 }
 MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+ELSEWHERE = "load this model from its transformers directory"  # where a file cannot be read as it is meant
 LAYER = re.compile(r"blk\.\d+\.")  # a tensor of one
 
 

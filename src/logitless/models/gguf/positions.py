@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from .header import Header
+from .header import ELSEWHERE, Header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def rope_parameters(path: Path, header: Header, config: Any) -> dict[str, Any]:
     else:
         raise ConfigError(
             f"--model {path}: its positions are stretched in a way that is not read from GGUF files (rope.scaling.type "
-            f"{kind}); load this model from its transformers directory"
+            f"{kind}); {ELSEWHERE}"
         )
     return found
 

@@ -22,7 +22,6 @@ from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
 from ..common.functions import blamed, function_named
 from ..common.say import say
-from ..common.written import METRICS_FILE
 from ..runs import examples
 from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
 from ..runs.trackers import Send, reporting
@@ -194,7 +193,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
     _examples(state, "after")
-    trained = _trained(read_lines(place / METRICS_FILE))
+    trained = _trained(state.records)
     trainable = sum(p.numel() for p in state.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")

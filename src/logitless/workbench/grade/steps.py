@@ -20,7 +20,7 @@ from ..common.say import say
 from ..common.written import METRICS_FILE
 from ..runs import checkpoints
 from ..runs.callbacks import GentleStop
-from ..runs.checkpoints import checkpoint_at, last_checkpoint, mark, prune, records_at, seal
+from ..runs.checkpoints import checkpoint_at, finish_checkpoint, last_checkpoint, mark, records_at
 from ..runs.progress import Bar
 from ..runs.trackers import Send
 from ..sources.tokenizer import TextTokenizer
@@ -49,7 +49,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     console: Console
     step: int = 0
-    records: list[dict[str, Any]] = field(default_factory=list)  # of the steps before this start
+    records: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl
     norms: list[float] = field(default_factory=list)  # of this step's gradients, before they were clipped
     warned: bool = False
 
@@ -88,15 +88,15 @@ class Run:
 
 def steps(state: Run, send: Send) -> dict[str, float]:
     """Trains to the end; returns how the policy did on the validation prompts before. send: gets what is recorded."""
-    config, path, records = state.config, state.place / METRICS_FILE, list(state.records)
-    write_lines(path, records)
+    config, path = state.config, state.place / METRICS_FILE
+    write_lines(path, state.records)
 
     def put(found: dict[str, Any]) -> None:
         append_line(path, found)
-        records.append(found)
+        state.records.append(found)
         send({name: value for name, value in found.items() if name != "step"}, found["step"])
 
-    if not records:
+    if not state.records:
         put({"step": 0, **_looks(state), "memory_bytes": _memory(state)})
     every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
     name = f"{config.method}, seed {config.seed}"
@@ -112,7 +112,7 @@ def steps(state: Run, send: Send) -> dict[str, float]:
                 save(state)
     if state.step < config.max_steps:
         raise KeyboardInterrupt
-    return {name: value for name, value in records[0].items() if name != "step"}
+    return {name: value for name, value in state.records[0].items() if name != "step"}
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -180,10 +180,8 @@ def save(state: Run) -> None:
         mark(state.place, path)
         torch.save(values, path / STATE_FILE)
 
-    checkpoint = checkpoint_at(state.place, state.step)
-    write_whole(checkpoint, write)
-    seal(checkpoint)
-    prune(state.place)
+    write_whole(checkpoint_at(state.place, state.step), write)
+    finish_checkpoint(state.place, state.step)
 
 
 def restore(state: Run) -> None:

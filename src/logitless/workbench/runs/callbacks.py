@@ -21,7 +21,7 @@ from ...errors import NotFiniteError
 from ...resident import peak_bytes
 from ..common.files import append_line, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
-from .checkpoints import begin_checkpoint, checkpoint_at, prune, records_at, seal
+from .checkpoints import begin_checkpoint, finish_checkpoint, records_at
 from .ranks import first
 
 
@@ -171,9 +171,7 @@ class OwnCheckpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         PartialState().wait_for_everyone()  # each rank writes its own random state
-        first(lambda: seal(checkpoint_at(self.place, state.global_step)))
-        if state.is_world_process_zero:
-            prune(self.place)
+        first(lambda: finish_checkpoint(self.place, state.global_step))
 
 
 class GentleStop(TrainerCallback):

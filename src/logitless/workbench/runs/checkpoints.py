@@ -64,6 +64,12 @@ def seal(checkpoint: Path) -> None:
     write_sealed(checkpoint / SEAL, {"step": _step_of(checkpoint), "files": hashes_of(checkpoint, "**/*")})
 
 
+def finish_checkpoint(run: Path, step: int) -> None:
+    """Seals a checkpoint that is filled, and removes those that are older than the newest."""
+    seal(checkpoint_at(run, step))
+    prune(run)
+
+
 def records_at(checkpoint: Path | None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that a run goes on behind: those before its checkpoint, none without one."""
     return [] if checkpoint is None else read_lines(checkpoint / METRICS_FILE)

@@ -15,14 +15,12 @@ from ..common.files import DISK_FULL, check_apart, check_utf8, parsed, read_obje
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, code_named, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
-from ..common.written import OWN, RUN_FILE, SUMMARY_FILE, TOKENS_FILE, WRITTEN
+from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
 
 SCHEMA = 2  # of run.json
 BEGIN_ANOTHER = "put back what was there, or begin another run"
-# What a run prepares in its directory before its first step, and goes on with when it is resumed.
-PREPARED = (TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
 NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
 CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
 
