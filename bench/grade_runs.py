@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.harness import read_lines
 from logitless.relax import anneal, generate, online_kl
-from logitless.workbench.common.written import METRICS_FILE
+from logitless.workbench.common.written import METRICS_FILE, SUMMARY_FILE
 from logitless.workbench.grade.comparison.criteria import LEGACY_OF
 from logitless.workbench.grade.comparison.intervals import SAID
 from logitless.workbench.grade.comparison.report import table
@@ -23,7 +23,7 @@ from logitless.workbench.grade.method import Batch, Method, Outcome
 from logitless.workbench.grade.methods import METHODS
 from logitless.workbench.grade.single import policy_of, set_up
 from logitless.workbench.grade.steps import Run
-from logitless.workbench.runs.rundir import SUMMARY_FILE, stored
+from logitless.workbench.runs.rundir import stored
 
 Record = dict[str, Any]
 

@@ -16,7 +16,7 @@ from logitless.cli.main import main
 from logitless.errors import LogitlessError
 from logitless.workbench.common.options import DEFAULT_MODEL
 from logitless.workbench.common.sealed import write_sealed
-from logitless.workbench.runs.rundir import how_to_go_on
+from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.scoring import run as scoring
 from logitless.workbench.sft import run as sft
 from tests.support.workbench.damage import DEEP, JSON, MARK, REWARDS, REWARDS_SAY, TEMPLATES

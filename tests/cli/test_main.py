@@ -11,8 +11,9 @@ import pytest
 from logitless.cli.main import COMMANDS, SAID, main
 from logitless.versions import installing
 from logitless.workbench.align.config import METHODS
+from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.grade.config import GRADE_METHODS
-from logitless.workbench.runs.rundir import Interrupted, OutOfSpace
+from logitless.workbench.runs.ending import Interrupted
 
 
 def test_help_names_every_command(capsys):

@@ -15,9 +15,10 @@ from rich.console import Console
 from logitless.workbench.align.run import run as align
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.common.lock import acquire
+from logitless.workbench.common.written import RUN_FILE
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run as evaluate
-from logitless.workbench.runs.rundir import RUN_FILE, stored
+from logitless.workbench.runs.rundir import stored
 from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig
 from logitless.workbench.scoring.run import run

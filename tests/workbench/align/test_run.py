@@ -22,9 +22,11 @@ from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
 from logitless.workbench.align.trainers import trainer_of
 from logitless.workbench.common.files import read_lines
+from logitless.workbench.common.written import WRITTEN
 from logitless.workbench.runs import callbacks
 from logitless.workbench.runs.checkpoints import RUN_FILE, last_checkpoint
-from logitless.workbench.runs.rundir import WRITTEN, Interrupted, stored
+from logitless.workbench.runs.ending import Interrupted
+from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sources.chat import ASSISTANT

@@ -83,14 +83,11 @@ def test_what_is_neither_file_nor_device_is_refused(special, capfd):
     capfd.readouterr()
 
 
-def test_a_folder_replaces_a_folder_and_never_a_file_a_folder(tmp_path):
+def test_a_folder_replaces_a_folder(tmp_path):
     place = tmp_path / "model"
     for name in ("old", "new"):
         write_whole(place, lambda path, name=name: (path.mkdir(), (path / name).touch()))
         assert names(place) == [name]
-    with pytest.raises(OSError, match="directory"):
-        write_text(place, "text")
-    assert names(place) == ["new"]
     assert names(tmp_path) == ["model"]
 
 
@@ -98,6 +95,16 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
     write_text(tmp_path / "written", "text")
     (tmp_path / "other").touch()
     assert (tmp_path / "written").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_what_lies_there_is_of_the_other_kind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="folder: a folder lies there: move it elsewhere"):
+        write_whole(tmp_path / "folder", lambda path: path.touch())
+    with pytest.raises(OptionError, match="file: a file lies there: move it elsewhere"):
+        write_whole(tmp_path / "file", lambda path: path.mkdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_nobody_can_know_where_a_file_is_begun(tmp_path):

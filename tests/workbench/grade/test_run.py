@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
@@ -34,7 +35,7 @@ from logitless.workbench.grade.method import Method, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
-from logitless.workbench.runs.rundir import Interrupted
+from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
 
@@ -188,6 +189,24 @@ def test_what_a_run_goes_on_with_is_what_it_was(small, half_done, tmp_path, name
         run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
     assert str(place / name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_prompts_that_are_lost_are_those_of_the_steps_it_began_with(small, half_done, tmp_path):
+    place = shutil.copytree(half_done, tmp_path / "run")
+    (place / "prompts.jsonl").unlink()
+    run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
+    assert (place / "prompts.jsonl").read_bytes() == (half_done / "prompts.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_outside_the_steps_says_how_to_go_on(small, half_done, tmp_path, monkeypatch, number):
+    place = shutil.copytree(half_done, tmp_path / "run")
+    if signal.getsignal(number) == signal.SIG_IGN:  # tests that run under nohup
+        signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(single, "_conclude", lambda *_: signal.raise_signal(number))
+    with pytest.raises(Interrupted, match=f"--resume {place} goes on from step 3"):
+        run(dataclasses.replace(small.config, output_dir=None, resume=place, max_steps=3))
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_examples_of_before_are_the_policys_of_before(small, half_done, tmp_path):
@@ -397,11 +416,11 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
     real, ran = compare.run_one, []
 
     def until(method: str | None):
-        def run_one(config, console):
+        def run_one(config, console, prompts):
             if config.method == method:
                 raise KeyboardInterrupt
             ran.append((config.method, config.seed))
-            return real(config, console)
+            return real(config, console, prompts)
 
         return run_one
 

@@ -39,6 +39,19 @@ def test_the_launcher_is_first():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
+def test_the_launcher_is_first_while_torch_dispatches():
+    """Its C++ raises an error of its own in the place of one that a handler of Python's raised within it."""
+
+    def dispatch() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except RankError:
+            raise RuntimeError("Unhandled exception in dispatch") from None
+
+    with pytest.raises(RankError, match=r"rank 0 was ended by its launcher \(SIGTERM\)"), losing():
+        dispatch()
+
+
 def test_nothing_is_lost():
     before = signal.getsignal(signal.SIGTERM)
     with losing():

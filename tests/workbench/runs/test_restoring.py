@@ -189,12 +189,26 @@ def test_rows_that_a_run_goes_on_with(aligned, tmp_path, change, begun_anew):
     change(run / "rows.jsonl")
     for path in run.glob("checkpoint-*") if begun_anew else ():
         shutil.rmtree(path)
-    assert f"{run / 'rows.jsonl'} is not what the run began with: put it back; or remove it" in resumed(run, "align")
+    rows = run / "rows.jsonl"
+    assert f"{rows} is not what the run began with: put it back; or remove {rows}, to have" in resumed(run, "align")
+    rows.unlink()
+    assert resumed(run, "align") == ""  # the rows of the steps it began with
+    assert rows.read_bytes() == (aligned / "rows.jsonl").read_bytes()
+
+
+@pytest.mark.usefixtures("not_trained")
+def test_rows_of_data_that_has_changed(aligned, start, tmp_path):
+    run, data = Path(shutil.copytree(aligned, tmp_path / "run")), Path(start.data)
     (run / "rows.jsonl").unlink()
-    assert "is not what the run began with" in resumed(run, "align")  # more steps take more rows
-    if begun_anew:
-        (run / "rows.jsonl").unlink()
-        assert resumed(run, "align", max_steps=2) == ""
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    before = {path: path.read_bytes() for path in files}
+    try:
+        for path in files:
+            path.write_bytes(path.read_bytes()[::-1])
+        assert "rows.jsonl was made anew, and is not what the run began with: give the --data" in resumed(run, "align")
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
 
 
 @pytest.mark.usefixtures("not_trained")
@@ -205,6 +219,14 @@ def test_options_that_were_changed_in_the_file(trained, tmp_path):
     (run / "run.json").write_text(json.dumps(content))
     with pytest.raises(LogitlessError, match=r"run.json does not hold .* put back what was there, or begin another"):
         stored(run, TrainConfig())
+
+
+@pytest.mark.usefixtures("not_trained")
+def test_an_empty_folder_in_a_whole_checkpoint(trained, tmp_path):
+    """Of the name under which ranks keep their parts."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "checkpoint-2" / "sharded_state").mkdir()
+    assert resumed(run) == ""
 
 
 @pytest.mark.usefixtures("not_trained")

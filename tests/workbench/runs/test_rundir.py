@@ -11,9 +11,10 @@ from threading import Barrier
 
 import pytest
 
-from logitless.errors import OptionError
+from logitless.errors import ConfigError, OptionError
 from logitless.workbench.common.lock import LOCK_FILE, acquire, holder, release
 from logitless.workbench.common.sealed import read_sealed
+from logitless.workbench.common.written import RUN_FILE, WRITTEN
 from logitless.workbench.runs.checkpoints import (
     MARK,
     begin_checkpoint,
@@ -25,7 +26,8 @@ from logitless.workbench.runs.checkpoints import (
     seal,
     strange_checkpoint,
 )
-from logitless.workbench.runs.rundir import RUN_FILE, WRITTEN, claim, explained, name_of, ranks_at_start, record
+from logitless.workbench.runs.ending import explained
+from logitless.workbench.runs.rundir import claim, name_of, ranks_at_start, record
 from logitless.workbench.sft.config import TrainConfig
 
 HOLDS = """
@@ -216,6 +218,50 @@ def test_a_run_stays_what_it_was_begun_as():
     assert after["config"]["max_steps"] == 77
     (place / "rows.jsonl").touch()  # there was none
     record(TrainConfig(resume=place), place)
+
+
+def rewarded() -> Path:
+    """The directory of a run that trained its own reward."""
+    place = claim(TrainConfig(output_dir=Path("run")), "any")
+    (place / "reward").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / "reward" / name).write_text(name)
+    record(TrainConfig(output_dir=place), place)
+    release(place)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda reward: (reward / "config.json").write_text("other"), "config.json"),
+        (lambda reward: (reward / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda reward: (reward / "adapter_config.json").write_text("{}"), "adapter_config.json"),
+    ],
+)
+def test_a_reward_is_trained_anew_as_a_whole(change, name):
+    place = rewarded()
+    change(place / "reward")
+    with pytest.raises(ConfigError, match=rf"run/reward/{name} is not what .*: put it back; or remove run/reward, to"):
+        claim(TrainConfig(resume=place), "any")
+    shutil.rmtree(place / "reward")
+    assert claim(TrainConfig(resume=place), "any") == place
+    with pytest.raises(ConfigError, match=r"reward/config.json was made anew, and is not what the run began with"):
+        record(TrainConfig(resume=place), place)
+    release(place)
+
+
+def test_what_a_killed_process_prepared_is_not_taken_by_other_options():
+    """Killed before its run had begun: prompts, a reward and half of its tokens lie there, and its lock's file."""
+    place = claim(TrainConfig(output_dir=Path("run")), "any")
+    release(place, keep_file=True)
+    (place / "reward").mkdir()
+    (place / "prompts.jsonl").write_text("{}")
+    (place / ".tokens.npz.abc.tmp").mkdir()
+    (place / ".mine.tmp").write_text("")
+    assert claim(TrainConfig(output_dir=place), "any") == place
+    assert sorted(path.name for path in place.iterdir()) == [".mine.tmp", LOCK_FILE]
+    release(place)
 
 
 def test_what_a_user_calls_a_checkpoint_is_kept():

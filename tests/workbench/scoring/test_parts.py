@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from logitless.errors import LogitlessError, OptionError
-from logitless.workbench.runs.rundir import Interrupted
+from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.scoring import run as scoring
 from logitless.workbench.scoring.parts import KEY, MANIFEST
 from tests.support.workbench.damage import JSON

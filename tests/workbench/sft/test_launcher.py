@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from logitless.errors import OptionError
-from logitless.workbench.runs.rundir import RUN_FILE, how_to_go_on
+from logitless.workbench.common.written import RUN_FILE
+from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.launcher import by_options_alone
 from logitless.workbench.sft.run import run

@@ -11,7 +11,8 @@ from rich.console import Console
 from logitless.errors import ConfigError, OptionError
 from logitless.models.nsa.saved import load
 from logitless.workbench.common.files import read_lines
-from logitless.workbench.runs.rundir import Interrupted, stored
+from logitless.workbench.runs.ending import Interrupted
+from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.run import run
 from logitless.workbench.sources.model import build, resolve

@@ -13,14 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines
+from logitless.workbench.common.space import OutOfSpace
+from logitless.workbench.common.written import WRITTEN
 from logitless.workbench.runs.checkpoints import KEPT, RUN_FILE, checkpoints, last_checkpoint, mark
-from logitless.workbench.runs.rundir import WRITTEN, Interrupted, OutOfSpace, explained, stored
+from logitless.workbench.runs.ending import Interrupted, explained
+from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load
 from logitless.workbench.sft.run import run
@@ -217,6 +221,19 @@ class TestShortRuns:
             run(replace(micro.config, output_dir=place), QUIET)
         assert checkpoints(place) == [place / "checkpoint-2"]
 
+    @pytest.mark.parametrize("fails", ["model.safetensors", "optimizer.pt"])
+    def test_a_file_larger_than_a_process_may_write(self, micro, finished, tmp_path, monkeypatch, fails):
+        """safetensors and torch each say so in words of their own."""
+        place, before = tmp_path / "limited", resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = (finished[0] / "checkpoint-10" / fails).stat().st_size - 1000
+        at_step(monkeypatch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1])))
+        try:
+            with pytest.raises(OutOfSpace, match=r"a file at .* is larger than this process may write: .*from step 2"):
+                run(replace(micro.config, output_dir=place), QUIET)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert checkpoints(place) == [place / "checkpoint-2"]
+
     def test_nothing_to_go_on_from(self, tmp_path):
         with (
             pytest.raises(OutOfSpace, match="free some, then start again, nothing was trained yet"),
@@ -273,12 +290,18 @@ def test_a_corpus_smaller_than_a_step(micro, tmp_path, options):
     assert summary["loss"]["logits_bytes"] == passed * CONTEXT * summary["vocab_size"] * 4
 
 
+def tensors(place: Path) -> set[str]:
+    with safetensors.safe_open(place / "model" / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
     """All steps done, the last checkpoint written, and nothing after it: the trained model's loss, not another's."""
     whole = run(replace(micro.config, sharding=sharding, max_steps=4, output_dir=tmp_path), QUIET)
     (tmp_path / "summary.json").unlink()
+    saved = tensors(tmp_path)
     shutil.rmtree(tmp_path / "model")
     written = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(line for line in written if '"final"' not in line))
@@ -287,6 +310,7 @@ def test_a_run_killed_before_its_summary_is_finished(micro, tmp_path, sharding):
     assert found["held_out_loss_after"] < found["held_out_loss_before"] - 0.1
     assert found["device"] == "cpu"
     assert dense_held_out_loss(tmp_path) == pytest.approx(found["held_out_loss_after"], rel=1e-5)
+    assert tensors(tmp_path) == saved
 
 
 RANK = """

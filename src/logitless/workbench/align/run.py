@@ -21,13 +21,14 @@ from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, write_json
 from ..common.say import say
-from ..common.written import METRICS_FILE
+from ..common.written import METRICS_FILE, SUMMARY_FILE
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
+from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.ranks import first, lost
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, ranks_at_start, record, whence
+from ..runs.rundir import as_begun, claim, ranks_at_start, record
 from ..runs.trackers import explain_failures
 from ..runs.trainer import on_processors, quiet, save_model
 from ..sft.default_model import default_model
@@ -53,22 +54,30 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     quiet()
     check_available(config.check())
     device_of(config.device)
-    state = PartialState(cpu=on_processors(config))
+    PartialState(cpu=on_processors(config))
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
-    place = first(lambda: claim(config, config.method))
-    told = lost(lambda: how_to_go_on(place, "align"))
-    with told, explained(place, "align"), _divergence_named(), warnings.catch_warnings():
-        # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
-        warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
-        parts, model = _set_up(config, place, source, tokenizer, console)
-        budget = config.memory_budget_bytes
-        with from_all_entries(model):
-            trainer = trainer_of(parts, model)
-            install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
-            weights = _steps(parts, trainer)
-        return _conclude(parts, trainer, weights) if state.is_main_process else {}
+    place = config.resume
+    with lost(lambda: how_to_go_on(place, "align")):
+        place = first(lambda: claim(config, config.method))
+        with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
+            # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
+            warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
+            return _placed(config, place, source, tokenizer, console)
+
+
+def _placed(
+    config: AlignConfig, place: Path, source: ModelSource, tokenizer: TextTokenizer, console: Console
+) -> dict[str, Any]:
+    """The run in its place, from preparing the rows to the summary."""
+    parts, model = _set_up(config, place, source, tokenizer, console)
+    budget = config.memory_budget_bytes
+    with from_all_entries(model):
+        trainer = trainer_of(parts, model)
+        install(trainer, exact_kl=config.exact_kl, replay=config.replays, order=config.order, memory_budget=budget)
+        weights = _steps(parts, trainer)
+    return _conclude(parts, trainer, weights) if PartialState().is_main_process else {}
 
 
 @contextmanager
@@ -96,17 +105,17 @@ def _set_up(
     device: Any = state.device
     reset_peak(device)
 
-    def prepared() -> int:
+    def prepared() -> None:
+        if config.resume and (ranks := ranks_at_start(place)) != state.num_processes:
+            raise ConfigError(
+                f"--resume {place}: a step of this run is the batches of {plural(ranks, 'rank')}: launch as many, got "
+                f"{state.num_processes}"
+            )
         if not (config.resume and path.exists()):
-            _prepare(config, path, model, tokenizer, console)
+            _prepare(as_begun(config, place), path, model, tokenizer, console)
         record(config, place, state.num_processes)
-        return ranks_at_start(place)
 
-    if (ranks := first(prepared)) != state.num_processes:
-        raise ConfigError(
-            f"--resume {place}: a step of this run is the batches of {plural(ranks, 'rank')}: launch as many, got "
-            f"{state.num_processes}"
-        )
+    first(prepared)
     train, held_out = load(path, config)
     return Alignment(config, place, tokenizer, train, held_out, console), model
 

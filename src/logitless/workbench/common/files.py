@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import math
@@ -19,11 +18,11 @@ from typing import Any
 
 from ...errors import DataError, LogitlessError, OptionError, is_out_of_memory
 from ...printable import is_utf8
+from .space import NO_ROOM
 from .written import OWN, RUN_FILE
 
 TEMPORARY = ".tmp"
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # open files by number: - is standard output
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MADE_ANEW = "delete it, and --resume makes it anew"
 MOST_OF_NAME = 40  # characters of a file's name that its temporary folder's begins with: names end at 255 bytes
 
@@ -43,7 +42,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Calls `write` on a new path (file or directory) and puts the result in `path`'s place, a symlink's target.
 
     A device is written into. The new path lies in a folder of its own with a random name, which nobody else can enter.
-    Raises OptionError for what is neither a file, a folder nor a device.
+    Raises OptionError for what is neither a file, a folder nor a device, and for a file in a folder's place.
     """
     place = target(path)
     if place.is_char_device():
@@ -56,7 +55,9 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     try:
         with _named(path):
             write(folder / place.name)
-        if place.is_dir() and (folder / place.name).is_dir():
+        if place.exists() and place.is_dir() != (folder / place.name).is_dir():
+            raise OptionError(f"{path}: {'a folder' if place.is_dir() else 'a file'} lies there: move it elsewhere")
+        if place.is_dir():
             os.replace(place, folder / ".previous")
         os.replace(folder / place.name, place)
     finally:
@@ -77,10 +78,11 @@ def remove_whole(place: Path) -> None:
     shutil.rmtree(folder)
 
 
-def remove_all_leftovers(folder: Path) -> None:
-    """Takes away what killed processes left in a folder, into which nobody else writes now."""
-    for left in folder.glob(f".*{TEMPORARY}"):
-        shutil.rmtree(left)
+def remove_all_leftovers(folder: Path, names: Iterable[str] = ("*",)) -> None:
+    """Takes away what killed processes left in a folder of entries with these names, which nobody is writing now."""
+    for name in names:
+        for left in folder.glob(f".{name}.*{TEMPORARY}"):
+            shutil.rmtree(left)
 
 
 def target(path: Path) -> Path:
@@ -249,7 +251,7 @@ def readable(path: Path, remedy: str = MADE_ANEW) -> Iterator[None]:
     except LogitlessError:
         raise
     except Exception as error:  # json, numpy, torch, safetensors, transformers and who takes what they return
-        if is_out_of_memory(error) or getattr(error, "errno", None) in DISK_FULL:
+        if is_out_of_memory(error) or getattr(error, "errno", None) in NO_ROOM:
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DataError(f"{path} does not hold what was written there ({why}): {remedy}") from None

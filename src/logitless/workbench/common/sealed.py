@@ -25,9 +25,10 @@ def together(hashes: Iterable[str]) -> str:
     return hash_of("".join(hashes).encode())
 
 
-def hashes_of(folder: Path, *patterns: str) -> dict[str, str]:
-    """The hash of each file in a folder that these patterns find, by its name from there."""
-    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+def hashes_of(folder: Path, entries: Iterable[str] = (".",)) -> dict[str, str]:
+    """The hash of each file that these entries of a folder are or hold, by its name from there."""
+    found = {path for entry in entries for path in (folder / entry, *(folder / entry).glob("**/*"))}
+    paths = sorted(path for path in found if path.is_file())
     return {path.relative_to(folder).as_posix(): hash_of(path) for path in paths}
 
 

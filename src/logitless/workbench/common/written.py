@@ -6,9 +6,9 @@ from .lock import LOCK_FILE
 
 RUN_FILE = "run.json"  # what makes a directory a run's
 SUMMARY_FILE, TOKENS_FILE, METRICS_FILE = "summary.json", "tokens.npz", "metrics.jsonl"
-TABLES = (TOKENS_FILE, "rows.jsonl", METRICS_FILE, SUMMARY_FILE, "step_memory.json", "completions.json")
+TABLES = (METRICS_FILE, SUMMARY_FILE, "step_memory.json", "completions.json")
 PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
-WRITTEN = (*TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
 # What a run prepares before its first step, and goes on with when it is resumed.
-PREPARED = (TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward/*")
-OWN = (*WRITTEN, "prompts.jsonl", "reward", RUN_FILE, LOCK_FILE)
+PREPARED = (TOKENS_FILE, "rows.jsonl", "prompts.jsonl", "reward")
+WRITTEN = (*PREPARED, *TABLES, *PICTURES, "model", "adapter", "checkpoint-*")
+OWN = (*WRITTEN, RUN_FILE, LOCK_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,8 +23,10 @@ from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
 from ..common.functions import blamed, function_named
 from ..common.say import say
+from ..common.written import SUMMARY_FILE
 from ..runs import examples
-from ..runs.rundir import SUMMARY_FILE, claim, explained, record, whence
+from ..runs.ending import explained, whence
+from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import save_model
 from ..sft.default_model import default_model
@@ -51,11 +54,13 @@ SCHEMA = 1
 PROMPTS_FILE, REWARD = "prompts.jsonl", "reward"  # of the run's directory
 
 
-def run_one(config: GradeConfig, console: Console) -> dict[str, Any]:
-    """Aligns by `config.method` and returns the summary, as `run.run` says."""
+def run_one(config: GradeConfig, console: Console, prompts: Path | None = None) -> dict[str, Any]:
+    """Aligns by `config.method` and returns the summary, as `run.run` says. prompts: those of a comparison."""
     source, tokenizer = policy_of(config, console)
     place = claim(config, config.method)
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
+        if prompts is not None:
+            shutil.copy(prompts, place / PROMPTS_FILE)
         state = set_up(config, place, source, tokenizer, console)
         _examples(state, "before")
         restore(state)
@@ -123,7 +128,7 @@ def materials(config: GradeConfig, place: Path, model: Any, tokenizer: TextToken
         say(console, f"it is right about {accuracy:.0%} of passages of files that it never saw")
         write_whole(place / REWARD, lambda path: saved_classifier(path, found, tokenizer))
     if texts is not None and wants_prompts:
-        found = prompts_of(config, texts, tokenizer)
+        found = prompts_of(as_begun(config, place), texts, tokenizer)
         write_lines(place / PROMPTS_FILE, [{"split": name, "ids": x} for name, rows in found.items() for x in rows])
 
 

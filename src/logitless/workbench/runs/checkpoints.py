@@ -12,7 +12,7 @@ from ...errors import ConfigError, DataError, OptionError
 from ..common import files
 from ..common.files import read_lines, read_object, remove_all_leftovers, remove_whole, write_whole
 from ..common.sealed import hash_of, hashes_of, read_sealed, write_sealed
-from ..common.written import METRICS_FILE, RUN_FILE
+from ..common.written import METRICS_FILE, OWN, RUN_FILE
 
 PREFIX = "checkpoint-"
 MARK = "run_id"  # of a checkpoint: the run that it belongs to; it is there before anything else
@@ -61,7 +61,7 @@ def mark(run: Path, checkpoint: Path) -> None:
 def seal(checkpoint: Path) -> None:
     """Says of a checkpoint that it is whole, and what it holds; the run's records up to here are part of it."""
     shutil.copy(checkpoint.parent / METRICS_FILE, checkpoint / METRICS_FILE)
-    write_sealed(checkpoint / SEAL, {"step": _step_of(checkpoint), "files": hashes_of(checkpoint, "**/*")})
+    write_sealed(checkpoint / SEAL, {"step": _step_of(checkpoint), "files": hashes_of(checkpoint)})
 
 
 def finish_checkpoint(run: Path, step: int) -> None:
@@ -122,7 +122,7 @@ def discard_unfinished(run: Path) -> None:
         remove_all_leftovers(path)
         if _is_numbered(path) and not _is_whole(path):
             remove_whole(path)
-    remove_all_leftovers(run)
+    remove_all_leftovers(run, OWN)
 
 
 def _own(run: Path) -> Iterator[Path]:

@@ -94,15 +94,20 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
         return RankError(f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}")
 
     def ended(number: int, frame: FrameType | None) -> None:
-        raise told("was ended by its launcher (SIGTERM), as every rank is when one is lost")
+        said.append(told("was ended by its launcher (SIGTERM), as every rank is when one is lost"))
+        raise said[0]
+
+    said: list[RankError] = []
 
     previous = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     except LogitlessError:
         raise
-    except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in LOST):
+    except Exception as error:
+        if said:  # torch's C++ raises its own error in the place of what a signal raised within it
+            raise said[0] from error
+        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in LOST):
             raise
         raise told(f"lost another rank ({reason_of(error)})") from error
     finally:

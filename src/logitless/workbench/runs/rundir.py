@@ -1,19 +1,18 @@
-"""The directory of a run: a new one for a new run, the old one for a resumed run; and what ends a run early."""
+"""The directory of a run: a new one for a new run, the old one for a resumed run, and what the run began with."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from ...errors import ConfigError, DataError, LogitlessError, OptionError
-from ..common.files import DISK_FULL, check_apart, check_utf8, parsed, read_object, readable
+from ...errors import ConfigError, DataError, OptionError
+from ..common.files import check_apart, check_utf8, parsed, read_object, readable, remove_all_leftovers, remove_whole
 from ..common.lock import LOCK_FILE, acquire, holder, release
-from ..common.options import RESUMABLE, Options, RunOptions, code_named, from_dict
+from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
 from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
@@ -21,16 +20,6 @@ from .checkpoints import check_whole, discard_unfinished, last_checkpoint, stran
 
 SCHEMA = 2  # of run.json
 BEGIN_ANOTHER = "put back what was there, or begin another run"
-NEARLY_NOTHING = 2**20  # bytes left on a disk that is called full
-CUT_SHORT = ("failed writing file", "unexpected pos", "iostream error")  # torch's writers, on a full disk too
-
-
-class Interrupted(KeyboardInterrupt):
-    """Stopped on request; the message says how to go on."""
-
-
-class OutOfSpace(LogitlessError, OSError):
-    """The disk is full; whole checkpoints are kept."""
 
 
 def stored(run: Path, default: Options) -> Options:
@@ -94,21 +83,44 @@ def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
 
     Raises ConfigError where what was prepared in the directory is not what the run began with.
     """
-    path, files = place / RUN_FILE, hashes_of(place, *PREPARED)
-    begun = read_sealed(path, BEGIN_ANOTHER) if path.exists() else {}
+    files, begun = hashes_of(place, PREPARED), _begun(place)
     for name, known in begun.get("files", {}).items():
         if files.get(name) != known:
             raise ConfigError(
-                f"--resume {place}: {place / name} is not what the run began with: put it back; or remove it, to have "
-                "it made anew, which is the same where --data and --max-steps are"
+                f"--resume {place}: {place / name} was made anew, and is not what the run began with: give the --data "
+                "and the model that it was made of, put back the file, or begin another run"
             )
-    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "files": files}
-    write_sealed(path, {**own, **begun, "config": config.to_dict()})
+    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps, "files": files}
+    write_sealed(place / RUN_FILE, {**own, **begun, "config": config.to_dict()})
 
 
 def ranks_at_start(place: Path) -> int:
     """How many ranks with sequences of their own the run in this directory was started with."""
-    return read_sealed(place / RUN_FILE, BEGIN_ANOTHER)["ranks"]
+    return _begun(place)["ranks"]
+
+
+def as_begun(config: Options, place: Path) -> Options:
+    """The options by which the run's prompts or pairs were made: by now it may take more steps."""
+    return replace(config, max_steps=_begun(place).get("max_steps", config.max_steps))
+
+
+def _begun(place: Path) -> dict[str, Any]:
+    """What run.json says of the run in this directory; empty where none has begun."""
+    path = place / RUN_FILE
+    return read_sealed(path, BEGIN_ANOTHER) if path.exists() else {}
+
+
+def _check_prepared(run: Path) -> None:
+    """ConfigError where what the run goes on with is not what it began with; what is gone as a whole is made anew."""
+    known, found = _begun(run)["files"], hashes_of(run, PREPARED)
+    wholes = {name: run / Path(name).parts[0] for name in known | found}
+    known_wholes = {wholes[name] for name in known}
+    for name, whole in wholes.items():
+        if whole in known_wholes and whole.exists() and known.get(name) != found.get(name):
+            raise ConfigError(
+                f"--resume {run}: {run / name} is not what the run began with: put it back; or remove {whole}, to have "
+                "it made anew"
+            )
 
 
 def _begin(config: RunOptions, wanted: Path | None, name: str) -> Path:
@@ -134,15 +146,23 @@ def _not_taken(place: Path) -> str:
     if not (place / RUN_FILE).exists():
         place.mkdir(parents=True, exist_ok=True)
         begun = (place / LOCK_FILE).exists()  # by a process that was killed: what lies there is its own
+        if not begun and (found := [path.name for name in WRITTEN for path in place.glob(name)]):
+            return f"{place} holds {found[0]}, which a run would replace: move it elsewhere"
         if not acquire(place):
             return f"{holder(place)} is writing to {place}: wait for its end"
-        found = [] if begun else [path.name for name in WRITTEN for path in place.glob(name)]
-        if not found and not (place / RUN_FILE).exists():
+        if not (place / RUN_FILE).exists():
+            _remove_prepared(place)
             return ""
         release(place)
-        if found:
-            return f"{place} holds {found[0]}, which a run would replace: move it elsewhere"
     return f"{place} holds a run already: --resume {place} continues it"
+
+
+def _remove_prepared(place: Path) -> None:
+    """Takes away what a killed process prepared for a run that never began, maybe by other options."""
+    remove_all_leftovers(place, OWN)
+    for path in (place / name for name in PREPARED):
+        if path.exists():
+            remove_whole(path)
 
 
 def _continue(config: RunOptions, run: Path) -> Path:
@@ -163,6 +183,7 @@ def _continue(config: RunOptions, run: Path) -> Path:
             raise OptionError(f"--resume {run}: finished at step {found[1]}; raise --max-steps to train on")
         if found:
             check_whole(found[0])
+        _check_prepared(run)
         discard_unfinished(run)
         unless_it_can_go_on.pop_all()
     return run
@@ -173,64 +194,3 @@ def _concluded_at(run: Path) -> int:
     with suppress(DataError):
         return read_object(run / SUMMARY_FILE).get("steps", 0)
     return 0
-
-
-@contextmanager
-def explained(place: Path, command: str) -> Iterator[None]:
-    """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
-
-    At its end, whichever that is, the directory is no longer locked.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted(how_to_go_on(place, command)) from None
-    except Exception as error:
-        if not _disk_full(error, place):
-            raise
-        discard_unfinished(place)
-        raise OutOfSpace(f"no space left at {place}: free some, then {how_to_go_on(place, command)}") from error
-    finally:
-        begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
-        release(place, keep_file=begun)
-
-
-def how_to_go_on(place: Path, command: str) -> str:
-    """The command that continues the run, and whence."""
-    if not (place / RUN_FILE).exists():
-        return "start again, nothing was trained yet"
-    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
-
-
-def whence(place: Path) -> str:
-    """Where a run that is resumed goes on."""
-    found = last_checkpoint(place)
-    finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
-    return f"step {found[1]}" if found else "what is not finished" if finished else "the start"
-
-
-def _trusting(place: Path) -> str:
-    """The flag without which a resumed run's own code would be refused."""
-    try:
-        return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
-    except (DataError, KeyError, AttributeError):
-        return ""
-
-
-def _launch(command: str) -> str:
-    """The start of a command line that launches a command as this process was launched."""
-    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if ranks == 1:
-        return f"logitless {command}"
-    launcher = f"torchrun --nproc-per-node {ranks}" if here == ranks else "on every machine the same launch of"
-    return f"{launcher} -m logitless.cli {command}"
-
-
-def _disk_full(error: Exception, place: Path) -> bool:
-    """torch and safetensors report a full disk as a RuntimeError and an error of their own, not always by name."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return True
-    if "No space left" in str(error):
-        return True
-    cut_short = any(sign in str(error) for sign in CUT_SHORT)
-    return cut_short and shutil.disk_usage(place).free < NEARLY_NOTHING

@@ -61,6 +61,9 @@ def save_model(
 ) -> None:
     """model/: what `AutoModelForCausalLM.from_pretrained` loads, adapters merged in; adapter/: those alone."""
     model.config.use_cache = True  # Trainer turns it off for training; whoever generates wants it
+    if weights is not None:  # gathered from ranks, a tied weight is no longer the same tensor
+        tied = getattr(model, "all_tied_weights_keys", {})
+        weights = {name: weight for name, weight in weights.items() if tied.get(name) not in weights}
 
     def save(path: Path) -> None:
         model.save_pretrained(path, state_dict=weights)

@@ -23,10 +23,10 @@ from ...resident import peak_bytes, reset_peak
 from ...sample.columns import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
-from ..common.files import DISK_FULL
 from ..common.say import quiet, say
 from ..common.sealed import hash_of
-from ..runs.rundir import Interrupted, OutOfSpace
+from ..common.space import OutOfSpace, room_wanted
+from ..runs.ending import Interrupted, interrupted_by_signals
 from ..sft.default_model import default_model
 from ..sources.identity import known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
@@ -235,10 +235,11 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
 def explained(place: Path) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on."""
     try:
-        yield
+        with interrupted_by_signals():
+            yield
     except KeyboardInterrupt:
         raise Interrupted("the same command goes on where this one stopped") from None
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if not (wanted := room_wanted(error, place)):
             raise
-        raise OutOfSpace(f"no space left at {place}: free some, then the same command goes on") from error
+        raise OutOfSpace(f"{wanted}, then the same command goes on") from error

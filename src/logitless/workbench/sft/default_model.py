@@ -10,7 +10,8 @@ from rich.console import Console
 
 from ..common.files import write_whole
 from ..common.options import DEFAULT_MODEL, SMALL_MODEL
-from ..runs.rundir import RUN_FILE, stored
+from ..common.written import RUN_FILE
+from ..runs.rundir import stored
 from ..sources.corpus import documents
 from ..sources.tokenizer import byte_pairs
 from .config import TrainConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 from rich.console import Console
@@ -26,13 +26,14 @@ from ..common.device import device_of
 from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
-from ..common.written import METRICS_FILE, TOKENS_FILE
+from ..common.written import METRICS_FILE, SUMMARY_FILE, TOKENS_FILE
 from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
+from ..runs.ending import explained, how_to_go_on, whence
 from ..runs.progress import ProgressBar
 from ..runs.ranks import accumulation, agree, first, lost, together
 from ..runs.restoring import guard_loading, refuse_incomplete
-from ..runs.rundir import SUMMARY_FILE, claim, explained, how_to_go_on, name_of, ranks_at_start, record, whence
+from ..runs.rundir import claim, name_of, ranks_at_start, record
 from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import arguments, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
@@ -47,6 +48,15 @@ from .sharded import STATE, ShardedTrainer
 from .stepcost import METHODS, check_measured, measure
 from .summary import SCHEMA, numbers
 from .teacher import TaughtRows, TaughtShardedTrainer, TaughtTrainer, Teacher
+
+
+class Found(NamedTuple):
+    """What the options name, before the run has a place."""
+
+    source: ModelSource
+    layout: Layout
+    tokenizer: TextTokenizer
+    teacher: Teacher | None
 
 
 @dataclass(frozen=True)
@@ -81,24 +91,32 @@ def run(config: TrainConfig, console: Console | None = None) -> dict[str, Any]:
 
 def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     state = PartialState(cpu=on_processors(config), timeout=timedelta(seconds=config.rank_timeout))
-    # refused before the run has a place, and by all ranks where one of them cannot read its files
-    source, layout, tokenizer, teacher = together(lambda: _found(config, state.num_processes))
-    record_of = None if teacher is None else teacher.record.identity
-    agree(vocabulary=(source.vocab_size, tokenizer.size), record=record_of, **config.to_dict())
-    place = first(lambda: claim(config, name_of(config.model)))
-    with lost(lambda: how_to_go_on(place, "train")), explained(place, "train"):
-        if config.lora_rank and source.weights is None and state.is_main_process:
-            say(console, f"warning: {_frozen_at_random(config)}")
-        if config.resume and state.is_main_process:
-            say(console, f"going on from {whence(place)}")
-        parts = _set_up(config, place, source, tokenizer, console, layout, teacher)
-        step_memory = _step_memory(parts) if state.is_main_process else {}
-        model = together(lambda: build(config, source))
-        align_tokens(model, tokenizer)
-        budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
-        install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
-        weights = train_steps(parts, model)
-        return _conclude(parts, model, weights, step_memory) if state.is_main_process else {}
+    place = config.resume
+    with lost(lambda: how_to_go_on(place, "train")):
+        # refused before the run has a place, and by all ranks where one of them cannot read its files
+        found = together(lambda: _found(config, state.num_processes))
+        record_of = None if found.teacher is None else found.teacher.record.identity
+        agree(vocabulary=(found.source.vocab_size, found.tokenizer.size), record=record_of, **config.to_dict())
+        place = first(lambda: claim(config, name_of(config.model)))
+        with explained(place, "train"):
+            return _placed(config, place, found, console)
+
+
+def _placed(config: TrainConfig, place: Path, found: Found, console: Console) -> dict[str, Any]:
+    """The run in its place, from preparing the tokens to the summary."""
+    main = PartialState().is_main_process
+    if config.lora_rank and found.source.weights is None and main:
+        say(console, f"warning: {_frozen_at_random(config)}")
+    if config.resume and main:
+        say(console, f"going on from {whence(place)}")
+    parts = _set_up(config, place, found, console)
+    step_memory = _step_memory(parts) if main else {}
+    model = together(lambda: build(config, found.source))
+    align_tokens(model, found.tokenizer)
+    budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
+    install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
+    weights = train_steps(parts, model)
+    return _conclude(parts, model, weights, step_memory) if main else {}
 
 
 def _frozen_at_random(config: TrainConfig) -> str:
@@ -110,10 +128,10 @@ def _frozen_at_random(config: TrainConfig) -> str:
     )
 
 
-def _found(config: TrainConfig, ranks: int) -> tuple[ModelSource, Layout, TextTokenizer, Teacher | None]:
+def _found(config: TrainConfig, ranks: int) -> Found:
     source = resolve(config.model)
     layout, tokenizer = _layout(config, source, ranks), load_tokenizer(source)
-    return source, layout, tokenizer, Teacher.of(config, tokenizer, source.vocab_size)
+    return Found(source, layout, tokenizer, Teacher.of(config, tokenizer, source.vocab_size))
 
 
 def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
@@ -127,15 +145,8 @@ def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
     return layout
 
 
-def _set_up(
-    config: TrainConfig,
-    place: Path,
-    source: ModelSource,
-    tokenizer: TextTokenizer,
-    console: Console,
-    layout: Layout,
-    teacher: Teacher | None,
-) -> Run:
+def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) -> Run:
+    source, layout, tokenizer, teacher = found
     tokens = place / TOKENS_FILE
 
     def prepared() -> int:
@@ -229,7 +240,7 @@ def _batches(layout: Layout, mesh: Any, model: Any) -> Collate:
 def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Callable[..., Trainer]:
     """The Trainer that divides what is to be divided, or goes on from a checkpoint of one that did."""
     layout = parts.layout
-    sharded = found is not None and (found[0] / STATE).exists()
+    sharded = found is not None and any((found[0] / STATE).glob("*"))
     shares = not layout.whole or layout.sharing > 1
     if found is not None and not sharded and shares:
         raise OptionError(

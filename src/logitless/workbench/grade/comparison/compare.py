@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from ....versions import versions
 from ...common.files import read_lines, read_object, write_json, write_lines
 from ...common.options import check_trusted
 from ...common.say import say
-from ...common.written import METRICS_FILE
+from ...common.written import METRICS_FILE, RUN_FILE, SUMMARY_FILE
+from ...runs.ending import explained
 from ...runs.examples import first_of
-from ...runs.rundir import RUN_FILE, SUMMARY_FILE, claim, explained, record, stored
+from ...runs.rundir import claim, record, stored
 from ...sources.generation import align_tokens
 from ...sources.model import build
 from ..config import LEGACY, METHODS_COMPARED, GradeConfig
@@ -62,11 +62,9 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
         given = replace(stored(place, given), resume=place, output_dir=None)
         check_trusted(given, config)
     else:
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copy(whole / PROMPTS_FILE, place / PROMPTS_FILE)
         given = replace(given, resume=None, output_dir=place)
     try:
-        run_one(given, console)
+        run_one(given, console, whole / PROMPTS_FILE)
     except OptionError as error:
         if method not in LEGACY:
             raise

@@ -1,0 +1,96 @@
+"""What ends a run early: an interruption, a full disk; and the line that says how to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+from ...errors import DataError
+from ..common.files import read_object
+from ..common.lock import release
+from ..common.options import code_named
+from ..common.space import OutOfSpace, room_wanted
+from ..common.written import RUN_FILE, SUMMARY_FILE, WRITTEN
+from .checkpoints import discard_unfinished, last_checkpoint
+
+
+class Interrupted(KeyboardInterrupt):
+    """Stopped on request; the message says how to go on."""
+
+
+@contextmanager
+def explained(place: Path, command: str) -> Iterator[None]:
+    """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
+
+    At its end, whichever that is, the directory is no longer locked.
+    """
+    try:
+        with interrupted_by_signals():
+            yield
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_go_on(place, command)) from None
+    except Exception as error:
+        if not (wanted := room_wanted(error, place)):
+            raise
+        if _ranks() == 1:  # others may still be writing
+            discard_unfinished(place)
+        raise OutOfSpace(f"{wanted}, then {how_to_go_on(place, command)}") from error
+    finally:
+        begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
+        release(place, keep_file=begun)
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal interrupt as Ctrl-C does, where nothing else is made of them; ranks have `lost`."""
+    previous: dict[int, Any] = {}
+    if _ranks() == 1 and current_thread() is main_thread():
+        numbers = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))  # the last where there is one
+        kept = [number for number in numbers if number is not None and signal.getsignal(number) is signal.SIG_DFL]
+        previous = {number: signal.signal(number, signal.default_int_handler) for number in kept}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def how_to_go_on(place: Path | None, command: str) -> str:
+    """The command that continues the run, and whence. place: None where the run has none yet."""
+    if place is None or not (place / RUN_FILE).exists():
+        return "start again, nothing was trained yet"
+    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
+
+
+def whence(place: Path) -> str:
+    """Where a run that is resumed goes on."""
+    found = last_checkpoint(place)
+    finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
+    return f"step {found[1]}" if found else "what is not finished" if finished else "the start"
+
+
+def _trusting(place: Path) -> str:
+    """The flag without which a resumed run's own code would be refused."""
+    try:
+        return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
+    except (DataError, KeyError, AttributeError):
+        return ""
+
+
+def _ranks(which: str = "WORLD_SIZE") -> int:
+    """How many processes this one was launched as one of."""
+    return int(os.environ.get(which, "1"))
+
+
+def _launch(command: str) -> str:
+    """The start of a command line that launches a command as this process was launched."""
+    ranks, here = _ranks(), _ranks("LOCAL_WORLD_SIZE")
+    if ranks == 1:
+        return f"logitless {command}"
+    launcher = f"torchrun --nproc-per-node {ranks}" if here == ranks else "on every machine the same launch of"
+    return f"{launcher} -m logitless.cli {command}"
