@@ -112,14 +112,13 @@ def _begun(place: Path) -> dict[str, Any]:
 
 def _check_prepared(run: Path) -> None:
     """ConfigError where what the run goes on with is not what it began with; what is gone as a whole is made anew."""
-    known, found = _begun(run)["files"], hashes_of(run, PREPARED)
-    wholes = {name: run / Path(name).parts[0] for name in known | found}
-    known_wholes = {wholes[name] for name in known}
-    for name, whole in wholes.items():
-        if whole in known_wholes and whole.exists() and known.get(name) != found.get(name):
+    known = {name: was for name, was in _begun(run)["files"].items() if (run / Path(name).parts[0]).exists()}
+    found = hashes_of(run, PREPARED)
+    for name in sorted(known | found):
+        if known.get(name) != found.get(name):
             raise ConfigError(
-                f"--resume {run}: {run / name} is not what the run began with: put it back; or remove {whole}, to have "
-                "it made anew"
+                f"--resume {run}: {run / name} is not what the run began with: put it back; or remove "
+                f"{run / Path(name).parts[0]}, to have it made anew"
             )
 
 
