@@ -47,14 +47,21 @@ def said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def processor() -> str:
+    """The processor's name, with its family and model where it has them: virtual machines name all of a maker's alike."""
+    lines = (_read("/proc/cpuinfo") or "").split("\n\n", 1)[0].splitlines()
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = known.get("model name") or platform.processor()
+    return f"{name} (family {known['cpu family']}, model {known['model']})" if "cpu family" in known else name
+
+
 def environment() -> dict[str, Any]:
     """The machine and versions that every published number stands beside."""
-    cpu = (_read("/proc/cpuinfo") or "").partition("model name\t: ")[2].partition("\n")[0]
     commit = said("git", "rev-parse", "--short", "HEAD")
     return {
         "kind": "environment",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": cpu or platform.processor(),
+        "cpu": processor(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": THREADS,

@@ -97,6 +97,12 @@ def of_fresh_memory(records: list[Record]) -> str:
     return f"{caption(records)}.\n\n{full_table(records)}"
 
 
+def of_processors() -> str:
+    """The summary of each further processor that was measured."""
+    found = [read_lines(path) for path in sorted(RESULTS.glob("benchmark_on_*.jsonl"))]
+    return "\n\n".join(f"{caption(records)}.\n\n{summary_table(records)}" for records in found)
+
+
 def readme(records: list[Record]) -> str:
     image = picture("Time over the bare GEMMs, and peak memory", "bench")
     return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}"
@@ -344,6 +350,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
         yield ROOT / "docs" / "generated" / page, rendered(name, make) + "\n"
     yield ROOT / "docs" / "generated" / "scale.md", scale() + "\n"
     yield ROOT / "docs" / "generated" / "peers.md", peers() + "\n"
+    yield ROOT / "docs" / "generated" / "processors.md", of_processors() + "\n"
     page = ROOT / "README.md"
     text = page.read_text("utf-8")
     before, rest = text.split(BEGIN)

@@ -22,7 +22,7 @@ from logitless.workbench.sft.run import run
 from tests.support.integrations.launching import ROOT
 from tests.support.workbench.micro import CONTEXT, micro_directory
 from tests.support.workbench.unmeasured import leave_unmeasured
-from tests.workbench.sft.test_run import dense_held_out_loss, losses, resume
+from tests.workbench.sft.test_run import dense_held_out_loss, losses, resume, tensors
 
 QUIET = Console(quiet=True)
 STEPS, PER_STEP = 12, 8  # the corpus is gone through more than once
@@ -96,6 +96,7 @@ def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, shardi
         assert losses(finished) == pytest.approx(alone, rel=1e-4)
         summary = json.loads((finished / "summary.json").read_text())
         assert dense_held_out_loss(finished) == pytest.approx(summary["held_out_loss_after"], rel=1e-4)
+        assert "lm_head.weight" not in tensors(finished)  # which is the embedding, however it was gathered
 
 
 @pytest.mark.slow
