@@ -121,10 +121,22 @@ def divisors() -> np.ndarray:
 
 
 OTHERS = {  # what a file has beside or in the place of the model's tensors, and what is said
-    "a layer too few": ({"layers": 3}, "its header says 3 layers, its tensors are of 2"),
-    "a layer too many": ({"layers": 1}, "its header says 1 layers, its tensors are of 2"),
-    "no layer": ({"layers": 0}, "its header says 0 layers"),
-    "layers without end": ({"layers": 2**31 - 1}, "its header says 2147483647 layers"),
+    "a layer too few": ({"sizes": {"num_hidden_layers": 3}}, "its header says 3 layers, its tensors are of 2"),
+    "a layer too many": ({"sizes": {"num_hidden_layers": 1}}, "its header says 1 layers, its tensors are of 2"),
+    "no layer": ({"sizes": {"num_hidden_layers": 0}}, "its header says 0 layers"),
+    "layers without end": ({"sizes": {"num_hidden_layers": 2**31 - 1}}, "its header says 2147483647 layers"),
+    "no end to its width": (
+        {"sizes": {"hidden_size": 2**28}},
+        r"token_embd.weight has shape \(320, 32\), where its header",
+    ),
+    "no end to its layers' width": (
+        {"sizes": {"intermediate_size": 2**30}},
+        r"where its header says \(32, 1073741824\)",
+    ),
+    "no end to its heads": (
+        {"sizes": {"head_dim": 2**30}},
+        r"blk.0.attn_k.weight has shape \(16, 32\), where its header",
+    ),
     "no last norm": ({"output_norm.weight": None}, "lacks model.norm.weight; get it anew"),
     "no embedding": ({"token_embd.weight": None}, "lacks lm_head.weight, model.embed_tokens.weight"),
     "no product": ({"blk.1.ffn_down.weight": None}, "lacks model.layers.1.mlp.down_proj.weight"),
@@ -143,7 +155,7 @@ OTHERS = {  # what a file has beside or in the place of the model's tensors, and
 
 
 def other_file(path, changed: dict):
-    options = {name: x for name, x in changed.items() if name in ("layers", "stretched")}
+    options = {name: x for name, x in changed.items() if name in ("sizes", "stretched")}
     tensors = {**micro_tensors(), **{name: x for name, x in changed.items() if name not in options}}
     return micro_gguf(path, tensors={name: x for name, x in tensors.items() if x is not None}, **options)
 
@@ -159,9 +171,14 @@ def test_a_file_that_is_another_model_is_refused(tmp_path, what):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_plan_does_not_believe_a_header_whose_tensors_are_of_other_layers(tmp_path):
-    file = other_file(tmp_path / "other.gguf", {"layers": 160})
+def test_a_plan_does_not_believe_a_header_whose_tensors_are_of_other_sizes(tmp_path):
+    file = other_file(tmp_path / "other.gguf", {"sizes": {"num_hidden_layers": 160}})
     with pytest.raises(ConfigError, match="its header says 160 layers, its tensors are of 2"):
+        shape_of(str(file))
+    file = other_file(tmp_path / "other.gguf", {"sizes": {"hidden_size": 4096}})
+    with pytest.raises(
+        ConfigError, match=r"token_embd.weight has shape \(320, 32\), where its header says \(320, 4096\)"
+    ):
         shape_of(str(file))
 
 

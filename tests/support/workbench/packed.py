@@ -52,21 +52,23 @@ def micro_tensors() -> Tensors:
 def micro_gguf(
     path: Path,
     architecture: str = "llama",
-    layers: int = SHAPE["num_hidden_layers"],
+    sizes: dict[str, int] | None = None,
     tensors: Tensors | None = None,
     stretched: tuple[str, float] | None = None,
 ) -> Path:
     """Its file, with weights as they are, a byte-level vocabulary and a chat template.
 
-    layers, tensors, stretched: what it says instead of the model's; of positions, how they are and by which factor.
+    sizes, tensors, stretched: what it says instead of the model's; of positions, how they are and by which factor.
     """
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(SHAPE["max_position_embeddings"])
-    writer.add_embedding_length(SHAPE["hidden_size"])
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_block_count(layers)
-    writer.add_head_count(SHAPE["num_attention_heads"])
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
+    writer, said = gguf.GGUFWriter(path, architecture), {**SHAPE, **(sizes or {})}
+    writer.add_context_length(said["max_position_embeddings"])
+    writer.add_embedding_length(said["hidden_size"])
+    writer.add_feed_forward_length(said["intermediate_size"])
+    writer.add_block_count(said["num_hidden_layers"])
+    writer.add_head_count(said["num_attention_heads"])
+    writer.add_head_count_kv(said["num_key_value_heads"])
+    if "head_dim" in said:
+        writer.add_key_length(said["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(SHAPE["vocab_size"])
     _add_vocabulary(writer)

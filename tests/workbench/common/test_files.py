@@ -52,9 +52,10 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         write_whole(tmp_path / "x", write)
 
 
-def test_a_lock_that_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / LOCK_FILE)
-    with pytest.raises(OptionError, match=f"{tmp_path / LOCK_FILE}: expected a file, got a folder, a device or a pipe"):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/nowhere/at/all")])
+def test_a_lock_that_is_no_file(tmp_path, make):
+    make(tmp_path / LOCK_FILE)
+    with pytest.raises(OptionError, match=f"{tmp_path / LOCK_FILE}: expected a file, got a link, a folder, a device"):
         acquire(tmp_path)
 
 

@@ -76,7 +76,7 @@ def file_of(name: str) -> Path | None:
 def read_header(path: Path) -> Header:
     """A file's header, without its weights.
 
-    Raises ConfigError for what is no GGUF file, for a damaged one, and for one whose tensors are of other layers.
+    Raises ConfigError for what is no GGUF file, for a damaged one, and for one whose tensors are of other sizes.
     """
     try:
         with path.open("rb") as file:
@@ -88,6 +88,7 @@ def read_header(path: Path) -> Header:
     except (struct.error, UnicodeDecodeError, LookupError, ValueError):
         raise ConfigError(f"--model {path}: this GGUF file is damaged or cut short; get it anew") from None
     _check_layers(path, header)
+    _check_sizes(path, header)
     return header
 
 
@@ -98,6 +99,25 @@ def _check_layers(path: Path, header: Header) -> None:
             f"--model {path}: this GGUF file is damaged: its header says {said} layers, its tensors are of "
             f"{len(found)}; get it anew"
         )
+
+
+def _check_sizes(path: Path, header: Header) -> None:
+    """ConfigError where tensors have other shapes than the header's sizes, of which a model would be made first."""
+    own = header.own
+    width, inner = own.get("embedding_length"), own.get("feed_forward_length")
+    experts = own.get("expert_count"), width, own.get("expert_feed_forward_length", inner)
+    expected = {EMBEDDING: (None, width), "ffn_down.weight": (width, inner), "ffn_down_exps.weight": experts}
+    heads, of_head = own.get("attention.head_count_kv"), own.get("attention.key_length")
+    if heads and of_head and "attention.key_length_swa" not in own:  # heads of one size in all layers
+        expected["attn_k.weight"] = (heads * of_head, width)
+    for name, shape in header.shapes.items():
+        sizes = zip(expected.get(LAYER.sub("", name), shape), shape, strict=False)
+        said = tuple(there if size is None else size for size, there in sizes)
+        if said != shape:
+            raise ConfigError(
+                f"--model {path}: this GGUF file is damaged: {name} has shape {shape}, where its header says {said}; "
+                "get it anew"
+            )
 
 
 def config_fields(path: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from ..common.files import append_line
 from ..runs.callbacks import Records, check_finite
 from ..runs.progress import ProgressBar
 
+PREPARATION = "eval_model_preparation_time"  # which Trainer tells where nothing was trained before
+
 
 class MemoryMetrics(TrainerCallback):
     """Adds memory/peak_bytes and memory/dense_would_need_bytes to each step's logs; comes first among callbacks."""
@@ -52,7 +54,8 @@ class HeldOutRows(TrainerCallback):
         with unchanged_random_numbers():  # a resumed run does not measure again what it measured before
             found = self.evaluate()
         if args.process_index == 0:
-            held_out = {k.removeprefix("eval_"): v for k, v in found.items() if isinstance(v, int | float)}
+            measured = {k: v for k, v in found.items() if isinstance(v, int | float) and k != PREPARATION}
+            held_out = {k.removeprefix("eval_"): v for k, v in measured.items()}
             append_line(self.path, {**record, "held_out": held_out})
         for name in ("loss", "reward"):
             check_finite(f"of held-out rows the {name} is", found.get(f"eval_{name}", 0.0), record["step"])

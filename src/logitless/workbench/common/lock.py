@@ -21,8 +21,8 @@ _held: dict[Path, IO[str]] = {}  # open files: the system keeps a lock for as lo
 def acquire(place: Path) -> bool:
     """Whether the directory's lock was free; it is this process's then, until `release`. OptionError for no file."""
     path = place / LOCK_FILE
-    if path.exists() and not path.is_file():
-        raise OptionError(f"{path}: expected a file, got a folder, a device or a pipe: move it elsewhere")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OptionError(f"{path}: expected a file, got a link, a folder, a device or a pipe: move it elsewhere")
     while True:
         file = path.open("a+", encoding="utf-8")
         if not _lock(file):
