@@ -70,7 +70,7 @@ def micro_gguf(
     if "head_dim" in said:
         writer.add_key_length(said["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(SHAPE["vocab_size"])
+    writer.add_vocab_size(said["vocab_size"])
     _add_vocabulary(writer)
     if stretched is not None:
         writer.add_string(f"{architecture}.rope.scaling.type", stretched[0])

@@ -178,7 +178,13 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         with pytest.raises(OptionError, match=message):
             check_outputs({"json": path})
     check_outputs({"json": tmp_path / "a" / "b"}, new_folders=True)
-    assert names(tmp_path) == ["file"]
+    with pytest.raises(OptionError, match="File name too long"):
+        check_outputs({"json": tmp_path / "a" / ("b" * 300)}, new_folders=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere" / "at" / "all")  # whose folder is made by nobody
+    with pytest.raises(OptionError, match=f"{link}: the folder {link.resolve().parent} does not exist; make it first"):
+        check_outputs({"json": link}, new_folders=True)
+    assert names(tmp_path) == ["file", "link"]
 
 
 OUTPUTS = {

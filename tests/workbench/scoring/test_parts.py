@@ -40,6 +40,16 @@ def test_a_manifest_in_whose_place_anything_lies(stopped, tmp_path):
         shutil.copytree(kept, parts)
 
 
+def test_what_a_kill_at_the_very_end_left_is_taken_away(stopped, tmp_path):
+    """All outputs are whole there, and the parts were being removed."""
+    scoring.run(stopped)
+    left = tmp_path / ".a.parquet.parts.abc.tmp"
+    (left / "a.parquet.parts").mkdir(parents=True)
+    with pytest.raises(OptionError, match="exists already: remove it"):
+        scoring.run(stopped)
+    assert not left.exists()
+
+
 def test_parts_that_no_folder_holds(stopped, tmp_path):
     parts = tmp_path / "a.parquet.parts"
     shutil.rmtree(parts)

@@ -106,10 +106,15 @@ def _check_sizes(path: Path, header: Header) -> None:
     own = header.own
     width, inner = own.get("embedding_length"), own.get("feed_forward_length")
     experts = own.get("expert_count"), width, own.get("expert_feed_forward_length", inner)
-    expected = {EMBEDDING: (None, width), "ffn_down.weight": (width, inner), "ffn_down_exps.weight": experts}
-    heads, of_head = own.get("attention.head_count_kv"), own.get("attention.key_length")
-    if heads and of_head and "attention.key_length_swa" not in own:  # heads of one size in all layers
-        expected["attn_k.weight"] = (heads * of_head, width)
+    expected = {
+        EMBEDDING: (own.get("vocab_size"), width),
+        "ffn_down.weight": (width, inner),
+        "ffn_down_exps.weight": experts,
+    }
+    heads, of_keys = own.get("attention.head_count"), own.get("attention.head_count_kv")
+    of_head = own.get("attention.key_length", width // heads if heads and width else None)
+    if of_keys and of_head is not None and "attention.key_length_swa" not in own:  # heads of one size in all layers
+        expected["attn_k.weight"] = (of_keys * of_head, width)
     for name, shape in header.shapes.items():
         sizes = zip(expected.get(LAYER.sub("", name), shape), shape, strict=False)
         said = tuple(there if size is None else size for size, there in sizes)

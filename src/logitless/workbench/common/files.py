@@ -180,11 +180,17 @@ def _check_writable(option: str, path: Path, new_folders: bool) -> None:
             return
         if place.is_dir():
             raise OptionError(f"{path} is a folder; name a file in it")
-        there = next(folder for folder in place.parents if folder.exists()) if new_folders else place.parent
-        if not there.is_dir():
+        if new_folders and not path.is_symlink() and not place.parent.exists():
+            there = next(folder for folder in place.parents if folder.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK)):
+                raise OptionError(f"{path}: no folder can be made in {there}; choose another")
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, place.name).touch()  # a name may be too long
+            return
+        if not place.parent.is_dir():
             folder = place.parent if path.is_symlink() else path.parent  # as it was given
             raise OptionError(f"{path}: the folder {folder} does not exist; make it first")
-        folder = _beside(there / place.name)
+        folder = _beside(place)
         try:
             (folder / place.name).touch()  # a name may be too long
         finally:

@@ -24,10 +24,14 @@ class OutOfSpace(LogitlessError, OSError):
 
 
 def room_wanted(error: Exception, place: Path) -> str:
-    """What to do about an error of writing into a folder before it is tried again; empty for errors of other kinds."""
+    """What to do about an error of writing before it is tried again; empty for errors of other kinds.
+
+    place: what was written into, where the error names no file.
+    """
     number, said = getattr(error, "errno", None), str(error)
     cut_short = any(sign in said for sign in CUT_SHORT)
     nothing_left = cut_short and shutil.disk_usage(place).free < NEARLY_NOTHING
+    place = getattr(error, "filename", None) or place
     if number in DISK_FULL or "No space left" in said or nothing_left:
         return f"no space left at {place}: free some"
     if number == errno.EFBIG or "File too large" in said or (cut_short and _is_limited()):

@@ -76,6 +76,7 @@ class Parts:
             self._check_same(self.manifest, manifest)
             return True
         if self.place.exists():
+            remove_leftovers(self.folder)  # of a run that was killed at its very end
             raise OptionError(f"--out {self.place} exists already: remove it, or choose another")
         write_json(path, manifest)
         return False
