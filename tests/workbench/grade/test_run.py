@@ -1,6 +1,7 @@
 """Runs of alignment through soft tokens, end to end: learning, resuming, refusing."""
 
 import dataclasses
+import errno
 import io
 import json
 import shutil
@@ -18,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 
 from logitless.errors import ConfigError, DeviceError, LogitlessError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines, write_lines
+from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.grade import single
 from logitless.workbench.grade.comparison import compare
 from logitless.workbench.grade.comparison.intervals import interval
@@ -416,11 +418,11 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
     real, ran = compare.run_one, []
 
     def until(method: str | None):
-        def run_one(config, console, prompts):
+        def run_one(config, console, whole):
             if config.method == method:
                 raise KeyboardInterrupt
             ran.append((config.method, config.seed))
-            return real(config, console, prompts)
+            return real(config, console, whole)
 
         return run_one
 
@@ -457,9 +459,80 @@ def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, mo
     assert all(name in console.file.getvalue() for name in methods)
 
 
+TIGHT = {"method": "all", "max_steps": 1, "completion_length": 2, "variance_samples": 0}
+
+
+@pytest.fixture(scope="module")
+def half_compared(small) -> Path:
+    """A comparison that trained its own reward and was killed before its third method."""
+    place, real = small.root / "half-compared", compare.run_one
+
+    def two(config, console, whole):
+        if config.method == "reinforce":
+            raise KeyboardInterrupt
+        return real(config, console, whole)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "run_one", two)
+        with pytest.raises(Interrupted):
+            run(dataclasses.replace(small.config, output_dir=place, reward_model=None, **TIGHT))
+    return place
+
+
+@pytest.fixture
+def begun(half_compared, tmp_path, monkeypatch) -> Path:
+    """It, where the legacy methods do not fit."""
+    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
+    return Path(shutil.copytree(half_compared, tmp_path / "begun", symlinks=True))
+
+
+def going_on(small, place: Path, **changes) -> GradeConfig:
+    given = {**TIGHT, "output_dir": None, "resume": place, "reward_model": None, **changes}
+    return dataclasses.replace(small.config, **given)
+
+
+def test_a_comparison_that_was_moved_has_its_own_reward(small, begun, tmp_path):
+    whole = Path(shutil.copytree(begun, tmp_path / "whole", symlinks=True))
+    run(going_on(small, whole))
+    begun.rename(tmp_path / "moved")
+    shutil.copytree(small.reward, begun / "reward")  # another one, where its own was
+    run(going_on(small, tmp_path / "moved"))
+    for method in ("reinforce-0", "ppo-0"):
+        records = [read_lines(path / method / "metrics.jsonl") for path in (whole, tmp_path / "moved")]
+        assert [x["train/reward"] for x in records[0][1:]] == [x["train/reward"] for x in records[1][1:]]
+        assert (tmp_path / "moved" / method / "reward").samefile(tmp_path / "moved" / "reward")
+
+
+def test_methods_are_compared_after_as_many_steps(small, begun):
+    with pytest.raises(OptionError, match=r"--max-steps cannot change from 1 to 2 in a comparison: .* begin another"):
+        run(going_on(small, begun, max_steps=2))
+    path = begun / "gumbel-0" / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "steps": 4}))
+    with pytest.raises(ConfigError, match="gumbel-0 is of 4 steps, others are of 1: remove it, to run it again"):
+        run(going_on(small, begun))
+    shutil.rmtree(begun / "gumbel-0")
+    assert run(going_on(small, begun))["steps"] == 1
+
+
+def test_a_full_disk_within_a_comparison_names_the_comparison(small, begun, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(single, "steps", full)
+    with pytest.raises(OutOfSpace, match=f"no space left at .*, then logitless align --resume {begun} goes on from"):
+        run(going_on(small, begun))
+
+
+def test_only_what_does_not_fit_is_left_out(small, begun):
+    (begun / "ste_legacy-0" / "model").mkdir(parents=True)
+    (begun / "ste_legacy-0" / "run.lock").unlink(missing_ok=True)
+    with pytest.raises(OptionError, match=r"ste_legacy-0 holds .*, which a run would replace"):
+        run(going_on(small, begun))
+
+
 def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypatch):
     monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
-    summary = run(of(small, "tight", method="all", max_steps=1, completion_length=2, variance_samples=0))
+    summary = run(of(small, "tight", **TIGHT))
     assert set(summary["left_out"]) == {"ste_legacy", "gumbel_legacy"}
     assert "a batch needs" in summary["left_out"]["ste_legacy"]
     assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}

@@ -12,9 +12,11 @@ from logitless.workbench.runs import ranks
 def one_of_two(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def losing():
@@ -30,13 +32,17 @@ def test_a_collective_fails():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # while this is said
 
 
-def test_the_launcher_is_first():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_launcher_is_first(number):
+    """Or a terminal that closes."""
     with (
-        pytest.raises(RankError, match=r"rank 0 was ended by its launcher \(SIGTERM\), .*; --resume run goes on"),
+        pytest.raises(
+            RankError, match=rf"rank 0 was ended by its launcher \({number.name}\), .*; --resume run goes on"
+        ),
         losing(),
     ):
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_the_launcher_is_first_while_torch_dispatches():

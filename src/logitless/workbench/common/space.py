@@ -23,7 +23,7 @@ class OutOfSpace(LogitlessError, OSError):
     """The disk is full, or a file larger than the process may write; whole checkpoints are kept."""
 
 
-def room_wanted(error: Exception, place: Path) -> str:
+def room_wanted(error: BaseException, place: Path) -> str:
     """What to do about an error of writing before it is tried again; empty for errors of other kinds.
 
     place: what was written into, where the error names no file.

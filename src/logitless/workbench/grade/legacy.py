@@ -128,10 +128,14 @@ def _kept_bytes(policy: Reader, length: int) -> int:
     return sum(sizes.values())
 
 
+class TooLargeError(OptionError):
+    """A batch of whole distributions would not fit into free memory."""
+
+
 class GumbelLegacy(Method):
     """`Gumbel` as a widely copied implementation has it: all of the vocabulary, T passes over whole prefixes.
 
-    Raises OptionError where a batch would not fit into what is free.
+    Raises TooLargeError where a batch would not fit into what is free.
     """
 
     hard = False
@@ -142,7 +146,7 @@ class GumbelLegacy(Method):
         need = rollout_bytes(task.readers()[0], config.batch_size, config.prompt_length, config.completion_length)
         free = free_bytes(task.model.device)
         if need > free:
-            raise OptionError(
+            raise TooLargeError(
                 f"--method {config.method}: a batch needs {format_bytes(need)}, {format_bytes(free)} are free; use "
                 f"--method {config.method.removesuffix('_legacy')}, or a smaller --completion-length or --batch-size"
             )

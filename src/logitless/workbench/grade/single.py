@@ -54,17 +54,27 @@ SCHEMA = 1
 PROMPTS_FILE, REWARD = "prompts.jsonl", "reward"  # of the run's directory
 
 
-def run_one(config: GradeConfig, console: Console, prompts: Path | None = None) -> dict[str, Any]:
-    """Aligns by `config.method` and returns the summary, as `run.run` says. prompts: those of a comparison."""
+def run_one(config: GradeConfig, console: Console, whole: Path | None = None) -> dict[str, Any]:
+    """Aligns by `config.method` and returns the summary, as `run.run` says.
+
+    whole: the directory of a comparison, beside whose prompts and reward the run's own directory lies.
+    """
     source, tokenizer = policy_of(config, console)
     place = claim(config, config.method)
     with explained(place, "align"), reporting(config, config.report_to, place) as send:
-        if prompts is not None:
-            shutil.copy(prompts, place / PROMPTS_FILE)
+        if whole is not None:
+            _share(whole, place)
         state = set_up(config, place, source, tokenizer, console)
         _examples(state, "before")
         restore(state)
         return _conclude(state, steps(state, send), send)
+
+
+def _share(whole: Path, place: Path) -> None:
+    """A comparison's prompts and reward as a run's own; the link leads to the reward wherever both are moved."""
+    shutil.copy(whole / PROMPTS_FILE, place / PROMPTS_FILE)
+    if (whole / REWARD).exists() and not os.path.lexists(place / REWARD):
+        (place / REWARD).symlink_to(Path("..", REWARD))
 
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:

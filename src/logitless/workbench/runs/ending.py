@@ -35,7 +35,8 @@ def explained(place: Path, command: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise Interrupted(how_to_go_on(place, command)) from None
     except Exception as error:
-        if not (wanted := room_wanted(error, place)):
+        within = error.__cause__ if isinstance(error, OutOfSpace) else None  # what a run within this one met
+        if not (wanted := room_wanted(within or error, place)):
             raise
         if _ranks() == 1:  # others may still be writing
             discard_unfinished(place)

@@ -19,6 +19,8 @@ from ...vocab.face import reason_of
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
+ENDING = tuple(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None)
+UNTOUCHED = (signal.SIG_IGN, None)  # handlers: nohup's, and one that is not Python's
 LOST = ("connection closed by peer", "connection reset", "timed out", "timeout", "socket", "gloo", "nccl")
 
 
@@ -83,23 +85,27 @@ def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
 @contextmanager
 def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     """Turns the loss of another rank into one line, by whatever comes first: the failure of a collective with it, or
-    the SIGTERM with which the launcher ends all ranks as soon as it misses one."""
+    the signal with which the launcher ends all ranks as soon as it misses one, or is ended itself."""
     if not dist.is_initialized():
         yield
         return
 
+    said: list[RankError] = []
+    previous = {number: handler for number in ENDING if (handler := signal.getsignal(number)) not in UNTOUCHED}
+
     def told(what: str) -> RankError:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this is said
-        why = "the first error among the ranks' logs says why"
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)  # until this is said
+        why = "the first error among the ranks' logs, if there is one, says why"
         return RankError(f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}")
 
     def ended(number: int, frame: FrameType | None) -> None:
-        said.append(told("was ended by its launcher (SIGTERM), as every rank is when one is lost"))
+        name = signal.Signals(number).name
+        said.append(told(f"was ended by its launcher ({name}), as every rank is when one is lost or all are stopped"))
         raise said[0]
 
-    said: list[RankError] = []
-
-    previous = signal.signal(signal.SIGTERM, ended)
+    for number in previous:
+        signal.signal(number, ended)
     try:
         yield
     except LogitlessError:
@@ -111,5 +117,6 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
             raise
         raise told(f"lost another rank ({reason_of(error)})") from error
     finally:
-        if signal.getsignal(signal.SIGTERM) is ended:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            if signal.getsignal(number) is ended:
+                signal.signal(number, handler)

@@ -14,6 +14,7 @@ from ..common.files import check_apart, check_utf8, parsed, read_object, readabl
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
+from ..common.space import room_wanted
 from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
@@ -52,7 +53,7 @@ def claim(config: RunOptions, name: str) -> Path:
         return _begin(config, config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
         where = f"--output-dir {config.output_dir or 'runs'}" if config.resume is None else f"--resume {config.resume}"
-        raise OptionError(f"{where}: {error.strerror}") from None
+        raise OptionError(f"{where}: {room_wanted(error, Path(where)) or error.strerror}") from None
 
 
 def check_own(config: RunOptions, place: Path) -> None:

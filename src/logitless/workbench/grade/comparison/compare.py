@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ....errors import OptionError
+from ....errors import ConfigError, OptionError
 from ....versions import versions
 from ...common.files import read_lines, read_object, write_json, write_lines
-from ...common.options import check_trusted
 from ...common.say import say
 from ...common.written import METRICS_FILE, RUN_FILE, SUMMARY_FILE
 from ...runs.ending import explained
@@ -19,8 +18,9 @@ from ...runs.examples import first_of
 from ...runs.rundir import claim, record, stored
 from ...sources.generation import align_tokens
 from ...sources.model import build
-from ..config import LEGACY, METHODS_COMPARED, GradeConfig
-from ..single import PROMPTS_FILE, SCHEMA, materials, named_reward, policy_of, run_one
+from ..config import METHODS_COMPARED, GradeConfig
+from ..legacy import TooLargeError
+from ..single import SCHEMA, materials, named_reward, policy_of, run_one
 from .curves import curves, draw
 from .report import PAGE_FILE, PLOT_FILE, table, write_page
 
@@ -34,6 +34,11 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
     summary.json. Resumed, it goes on with what is not finished. The legacy methods are left out, with the reason, where
     they do not fit.
     """
+    if config.resume is not None and (before := stored(config.resume, config).max_steps) != config.max_steps:
+        raise OptionError(
+            f"--resume {config.resume}: --max-steps cannot change from {before} to {config.max_steps} in a comparison: "
+            "what is finished would be set against longer runs; begin another one"
+        )
     source, tokenizer = policy_of(config, console)
     place = claim(config, "all")
     with explained(place, "align"):
@@ -54,20 +59,18 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
     """One method's run, unless it is finished; from where it was killed, if it was."""
     place = whole / f"{method}-{seed}"
     if (place / SUMMARY_FILE).exists():
+        if (steps := _summary(place)["steps"]) != config.max_steps:
+            raise ConfigError(
+                f"{place} is of {steps} steps, others are of {config.max_steps}: remove it, to run it again"
+            )
         return
     say(console, f"{method}, seed {seed} ...")
-    reward = named_reward(config, whole)["reward_model"]
-    given = replace(config, method=method, seed=seed, seeds=1, reward_model=reward, json=None, config=None)
-    if (place / RUN_FILE).exists():
-        given = replace(stored(place, given), resume=place, output_dir=None)
-        check_trusted(given, config)
-    else:
-        given = replace(given, resume=None, output_dir=place)
+    begun = (place / RUN_FILE).exists()
+    there: dict[str, Any] = {"resume": place if begun else None, "output_dir": None if begun else place}
+    given = replace(config, method=method, seed=seed, seeds=1, json=None, config=None, **there)
     try:
-        run_one(given, console, whole / PROMPTS_FILE)
-    except OptionError as error:
-        if method not in LEGACY:
-            raise
+        run_one(given, console, whole)
+    except TooLargeError as error:
         left_out[method] = str(error)
         say(console, f"{method} is left out: {error}")
 
