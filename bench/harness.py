@@ -48,7 +48,7 @@ def said(*command: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name, with its family and model where it has them: virtual machines name all of a maker's alike."""
+    """The processor, with its family and model where it has them: virtual machines name all of a maker's alike."""
     lines = (_read("/proc/cpuinfo") or "").split("\n\n", 1)[0].splitlines()
     known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = known.get("model name") or platform.processor()
