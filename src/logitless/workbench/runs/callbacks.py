@@ -22,6 +22,7 @@ from ...resident import peak_bytes
 from ..common.files import append_line, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
 from .checkpoints import begin_checkpoint, finish_checkpoint, records_at
+from .ending import ENDING
 from .ranks import first
 
 
@@ -185,9 +186,8 @@ class GentleStop(TrainerCallback):
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> GentleStop:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the last where there is one: a terminal that closes
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it on purpose
+        for number in (signal.SIGINT, *ENDING):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it on purpose
                 self.previous[number] = signal.signal(number, self._ask)
         return self
 

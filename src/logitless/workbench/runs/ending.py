@@ -18,6 +18,9 @@ from ..common.space import OutOfSpace, room_wanted
 from ..common.written import RUN_FILE, SUMMARY_FILE, WRITTEN
 from .checkpoints import discard_unfinished, last_checkpoint
 
+# What ends a process from outside; a terminal that closes where there is such a signal.
+ENDING = tuple(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None)
+
 
 class Interrupted(KeyboardInterrupt):
     """Stopped on request; the message says how to go on."""
@@ -51,8 +54,7 @@ def interrupted_by_signals() -> Iterator[None]:
     """SIGTERM and a closed terminal interrupt as Ctrl-C does, where nothing else is made of them; ranks have `lost`."""
     previous: dict[int, Any] = {}
     if _ranks() == 1 and current_thread() is main_thread():
-        numbers = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))  # the last where there is one
-        kept = [number for number in numbers if number is not None and signal.getsignal(number) is signal.SIG_DFL]
+        kept = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
         previous = {number: signal.signal(number, signal.default_int_handler) for number in kept}
     try:
         yield

@@ -16,10 +16,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...versions import version_of
 from ...vocab.face import reason_of
+from .ending import ENDING
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
-ENDING = tuple(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None)
 UNTOUCHED = (signal.SIG_IGN, None)  # handlers: nohup's, and one that is not Python's
 LOST = ("connection closed by peer", "connection reset", "timed out", "timeout", "socket", "gloo", "nccl")
 

@@ -52,8 +52,8 @@ def claim(config: RunOptions, name: str) -> Path:
     try:
         return _begin(config, config.output_dir, name) if config.resume is None else _continue(config, config.resume)
     except OSError as error:
-        where = f"--output-dir {config.output_dir or 'runs'}" if config.resume is None else f"--resume {config.resume}"
-        raise OptionError(f"{where}: {room_wanted(error, Path(where)) or error.strerror}") from None
+        option, place = _given(config)
+        raise OptionError(f"--{option} {place}: {room_wanted(error, place) or error.strerror}") from None
 
 
 def check_own(config: RunOptions, place: Path) -> None:
@@ -63,8 +63,12 @@ def check_own(config: RunOptions, place: Path) -> None:
 
 def check_place(config: RunOptions) -> None:
     """OptionError for a directory, of a new run or of one to resume, that models cannot be saved in."""
-    option, place = ("output-dir", config.output_dir) if config.resume is None else ("resume", config.resume)
-    check_utf8(option, place or Path("runs"))
+    check_utf8(*_given(config))
+
+
+def _given(config: RunOptions) -> tuple[str, Path]:
+    """(option, place) that say where the run is to write."""
+    return ("output-dir", config.output_dir or Path("runs")) if config.resume is None else ("resume", config.resume)
 
 
 def name_of(model: str) -> str:
