@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import scaling, slices, train_step
+from bench import columns, scaling, slices, train_step
 from bench.cases import Shape
 from bench.harness import THREADS, read_lines
 from docs import tables
@@ -85,6 +85,17 @@ def test_every_size_of_slices_is_tried_and_none_stays(tmp_path, monkeypatch):
     assert len(records) == len(seen) == 4 * 4 + 5 * 5
     assert len(set(seen)) == 4 + 5 - 1  # each tile, each width; the pass's own of both is one pair
     assert tables.slices([machine, *records]).count("**1.00**") == len(slices.WORKS)  # the pass's own are among them
+
+
+def test_products_of_both_orders_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(columns, "HIDDEN", 8)
+    monkeypatch.setattr(columns, "WHOLE_WIDTH", 64)
+    monkeypatch.setattr(columns, "VOCAB", 128)
+    columns.main(["--tokens", "4,16", "--rounds", "2", "--threads", "1", "--out", str(tmp_path / "columns.jsonl")])
+    records = read_lines(tmp_path / "columns.jsonl")
+    assert len(records) == 2 * 2 * 3
+    assert all(0 < r["least"] <= r["most"] for r in records)
+    assert {r["tokens"] for r in records if r["columns"]} == {4, 16}
 
 
 def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):

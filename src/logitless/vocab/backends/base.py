@@ -240,13 +240,14 @@ class Scratch:
             self.copies[name, dtype] = make()
         return self.copies[name, dtype]
 
-    def take(self, name: str, like: Tensor | tuple[int, int]) -> Tensor:
-        """A buffer (rows, width), with anything in it."""
+    def take(self, name: str, like: Tensor | tuple[int, int], columns: bool = False) -> Tensor:
+        """A buffer (rows, width), with anything in it; columns: each column of it lies in one piece, not each row."""
         rows, width = like.shape if isinstance(like, Tensor) else like
         need = rows * width
         if name not in self.buffers or self.buffers[name].numel() < need:
             self.buffers[name] = torch.empty(need, dtype=self.dtype, device=self.device)
-        return self.buffers[name][:need].view(rows, width)
+        room = self.buffers[name][:need]
+        return room.view(width, rows).t() if columns else room.view(rows, width)
 
 
 @dataclass
@@ -341,10 +342,10 @@ class Chunk:
         size, width = self.policy.head.local_rows, self.slices.width
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
-    def logits(self, v: slice, w: Operands, name: str = "") -> Tile:
-        """The slice's logits, in the buffers that `name` tells apart."""
+    def logits(self, v: slice, w: Operands, name: str = "", columns: bool = False) -> Tile:
+        """The slice's logits, in the buffers that `name` tells apart; columns: of the policy's, as `Scratch.take`'s."""
         shape = self.n_tokens, v.stop - v.start
-        tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape)))
+        tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape, columns)))
         if self.reference is not None:
             ref = self.reference
             tile.z_ref = ref.logits(ref.operand(v), v, self.scratch.take("z_ref" + name, shape))

@@ -42,8 +42,9 @@ def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
 
 
 def fits(z: Tensor) -> bool:
-    """Whether compiled functions may see this slice: real numbers of a CPU, of sizes that they are traced for."""
-    return _get_current_dispatch_mode() is None and type(z) is Tensor and min(z.shape) > 1
+    """Whether compiled functions may see this slice: a CPU's real numbers, as many and in rows as they are traced."""
+    plain = _get_current_dispatch_mode() is None and type(z) is Tensor
+    return plain and min(z.shape) > 1 and z.is_contiguous()
 
 
 def count() -> int:

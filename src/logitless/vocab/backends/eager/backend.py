@@ -146,6 +146,16 @@ def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
     return tile.z.amax(1), None if tile.z_ref is None else tile.z_ref.amax(1)
 
 
+def in_columns(chunk: Chunk, keep: str | None) -> bool:
+    """Whether a slice's logits lie in columns: on a CPU the product of few tokens with many entries is faster so.
+
+    Sums along rows are slower, and the best entries are looked for in rows: only where a loss keeps weights of
+    log-probs alone. docs/decisions/0038
+    """
+    few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu"
+    return few and keep == "weights" and chunk.reference is None and not chunk.top_k and chunk.sums <= {"zsum"}
+
+
 def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
     """The slice as it was accumulated, made once more."""
     tile = chunk.logits(v, w)
@@ -162,10 +172,10 @@ class EagerBackend(Backend):
     running = Running
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
-        run = self.running(chunk, bases)
+        run, columns = self.running(chunk, bases), in_columns(chunk, keep)
         for i, v in enumerate(chunk.vocabulary()):
             run.w = chunk.policy.operand(v)
-            tile = chunk.logits(v, run.w, str(i) if keep else "")
+            tile = chunk.logits(v, run.w, str(i) if keep else "", columns)
             run.add(tile, keep)
             if keep:
                 chunk.materialised.append(tile)
