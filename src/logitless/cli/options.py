@@ -21,7 +21,7 @@ import tyro
 
 from ..errors import OptionError
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table
+from ..workbench.common.options import Option, RunOptions, check_trusted, read_file, read_table, short
 from ..workbench.common.written import RUN_FILE
 from ..workbench.runs.rundir import check_own, check_place, stored
 
@@ -152,7 +152,7 @@ def method_of(arguments: Sequence[str]) -> str | None:
             run = read_table(given.resume / RUN_FILE)
             tables.append(run.get("config") if isinstance(run, dict) else None)
     found = [table["method"] for table in tables if isinstance(table, dict) and "method" in table]
-    return given.method or next(iter(found), None)
+    return given.method or next((x if x is None or isinstance(x, str) else short(x) for x in found), None)
 
 
 def one_line(report: str, names: Sequence[str] = ()) -> str:

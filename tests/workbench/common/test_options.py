@@ -6,6 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from logitless.cli.doctor import DoctorConfig
+from logitless.cli.options import method_of
 from logitless.cli.plan import PlanConfig
 from logitless.cli.profile import ProfileConfig
 from logitless.cli.verify import VerifyConfig
@@ -156,3 +157,39 @@ def test_shared_options_are_checked_for_every_command(kind):
     for name, value in (("device", "tpu"), ("memory_budget", "nothing")):
         with pytest.raises(OptionError, match=f"--{name.replace('_', '-')} must be"):
             check_values(kind(**{name: value}))
+
+
+VALUES = {
+    "a tag that does not fit": ("max_steps: !!bool x", "not YAML: a value that its tag does not fit"),
+    "another": ("max_steps: !!timestamp x", "not YAML: a value that its tag does not fit"),
+    "digits": ("max_steps: 0x" + "f" * 5000, "max_steps must be of type int, got a number of too many digits"),
+    "digits for text": ("data: 0x" + "f" * 5000, "data must be of type str, got a number of too many digits"),
+    "digits for a name": (
+        "? 0x" + "f" * 5000 + "\n: 1",
+        "unknown option a number of too many digits; options are model,",
+    ),
+    "infinity for text": ("data: .inf", "data must be of type str, got inf"),
+    "NUL": ('output_dir: "a\\0b"', "output_dir must be without NUL and halves of characters, got 'a\\x00b'"),
+    "half a character": ('data: "\\ud800"', "data must be without NUL and halves of characters, got '\\ud800'"),
+    "long": ("max_steps: " + "x" * 5000, "max_steps must be of type int, got 'xxxx"),
+    "deep": ("max_steps: [[[[[[1]]]]]]", "max_steps must be of type int, got [[[...]]]"),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_of_a_file_that_no_option_can_have(kind, tmp_path):
+    """Each is one short line, however PyYAML and Python fail at them."""
+    text, expected = VALUES[kind]
+    path = tmp_path / "given.yaml"
+    path.write_text(text)
+    with pytest.raises(OptionError) as caught:
+        read_file(path, TrainConfig())
+    assert expected in str(caught.value)
+    assert len(str(caught.value)) < 1500
+    assert "\n" not in str(caught.value)
+
+
+def test_a_method_of_too_many_digits(tmp_path):
+    path = tmp_path / "given.yaml"
+    path.write_text("method: 0x" + "f" * 5000)
+    assert method_of(["--config", str(path)]) == "a number of too many digits"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +15,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import OptionError
+from ...printable import is_utf8
 from ...units import parse_bytes
 
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
@@ -263,9 +266,9 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
     known = {name: kind for name, kind in kinds_of(base).items() if name not in ("config", "trust_config")}
     new: dict[str, Any] = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
+        name = key.replace("-", "_") if isinstance(key, str) else ""
         if name not in known:
-            raise OptionError(f"{where}: unknown option {key!r}; options are {', '.join(known)}")
+            raise OptionError(f"{where}: unknown option {short(key)}; options are {', '.join(known)}")
         new[name] = _coerce(value, known[name], f"{where}: {key}")
     return dataclasses.replace(base, **new)
 
@@ -276,16 +279,34 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
     if get_origin(kind) is Literal:
         if value in parts:
             return value
-        raise OptionError(f"{where} must be one of {', '.join(parts)}, got {value!r}")
+        raise OptionError(f"{where} must be one of {', '.join(parts)}, got {short(value)}")
     if value is None and NoneType in parts:
         return None
     wanted = next((part for part in parts if part is not NoneType), kind)
+    if isinstance(value, str) and ("\0" in value or not is_utf8(value)):
+        raise OptionError(f"{where} must be without NUL and halves of characters, got {short(value)}")
     if isinstance(value, bool) == (wanted is bool) and isinstance(value, (bool, int, float, str)):
         with suppress(ValueError, OverflowError, TypeError):
+            str(value)  # ValueError for a number of more digits than Python writes
             made = wanted(value)
-            if not isinstance(value, float) or wanted not in (int, Path) or made == value:
+            if not isinstance(value, float) or _stays(value, made):
                 return made
-    raise OptionError(f"{where} must be of type {wanted.__name__}, got {value!r}")
+    raise OptionError(f"{where} must be of type {wanted.__name__}, got {short(value)}")
+
+
+def _stays(value: float, made: Any) -> bool:
+    """Whether a number is what was made of it: not where digits are lost, or no text means it."""
+    return math.isfinite(value) if isinstance(made, str) else isinstance(made, float) or made == value
+
+
+def short(value: Any) -> str:
+    """A value of a file as an error says it, however long or deep it is."""
+    shortest = reprlib.Repr()
+    shortest.maxstring, shortest.maxlevel = 80, 2
+    try:
+        return shortest.repr(value)
+    except ValueError:
+        return "a number of too many digits"
 
 
 def read_file(path: Path, base: Options) -> Options:
@@ -325,3 +346,5 @@ def _parse(text: str, suffix: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date without a meaning
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None
+    except (KeyError, IndexError, AttributeError, TypeError):  # of PyYAML's own, such as of `!!bool x`
+        raise OptionError("not YAML: a value that its tag does not fit") from None
