@@ -25,7 +25,7 @@ from ..common.functions import blamed, function_named
 from ..common.say import say
 from ..common.written import SUMMARY_FILE
 from ..runs import examples
-from ..runs.ending import explained, whence
+from ..runs.ending import explained, launched_ranks, whence
 from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import save_model
@@ -79,7 +79,7 @@ def _share(whole: Path, place: Path) -> None:
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:
     """The model to align and its tokenizer; the default one is trained first. Raises LogitlessError for bad input."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         raise OptionError(
             f"--method {config.method} runs on one device: start it without torchrun or accelerate launch"
         )
