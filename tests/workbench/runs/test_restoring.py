@@ -130,7 +130,7 @@ CHECKPOINT = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pt
 
 @pytest.mark.usefixtures("not_trained")
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", [*CHECKPOINT, "seal.json"])
+@pytest.mark.parametrize("name", [*CHECKPOINT, "run_id", "seal.json"])
 def test_a_file_of_a_checkpoint_that_is_not_what_was_written(trained, tmp_path, name, kind):
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     path = run / "checkpoint-2" / name
