@@ -181,7 +181,7 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
             held_out.conclude(arguments, found[1])
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked and trainer.state.global_step < config.max_steps:
+    if stop.asked:
         raise KeyboardInterrupt
     if alone:
         _examples(parts, trainer, "after")

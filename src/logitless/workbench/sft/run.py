@@ -220,7 +220,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         else:
             held_out.send = trainer.log
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked and trainer.state.global_step < config.max_steps:
+    if stop.asked:
         raise KeyboardInterrupt
     if isinstance(trainer, ShardedTrainer):
         return trainer.whole_weights()
