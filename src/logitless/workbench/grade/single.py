@@ -21,6 +21,7 @@ from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_whole
+from ..common.sealed import hash_of
 from ..common.functions import blamed, function_named
 from ..common.say import say
 from ..common.written import SUMMARY_FILE
@@ -29,6 +30,7 @@ from ..runs.ending import explained, launched_ranks, whence
 from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import save_model
+from ..sources.identity import files_of
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
 from ..sources.model import (
@@ -84,7 +86,8 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
             f"--method {config.method} runs on one device: start it without torchrun or accelerate launch"
         )
     device_of(config.device)
-    default_model(config.model, config.device, console)
+    if config.resume is None:  # a run that goes on had its model
+        default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     if config.top_k > source.vocab_size:
         raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
@@ -106,9 +109,19 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
     optimizer = torch.optim.AdamW(leaves, lr=config.rate, weight_decay=0.0)
     state = Run(config, place, method, tokenizer, prompts, optimizer, console)
-    record(config, place)
+    record(config, place, inputs=inputs_of(config, source, reward))
     reset_peak(device)
     return state
+
+
+def inputs_of(config: GradeConfig, source: ModelSource, reward: Reward) -> dict[str, str]:
+    """What tells the models, or the rule, that a run reads from all others."""
+    found = files_of("model", source)
+    if config.reward_model is not None:
+        found |= files_of("reward-model", resolve(config.reward_model))
+    if config.token_reward is not None:
+        found[f"what --token-reward {config.token_reward} gives"] = hash_of(reward.table.cpu().numpy().tobytes())
+    return found
 
 
 def _prompts(path: Path, vocab_size: int) -> Prompts:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError, DataError, OptionError
@@ -83,19 +85,26 @@ def name_of(model: str) -> str:
     return path.name or path.resolve().name
 
 
-def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
+def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes run.json: from now on, the run can be resumed, with these options. ranks: of a new run.
 
-    Raises ConfigError where what was prepared in the directory is not what the run began with.
+    inputs: what tells the models that are read, by their options, from all others. Raises ConfigError where one of
+    them, or what was prepared in the directory, is not what the run began with.
     """
     files, begun = hashes_of(place, PREPARED), _begun(place)
+    for name, known in begun.get("inputs", {}).items():
+        if inputs.get(name) != known:
+            raise ConfigError(
+                f"--resume {place}: {name} is not what the run began with: put it back, or begin another run"
+            )
     for name, known in begun.get("files", {}).items():
         if files.get(name) != known:
             raise ConfigError(
                 f"--resume {place}: {place / name} was made anew, and is not what the run began with: give the --data "
                 "and the model that it was made of, put back the file, or begin another run"
             )
-    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps, "files": files}
+    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps}
+    own |= {"files": files, "inputs": dict(inputs)}
     write_sealed(place / RUN_FILE, {**own, **begun, "config": config.to_dict()})
 
 
