@@ -118,6 +118,30 @@ def as_begun(config: Options, place: Path) -> Options:
     return replace(config, max_steps=_begun(place).get("max_steps", config.max_steps))
 
 
+def prepared_for(place: Path) -> dict[str, str]:
+    """The hashes of what was prepared before the run in this directory began."""
+    return _begun(place)["files"]
+
+
+def finished_within(whole: Path) -> dict[str, dict[str, str]]:
+    """The hashes of what each finished run of a comparison left, by the name of its directory."""
+    return _begun(whole).get("finished", {})
+
+
+def record_finished(whole: Path, name: str, files: dict[str, str]) -> None:
+    """Writes into a comparison's run.json what one of its runs left, which is compared from now on."""
+    write_sealed(whole / RUN_FILE, {**_begun(whole), "finished": {**finished_within(whole), name: files}})
+
+
+def discard_prepared(place: Path) -> None:
+    """Takes away what was prepared in a directory for a run that does not begin, and the directory if it is empty."""
+    if acquire(place):
+        _remove_prepared(place)
+        release(place)
+    with suppress(OSError):  # something else lies there
+        place.rmdir()
+
+
 def _begun(place: Path) -> dict[str, Any]:
     """What run.json says of the run in this directory; empty where none has begun."""
     path = place / RUN_FILE
