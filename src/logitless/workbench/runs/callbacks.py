@@ -22,7 +22,7 @@ from ...resident import peak_bytes
 from ..common.files import append_line, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
 from .checkpoints import begin_checkpoint, finish_checkpoint, records_at
-from .ending import STOPPING
+from .ending import STOPPING, leave_closed_terminal
 from .ranks import first
 
 
@@ -196,6 +196,7 @@ class GentleStop(TrainerCallback):
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         if self.asked or not self.stepping:
             raise KeyboardInterrupt
         self.asked = True

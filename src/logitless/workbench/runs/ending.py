@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 from ...errors import DataError, OptionError
@@ -68,12 +70,27 @@ def interrupted_by_signals() -> Iterator[None]:
     previous: dict[int, Any] = {}
     if launched_ranks() == 1 and current_thread() is main_thread():
         kept = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-        previous = {number: signal.signal(number, signal.default_int_handler) for number in kept}
+        previous = {number: signal.signal(number, _interrupt) for number in kept}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    leave_closed_terminal()
+    raise KeyboardInterrupt
+
+
+def leave_closed_terminal() -> None:
+    """Has what is written to a terminal that has closed go nowhere: it would be an error, and end a run at once."""
+    for number in (1, 2):  # standard output and standard error
+        try:
+            os.get_terminal_size(number)
+        except OSError as error:  # of files and pipes it says that they are no terminals
+            if error.errno == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def how_to_go_on(place: Path | None, command: str) -> str:

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...versions import version_of
 from ...vocab.face import reason_of
-from .ending import STOPPING, Interrupted
+from .ending import STOPPING, Interrupted, leave_closed_terminal
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
@@ -103,6 +103,7 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
         return f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}"
 
     def ended(number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         name = signal.Signals(number).name
         what = f"was ended by its launcher ({name}), as every rank is when one is lost or all are stopped"
         said.append(Interrupted(told(what)))
