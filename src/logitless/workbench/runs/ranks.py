@@ -116,10 +116,11 @@ def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     except BaseException as error:
         if said:  # whatever came of it: torch's C++ raises an error of its own in its place
             raise said[0] from error
-        collective = isinstance(error, RuntimeError) and not isinstance(error, LogitlessError)
-        if collective and any(sign in str(error).lower() for sign in LOST):
-            raise RankError(told(f"lost another rank ({reason_of(error)})")) from error
-        raise
+        if not isinstance(error, RuntimeError) or isinstance(error, LogitlessError):
+            raise
+        if not any(sign in str(error).lower() for sign in LOST):
+            raise
+        raise RankError(told(f"lost another rank ({reason_of(error)})")) from error
     finally:
         for number, handler in previous.items():
             if signal.getsignal(number) is ended:
