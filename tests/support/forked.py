@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 FORKED = get_context("forkserver")
-FORKED.set_forkserver_preload([f"logitless.workbench.{name}.run" for name in ("sft", "align", "scoring")])
+FORKED.set_forkserver_preload([f"logitless.workbench.{name}.run" for name in ("sft", "align", "grade", "scoring")])
 
 
 def module(name: str, *arguments: Any, timeout: float = 300, **environment: str) -> tuple[int, str]:

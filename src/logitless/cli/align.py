@@ -7,8 +7,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..workbench.align.config import METHODS, AlignConfig
+from ..workbench.common.files import read_lines
 from ..workbench.common.options import require
+from ..workbench.common.written import METRICS_FILE
 from ..workbench.grade.config import GRADE_METHODS, GradeConfig
+from ..workbench.runs.ending import how_to_go_on, stoppable, where_it_is
 from . import options
 from .inputs import check_inputs
 from .output import deliver
@@ -37,16 +40,16 @@ def main(arguments: Sequence[str]) -> int:
     require(method is None or method in every, "method", f"one of {', '.join(every)}", got)
     config = parse(arguments)
     check_inputs(config.model, "align", config.data)
-    from ..workbench.align.report import show
-    from ..workbench.align.run import run
-    from ..workbench.common.files import read_lines
-    from ..workbench.common.written import METRICS_FILE
-    from .screen import Screen  # below, so that --help needs no torch
+    with stoppable(lambda: how_to_go_on(config.resume, "align")):
+        from ..workbench.align.report import show
+        from ..workbench.align.run import run
+        from .screen import Screen  # here, so that --help needs no torch
 
-    summary = run(config, Screen(stderr=True))
+        summary = run(config, Screen(stderr=True))
     if summary:  # the first rank of a distributed launch
-        records = read_lines(Path(summary["output_dir"]) / METRICS_FILE)
-        deliver(summary, config.json, lambda console: show(summary, records, console))
+        with stoppable(lambda: where_it_is(summary)):
+            records = read_lines(Path(summary["output_dir"]) / METRICS_FILE)
+            deliver(summary, config.json, lambda console: show(summary, records, console))
     return 0
 
 
@@ -59,11 +62,13 @@ def _grade(arguments: Sequence[str]) -> int:
     """The same for the methods that differentiate through tokens, and those that they are compared with."""
     config = parse_grade(arguments)
     check_inputs(config.model, "align", config.data, others={"reward-model": config.reward_model})
-    from ..workbench.grade.run import run, show
-    from .screen import Screen  # below, so that --help needs no torch
+    with stoppable(lambda: how_to_go_on(config.resume, "align")):
+        from ..workbench.grade.run import run, show
+        from .screen import Screen  # here, so that --help needs no torch
 
-    summary = run(config, Screen(stderr=True))
-    deliver(summary, config.json, lambda console: show(summary, console))
+        summary = run(config, Screen(stderr=True))
+    with stoppable(lambda: where_it_is(summary)):
+        deliver(summary, config.json, lambda console: show(summary, console))
     return 0
 
 

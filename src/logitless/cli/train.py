@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..workbench.runs.ending import how_to_go_on, stoppable, where_it_is
 from ..workbench.sft.config import TrainConfig
 from . import options
 from .inputs import check_inputs
@@ -19,13 +20,15 @@ def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), trains, shows the summary."""
     config = parse(arguments)
     check_inputs(config.model, data=config.data, teacher=config.teacher)
-    from ..workbench.sft.run import run
-    from ..workbench.sft.summary import show
-    from .screen import Screen  # below, so that --help needs no torch
+    with stoppable(lambda: how_to_go_on(config.resume, "train")):
+        from ..workbench.sft.run import run
+        from ..workbench.sft.summary import show
+        from .screen import Screen  # here, so that --help needs no torch
 
-    summary = run(config, Screen(stderr=True))
+        summary = run(config, Screen(stderr=True))
     if summary:  # the first rank of a distributed launch
-        deliver(summary, config.json, lambda console: show(summary, Path(summary["output_dir"]), console))
+        with stoppable(lambda: where_it_is(summary)):
+            deliver(summary, config.json, lambda console: show(summary, Path(summary["output_dir"]), console))
     return 0
 
 

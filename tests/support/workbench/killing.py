@@ -18,6 +18,7 @@ from logitless.workbench.common.lock import acquire
 from logitless.workbench.common.written import RUN_FILE
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run as evaluate
+from logitless.workbench.grade.run import run as compare
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.scoring import block, documents, parts
 from logitless.workbench.scoring.config import ScoreConfig
@@ -26,7 +27,7 @@ from logitless.workbench.sft import run as sft
 from tests.support.forked import FORKED, begin
 
 TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "step_time", "memory/peak_bytes", "held_out"}
-RUNS = {"train": sft.run, "align": align, "score": run, "eval": evaluate}
+RUNS = {"train": sft.run, "align": align, "compare": compare, "score": run, "eval": evaluate}
 
 
 def killed(after: int | str, config: ScoreConfig | EvalConfig) -> int:

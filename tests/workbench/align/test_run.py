@@ -216,20 +216,22 @@ def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
     assert [record["step"] for record in steps(place)] == [1, 2, 3]
 
 
-def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_signal_keeps_the_work(start, tmp_path, monkeypatch, step):
+    """Also one in the last step."""
     place = tmp_path / "stopped"
     begin = callbacks.GentleStop.on_step_begin
 
     def on_step_begin(self, args, state, control, **rest):
         begin(self, args, state, control, **rest)
-        if state.global_step == 1:
+        if state.global_step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(callbacks.GentleStop, "on_step_begin", on_step_begin)
-    with pytest.raises(Interrupted, match=f"logitless align --resume {place} goes on from step 2"):
+    with pytest.raises(Interrupted, match=f"logitless align --resume {place} goes on from step {step + 1}"):
         run(replace(start, output_dir=place), QUIET)
     monkeypatch.undo()
-    assert last_checkpoint(place) == (place / "checkpoint-2", 2)
+    assert last_checkpoint(place) == (place / f"checkpoint-{step + 1}", step + 1)
     assert run(replace(stored(place, AlignConfig()), resume=place), QUIET)["steps"] == 4
 
 

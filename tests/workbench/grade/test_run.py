@@ -1,7 +1,6 @@
 """Runs of alignment through soft tokens, end to end: learning, resuming, refusing."""
 
 import dataclasses
-import errno
 import io
 import json
 import shutil
@@ -9,19 +8,16 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, LogitlessError, NotFiniteError, OptionError
 from logitless.workbench.common.files import read_lines, write_lines
-from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.grade import single
-from logitless.workbench.grade.comparison import compare
 from logitless.workbench.grade.comparison.intervals import interval
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.data import (
@@ -39,44 +35,8 @@ from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
 from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.sources.tokenizer import pretrained
-from tests.support.workbench.micro import line_corpus, micro_directory, micro_model
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> SimpleNamespace:
-    """config: a run of seconds; reward: a classifier that likes some letters, of the policy's vocabulary."""
-    root: Path = tmp_path_factory.mktemp("grade")
-    model, reward = root / "model", root / "reward"
-    micro_directory(model)
-    micro_model(initializer_range=0.2).save_pretrained(model)
-    shutil.copytree(model, reward, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.manual_seed(3)
-    config = micro_model().config
-    config.num_labels, config.initializer_range, config.pad_token_id = 2, 0.3, 0
-    Qwen3ForSequenceClassification(config).save_pretrained(reward)
-    config = GradeConfig(
-        model=str(model),
-        reward_model=str(reward),
-        data=str(line_corpus(root / "data")),
-        prompt_length=12,
-        completion_length=5,
-        batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        learning_rate=3e-2,
-        beta=0.01,
-        top_k=40,
-        evaluation_prompts=8,
-        variance_samples=0,
-        lora_rank=4,
-        device="cpu",
-        output_dir=root / "run",
-    )
-    return SimpleNamespace(config=config, reward=reward, model=model, root=root)
-
-
-def of(small, name: str, **changes) -> GradeConfig:
-    return dataclasses.replace(small.config, output_dir=small.root / name, **changes)
+from tests.support.workbench.grading import of
+from tests.support.workbench.micro import micro_model
 
 
 @pytest.mark.parametrize(
@@ -410,132 +370,6 @@ def test_the_score_function_has_no_bias(small):
     mean = sum(share * found[r] for share, r in zip(p.tolist(), rewards.tolist(), strict=True))
     assert len({round(r, 6) for r in found}) == 4
     torch.testing.assert_close(mean, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
-
-
-def test_all_methods_on_one_task_and_what_is_finished_is_not_run_again(small, monkeypatch):
-    config = of(small, "all", method="all", seeds=2, max_steps=2, completion_length=3, variance_samples=2)
-    place = config.output_dir
-    real, ran = compare.run_one, []
-
-    def until(method: str | None):
-        def run_one(config, console, whole):
-            if config.method == method:
-                raise KeyboardInterrupt
-            ran.append((config.method, config.seed))
-            return real(config, console, whole)
-
-        return run_one
-
-    monkeypatch.setattr(compare, "run_one", until("ppo"))
-    with pytest.raises(Interrupted, match=f"--resume {place}"):
-        run(config)
-    assert ran == [("ste", 0), ("gumbel", 0), ("reinforce", 0)]
-    ran.clear()
-    monkeypatch.setattr(compare, "run_one", until(None))
-    summary = run(dataclasses.replace(config, output_dir=None, resume=place))
-    methods = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
-    assert ran == [*((m, 0) for m in methods[3:]), *((m, 1) for m in methods)]
-    assert tuple(summary["methods"]) == methods
-    assert summary == json.loads((place / "summary.json").read_text())
-    page = (place / "comparison.html").read_text()
-    assert all(f"<td>{name}</td><td>{when}</td>" in page for name in methods for when in ("before", "after"))
-    for name, found in summary["methods"].items():
-        reward = found["test_reward"]
-        assert reward["low"] <= reward["mean"] <= reward["high"]
-        assert len(reward["values"]) == 2
-        assert found["grad_variance"] > 0
-        assert (name == "ste") == ("test_reward_minus_ste" not in found)
-    before = {found["val_reward_before"] for found in summary["methods"].values()}
-    assert len(before) == 1  # one policy, one reward, one evaluation
-    ste, legacy = summary["methods"]["ste"], summary["methods"]["ste_legacy"]
-    assert legacy["coverage"] == 1.0 > ste["coverage"]
-    records = read_lines(place / "metrics.jsonl")
-    assert {(x["method"], x["seed"], x["step"]) for x in records} == {
-        (m, s, i) for m in methods for s in (0, 1) for i in range(3)
-    }
-    assert (place / "comparison.png").stat().st_size > 10_000
-    console = Console(file=io.StringIO(), width=160)
-    show(summary, console)
-    assert all(name in console.file.getvalue() for name in methods)
-
-
-TIGHT = {"method": "all", "max_steps": 1, "completion_length": 2, "variance_samples": 0}
-
-
-@pytest.fixture(scope="module")
-def half_compared(small) -> Path:
-    """A comparison that trained its own reward and was killed before its third method."""
-    place, real = small.root / "half-compared", compare.run_one
-
-    def two(config, console, whole):
-        if config.method == "reinforce":
-            raise KeyboardInterrupt
-        return real(config, console, whole)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "run_one", two)
-        with pytest.raises(Interrupted):
-            run(dataclasses.replace(small.config, output_dir=place, reward_model=None, **TIGHT))
-    return place
-
-
-@pytest.fixture
-def begun(half_compared, tmp_path, monkeypatch) -> Path:
-    """It, where the legacy methods do not fit."""
-    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
-    return Path(shutil.copytree(half_compared, tmp_path / "begun", symlinks=True))
-
-
-def going_on(small, place: Path, **changes) -> GradeConfig:
-    given = {**TIGHT, "output_dir": None, "resume": place, "reward_model": None, **changes}
-    return dataclasses.replace(small.config, **given)
-
-
-def test_a_comparison_that_was_moved_has_its_own_reward(small, begun, tmp_path):
-    whole = Path(shutil.copytree(begun, tmp_path / "whole", symlinks=True))
-    run(going_on(small, whole))
-    begun.rename(tmp_path / "moved")
-    shutil.copytree(small.reward, begun / "reward")  # another one, where its own was
-    run(going_on(small, tmp_path / "moved"))
-    for method in ("reinforce-0", "ppo-0"):
-        records = [read_lines(path / method / "metrics.jsonl") for path in (whole, tmp_path / "moved")]
-        assert [x["train/reward"] for x in records[0][1:]] == [x["train/reward"] for x in records[1][1:]]
-        assert (tmp_path / "moved" / method / "reward").samefile(tmp_path / "moved" / "reward")
-
-
-def test_methods_are_compared_after_as_many_steps(small, begun):
-    with pytest.raises(OptionError, match=r"--max-steps cannot change from 1 to 2 in a comparison: .* begin another"):
-        run(going_on(small, begun, max_steps=2))
-    path = begun / "gumbel-0" / "summary.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "steps": 4}))
-    with pytest.raises(ConfigError, match="gumbel-0 is of 4 steps, others are of 1: remove it, to run it again"):
-        run(going_on(small, begun))
-    shutil.rmtree(begun / "gumbel-0")
-    assert run(going_on(small, begun))["steps"] == 1
-
-
-def test_a_full_disk_within_a_comparison_names_the_comparison(small, begun, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(single, "steps", full)
-    with pytest.raises(OutOfSpace, match=f"no space left at .*, then logitless align --resume {begun} goes on from"):
-        run(going_on(small, begun))
-
-
-def test_only_what_does_not_fit_is_left_out(small, begun):
-    (begun / "ste_legacy-0" / "model").mkdir(parents=True)
-    (begun / "ste_legacy-0" / "run.lock").unlink(missing_ok=True)
-    with pytest.raises(OptionError, match=r"ste_legacy-0 holds .*, which a run would replace"):
-        run(going_on(small, begun))
-
-
-def test_a_method_that_does_not_fit_is_left_out_with_its_reason(small, monkeypatch):
-    monkeypatch.setattr("logitless.workbench.grade.legacy.free_bytes", lambda device: 0)
-    summary = run(of(small, "tight", **TIGHT))
-    assert set(summary["left_out"]) == {"ste_legacy", "gumbel_legacy"}
-    assert "a batch needs" in summary["left_out"]["ste_legacy"]
-    assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo"}
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Completions before and after a run: the same noise each time, coloured, and kept over a resumption."""
+"""Completions before and after a run: the same noise each time, coloured, and the same over a resumption."""
 
 import io
 import json
@@ -42,11 +42,15 @@ def test_an_unchanged_policy_says_the_same_before_and_after(kept):
     assert found["after"][0]["reward"] is None
 
 
-def test_a_resumed_run_keeps_what_was_before(kept):
-    first = (kept("before", micro_model(initializer_range=0.2)) / examples.EXAMPLES_FILE).read_text()
-    other = micro_model(initializer_range=0.5)
-    assert (kept("before", other) / examples.EXAMPLES_FILE).read_text() == first
-    found = json.loads((kept("after", other) / examples.EXAMPLES_FILE).read_text())
+@pytest.mark.parametrize("damaged", ["", "[1]", '{"before": [], "after": 5}'])
+def test_a_resumed_run_says_what_was_before_whatever_lies_there(kept, damaged):
+    model = micro_model(initializer_range=0.2)
+    path = kept("before", model) / examples.EXAMPLES_FILE
+    first = path.read_text()
+    path.write_text(damaged)
+    kept("before", model)
+    assert path.read_text() == first
+    found = json.loads((kept("after", micro_model(initializer_range=0.5)) / examples.EXAMPLES_FILE).read_text())
     assert found["after"] != found["before"]
 
 

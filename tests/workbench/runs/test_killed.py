@@ -1,4 +1,4 @@
-"""Runs of train, align, score and eval that are killed at random moments: they end as runs that nobody disturbs."""
+"""Runs of all commands that are killed at random moments: they end as runs that nobody disturbs."""
 
 import json
 import random
@@ -10,11 +10,27 @@ import pytest
 from safetensors.torch import load_file
 
 from logitless.workbench.evaluation.config import EvalConfig
+from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.scoring.config import ScoreConfig, TextOptions
 from tests.support.workbench.killing import curve, goes_on, killed_after, undisturbed
 
 SEEDS, FAST = range(20), (0, 3, 6)  # the fast ones are killed once
+LONG = ("compare", "eval")
 pytestmark = pytest.mark.timeout(600)
+COMPARED = GradeConfig(
+    method="all",
+    prompt_length=12,
+    completion_length=3,
+    batch_size=2,
+    gradient_accumulation_steps=1,
+    max_steps=2,
+    learning_rate=1e-2,
+    top_k=40,
+    evaluation_prompts=4,
+    variance_samples=2,
+    lora_rank=2,
+    device="cpu",
+)
 
 
 def options(command: str, start, micro) -> object:
@@ -23,6 +39,8 @@ def options(command: str, start, micro) -> object:
         return replace(micro.config, max_steps=24)
     if command == "align":
         return replace(start, max_steps=8)
+    if command == "compare":
+        return replace(COMPARED, model=start.model, data=start.data)
     if command == "eval":
         return EvalConfig(model=start.model, data=start.data, against=start.model, device="cpu", batch_tokens=256)
     return ScoreConfig(model=start.model, data=start.data, keep=3, device="cpu", batch_tokens=256)
@@ -39,12 +57,29 @@ def result(place: Path) -> object:
     if (place / "documents.jsonl").exists():
         assert json.loads((place / "summary.json").read_text())["documents"] > 0
         return (place / "tokens.parquet").read_bytes(), (place / "documents.jsonl").read_bytes()
+    if (place / "comparison.html").exists():
+        return comparison(place), names(place)
     return curve(place), {name: x.tolist() for name, x in load_file(place / "model" / "model.safetensors").items()}
 
 
+def comparison(place: Path) -> dict:
+    """What a comparison came to, but for times."""
+    found = json.loads((place / "summary.json").read_text())
+    for one in found["methods"].values():
+        del one["seconds_per_step"], one["peak_memory_bytes"]
+    for one in found["beside_legacy"].values():
+        del one["seconds_per_step"]
+    return {**{name: found[name] for name in ("methods", "beside_legacy", "criteria", "curves")}, "runs": curve(place)}
+
+
+def names(place: Path) -> list[str]:
+    """Everything that a run leaves."""
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
 def has_ended(place: Path) -> bool:
-    """Whether a run wrote the last of its files, and was killed at most on its way out."""
-    return place.is_file() or (place / "summary.json").exists()
+    """Whether a run wrote the last of its files, and was killed at most on its way out; a comparison may go on then."""
+    return place.is_file() or ((place / "summary.json").exists() and not (place / "comparison.html").exists())
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +100,8 @@ def whole(start, micro, tmp_path_factory):
 def each() -> list:
     """Commands and seeds; a few of them are fast enough to be always run."""
     slow = {True: [], False: [pytest.mark.slow]}
-    commands = ("train", "align", "score", "eval")
-    return [pytest.param(c, s, marks=slow[s in FAST and c != "eval"]) for c in commands for s in SEEDS]
+    commands = ("train", "align", "compare", "score", "eval")
+    return [pytest.param(c, s, marks=slow[s in FAST and c not in LONG]) for c in commands for s in SEEDS]
 
 
 @pytest.mark.parametrize(("command", "seed"), each())

@@ -1,4 +1,4 @@
-"""A rank that loses another says so, however it learns of it."""
+"""A rank that loses another, or is ended by a signal, says so, however it learns of it."""
 
 import signal
 
@@ -6,13 +6,14 @@ import pytest
 
 from logitless.errors import RankError
 from logitless.workbench.runs import ranks
+from logitless.workbench.runs.ending import STOPPING, Interrupted, explained
 
 
 @pytest.fixture(autouse=True)
 def one_of_two(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     yield
     for number, handler in before.items():
@@ -32,12 +33,12 @@ def test_a_collective_fails():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # while this is said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOPPING)
 def test_the_launcher_is_first(number):
-    """Or a terminal that closes."""
+    """Or a terminal that closes: the rank is interrupted, whatever the reason."""
     with (
         pytest.raises(
-            RankError, match=rf"rank 0 was ended by its launcher \({number.name}\), .*; --resume run goes on"
+            Interrupted, match=rf"rank 0 was ended by its launcher \({number.name}\), .*; --resume run goes on"
         ),
         losing(),
     ):
@@ -51,11 +52,21 @@ def test_the_launcher_is_first_while_torch_dispatches():
     def dispatch() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
-        except RankError:
+        except Interrupted:
             raise RuntimeError("Unhandled exception in dispatch") from None
 
-    with pytest.raises(RankError, match=r"rank 0 was ended by its launcher \(SIGTERM\)"), losing():
+    with pytest.raises(Interrupted, match=r"rank 0 was ended by its launcher \(SIGTERM\)"), losing():
         dispatch()
+
+
+def test_a_signal_within_a_runs_place(tmp_path):
+    """Whose own line says nothing of the launcher."""
+    with (
+        pytest.raises(Interrupted, match=r"rank 0 was ended by its launcher .*; --resume run goes on from step 6"),
+        losing(),
+        explained(tmp_path, "train"),
+    ):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_nothing_is_lost():

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from logitless.errors import LogitlessError
 from logitless.workbench.align import run as align
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.common.files import read_lines
+from logitless.workbench.common.options import DEFAULT_MODEL
 from logitless.workbench.common.sealed import read_sealed, write_sealed
 from logitless.workbench.runs.rundir import stored
 from logitless.workbench.sft import run as sft
@@ -130,7 +132,7 @@ CHECKPOINT = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pt
 
 @pytest.mark.usefixtures("not_trained")
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", [*CHECKPOINT, "seal.json"])
+@pytest.mark.parametrize("name", [*CHECKPOINT, "run_id", "seal.json"])
 def test_a_file_of_a_checkpoint_that_is_not_what_was_written(trained, tmp_path, name, kind):
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     path = run / "checkpoint-2" / name
@@ -275,3 +277,39 @@ def test_an_alignment_on_another_number_of_ranks(aligned, tmp_path):
     run = Path(shutil.copytree(aligned, tmp_path / "run"))
     write_sealed(run / "run.json", {**read_sealed(run / "run.json"), "ranks": 2})
     assert "a step of this run is the batches of 2 ranks: launch as many, got 1" in resumed(run, "align")
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("command", ["train", "align"])
+def test_adapters_go_on_with_the_model_that_they_began_beside(micro, start, tmp_path, command):
+    """On another one they would be other weights."""
+    model, place = Path(shutil.copytree(start.model, tmp_path / "model")), tmp_path / "run"
+    config, module = (micro.config, sft) if command == "train" else (start, align)
+    module.run(replace(config, model=str(model), lora_rank=2, max_steps=2, output_dir=place), QUIET)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 1.5 * x for name, x in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    said = f"--resume {place}: model.safetensors of --model {model} is not what the run began with: put it back, or"
+    assert resumed(place, command).startswith(said)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert resumed(place, command) == ""
+
+
+@pytest.mark.usefixtures("not_trained")
+def test_a_configuration_that_has_changed(trained, micro, tmp_path):
+    """Weights of the same shapes would be read by other rules."""
+    run, before = Path(shutil.copytree(trained, tmp_path / "run")), Path(micro.config.model).read_text()
+    try:
+        Path(micro.config.model).write_text(json.dumps({**json.loads(before), "rope_theta": 77.0}))
+        assert f"--model {micro.config.model} is not what the run began with" in resumed(run)
+    finally:
+        Path(micro.config.model).write_text(before)
+
+
+def test_no_default_model_is_trained_for_a_run_that_goes_on(aligned, tmp_path, monkeypatch):
+    """It would be another one than the run began with."""
+    run = Path(shutil.copytree(aligned, tmp_path / "run"))
+    known = read_sealed(run / "run.json")
+    write_sealed(run / "run.json", {**known, "config": {**known["config"], "model": DEFAULT_MODEL}})
+    monkeypatch.chdir(tmp_path)
+    assert f"--model {DEFAULT_MODEL}: expected a directory with weights to align" in resumed(run, "align")
+    assert not (tmp_path / "runs").exists()

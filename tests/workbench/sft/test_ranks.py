@@ -52,7 +52,8 @@ def launch(ranks: int, *arguments: object, timeout: int = 240, by: Sequence[obje
 
 def assert_lost(written: str) -> None:
     """Rank 0 says that it lost another, by its own or by the launcher's finding, whichever was first."""
-    assert re.search("logitless: rank 0 (lost another rank|was ended by its launcher)", written), written[-4000:]
+    said = "(logitless: rank 0 lost another rank|interrupted; rank 0 was ended by its launcher)"
+    assert re.search(said, written), written[-4000:]
 
 
 def options(micro, place: Path, *more: object) -> list[object]:
@@ -97,6 +98,22 @@ def test_two_ranks_one_dies_and_one_or_four_go_on(micro, alone, tmp_path, shardi
         summary = json.loads((finished / "summary.json").read_text())
         assert dense_held_out_loss(finished) == pytest.approx(summary["held_out_loss_after"], rel=1e-4)
         assert "lm_head.weight" not in tensors(finished)  # which is the embedding, however it was gathered
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_launch_that_is_stopped_has_interrupted_ranks(micro, alone, tmp_path, name):
+    place = tmp_path / "run"
+    given = options(micro, place, "--gradient-accumulation-steps", PER_STEP // 2)
+    _, written = launch(2, name, 7, *given, "--rank-timeout", 60)
+    said = " ".join(written.split())
+    for rank in range(2):
+        assert f"interrupted; rank {rank} was ended by its launcher (SIG{name}), as" in said, written[-4000:]
+    assert f"--resume {place} goes on from step 6" in said
+    assert "logitless: " not in written
+    resume(place)
+    assert losses(place) == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -187,6 +187,17 @@ class TestShortRuns:
         resume(place)
         assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
 
+    def test_a_signal_in_the_last_step_is_one_too(self, micro, finished, tmp_path, monkeypatch):
+        """Else what trains a model first, and goes on with it, would go on."""
+        place = tmp_path / "stopped"
+        at_step(monkeypatch, micro.config.max_steps - 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(Interrupted, match=f"--resume {place} goes on from step {micro.config.max_steps}"):
+            run(replace(micro.config, output_dir=place), QUIET)
+        monkeypatch.undo()
+        monkeypatch.setattr("logitless.workbench.sft.run.measure", lambda config, tokens: {})
+        resume(place)
+        assert losses(place) == pytest.approx(losses(finished[0]), rel=1e-5)
+
     def test_a_full_disk_keeps_the_last_checkpoint(self, micro, tmp_path, monkeypatch):
         place = tmp_path / "full"
         save = torch.save

@@ -34,6 +34,7 @@ from ..runs.trainer import on_processors, quiet, save_model
 from ..sft.default_model import default_model
 from ..sources.corpus import Row
 from ..sources.generation import align_tokens, from_all_entries
+from ..sources.identity import files_of
 from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
@@ -55,7 +56,8 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
     check_available(config.check())
     device_of(config.device)
     PartialState(cpu=on_processors(config))
-    default_model(config.model, config.device, console)
+    if config.resume is None:  # a run that goes on had its model
+        default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     tokenizer = load_tokenizer(source)
     place = config.resume
@@ -113,7 +115,7 @@ def _set_up(
             )
         if not (config.resume and path.exists()):
             _prepare(as_begun(config, place), path, model, tokenizer, console)
-        record(config, place, state.num_processes)
+        record(config, place, state.num_processes, files_of("model", source))
 
     first(prepared)
     train, held_out = load(path, config)
@@ -181,7 +183,7 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
             held_out.conclude(arguments, found[1])
         else:
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked and trainer.state.global_step < config.max_steps:
+    if stop.asked:
         raise KeyboardInterrupt
     if alone:
         _examples(parts, trainer, "after")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,17 +18,19 @@ from ...resident import reset_peak
 from ...units import one_unit, plural
 from ...versions import versions
 from ..common.device import device_of
-from ..common.files import read_lines, readable, write_json, write_lines, write_whole
+from ..common.files import read_lines, readable, write_json, write_lines, write_text, write_whole
 from ..common.functions import blamed, function_named
 from ..common.say import say
+from ..common.sealed import hash_of
 from ..common.written import SUMMARY_FILE
 from ..runs import examples
-from ..runs.ending import explained, whence
+from ..runs.ending import explained, launched_ranks, whence
 from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import save_model
 from ..sft.default_model import default_model
 from ..sources.generation import align_tokens
+from ..sources.identity import files_of
 from ..sources.model import (
     ModelSource,
     build,
@@ -72,19 +72,22 @@ def run_one(config: GradeConfig, console: Console, whole: Path | None = None) ->
 
 def _share(whole: Path, place: Path) -> None:
     """A comparison's prompts and reward as a run's own; the link leads to the reward wherever both are moved."""
-    shutil.copy(whole / PROMPTS_FILE, place / PROMPTS_FILE)
-    if (whole / REWARD).exists() and not os.path.lexists(place / REWARD):
+    if not (place / PROMPTS_FILE).exists():
+        write_text(place / PROMPTS_FILE, (whole / PROMPTS_FILE).read_text(encoding="utf-8"))
+    if (whole / REWARD).exists() and not (place / REWARD).exists():
+        (place / REWARD).unlink(missing_ok=True)  # a link that leads nowhere
         (place / REWARD).symlink_to(Path("..", REWARD))
 
 
 def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextTokenizer]:
     """The model to align and its tokenizer; the default one is trained first. Raises LogitlessError for bad input."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         raise OptionError(
             f"--method {config.method} runs on one device: start it without torchrun or accelerate launch"
         )
     device_of(config.device)
-    default_model(config.model, config.device, console)
+    if config.resume is None:  # a run that goes on had its model
+        default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
     if config.top_k > source.vocab_size:
         raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
@@ -99,16 +102,26 @@ def set_up(config: GradeConfig, place: Path, source: ModelSource, tokenizer: Tex
     model = build(config, source).to(device).eval()  # dropout would differ between the passes of one step
     align_tokens(model, tokenizer)
     materials(config, place, model, tokenizer, console)
-    reward, vocab_size = _reward(config, place, model, tokenizer)
+    reward, vocab_size = reward_of(config, place, model, tokenizer)
     prompts = _prompts(place / PROMPTS_FILE, source.vocab_size)
     frozen = None if config.lora_rank else copy.deepcopy(model).requires_grad_(False)
     method = method_of(Task(config, model, frozen, reward, vocab_size, tokenizer.eos_id))
     leaves = [*(p for p in model.parameters() if p.requires_grad), *method.parameters()]
     optimizer = torch.optim.AdamW(leaves, lr=config.rate, weight_decay=0.0)
     state = Run(config, place, method, tokenizer, prompts, optimizer, console)
-    record(config, place)
+    record(config, place, inputs=inputs_of(config, source, reward))
     reset_peak(device)
     return state
+
+
+def inputs_of(config: GradeConfig, source: ModelSource, reward: Reward) -> dict[str, str]:
+    """What tells the models, or the rule, that a run reads from all others."""
+    found = files_of("model", source)
+    if config.reward_model is not None:
+        found |= files_of("reward-model", resolve(config.reward_model))
+    if config.token_reward is not None:
+        found[f"what --token-reward {config.token_reward} gives"] = hash_of(reward.table.cpu().numpy().tobytes())
+    return found
 
 
 def _prompts(path: Path, vocab_size: int) -> Prompts:
@@ -148,7 +161,7 @@ def named_reward(config: GradeConfig, place: Path) -> dict[str, str | None]:
     return {"reward_model": config.reward_model or learned, "token_reward": config.token_reward}
 
 
-def _reward(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokenizer) -> tuple[Reward, int]:
+def reward_of(config: GradeConfig, place: Path, model: Any, tokenizer: TextTokenizer) -> tuple[Reward, int]:
     """(what rewards the run, how many vocabulary entries it shares with the policy)."""
     if config.token_reward is not None:
         vocab_size = shared_vocabulary(model, model, tokenizer.saved, tokenizer.saved)

@@ -110,7 +110,7 @@ def steps(state: Run, send: Send) -> dict[str, float]:
             bar.put(state.step, _line(found))
             if state.step % every == 0 or last or stop.asked:
                 save(state)
-    if state.step < config.max_steps:
+    if stop.asked:
         raise KeyboardInterrupt
     return {name: value for name, value in state.records[0].items() if name != "step"}
 

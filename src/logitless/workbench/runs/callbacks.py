@@ -22,7 +22,7 @@ from ...resident import peak_bytes
 from ..common.files import append_line, write_lines
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
 from .checkpoints import begin_checkpoint, finish_checkpoint, records_at
-from .ending import ENDING
+from .ending import STOPPING, leave_closed_terminal
 from .ranks import first
 
 
@@ -186,7 +186,7 @@ class GentleStop(TrainerCallback):
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> GentleStop:
-        for number in (signal.SIGINT, *ENDING):
+        for number in STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it on purpose
                 self.previous[number] = signal.signal(number, self._ask)
         return self
@@ -196,6 +196,7 @@ class GentleStop(TrainerCallback):
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         if self.asked or not self.stepping:
             raise KeyboardInterrupt
         self.asked = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,11 +131,23 @@ def _own(run: Path) -> Iterator[Path]:
 
 
 def _is_own(checkpoint: Path, run_id: str) -> bool:
-    try:
-        with readable(checkpoint / MARK):
-            return (checkpoint / MARK).read_text(encoding="utf-8") == run_id
-    except DataError:
-        return run_id == ""
+    """Whether its mark says so, or its seal says that it did: `check_whole` refuses a mark that was damaged since."""
+    mark = run_id.encode()
+    return _mark_of(checkpoint) == mark or _sealed_mark(checkpoint) == hash_of(mark)
+
+
+def _mark_of(checkpoint: Path) -> bytes:
+    """The mark; empty where there is none that can be read."""
+    with suppress(DataError), readable(checkpoint / MARK):
+        return (checkpoint / MARK).read_bytes()
+    return b""
+
+
+def _sealed_mark(checkpoint: Path) -> str | None:
+    """The hash of the mark that a whole checkpoint was written with."""
+    with suppress(DataError):
+        return read_sealed(checkpoint / SEAL)["files"].get(MARK)
+    return None
 
 
 def _is_whole(checkpoint: Path) -> bool:

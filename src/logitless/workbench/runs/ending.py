@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
-from ...errors import DataError
+from ...errors import DataError, OptionError
 from ..common.files import read_object
 from ..common.lock import release
 from ..common.options import code_named
 from ..common.space import OutOfSpace, room_wanted
-from ..common.written import RUN_FILE, SUMMARY_FILE, WRITTEN
+from ..common.written import RUN_FILE, WRITTEN
 from .checkpoints import discard_unfinished, last_checkpoint
 
 # What ends a process from outside; a terminal that closes where there is such a signal.
 ENDING = tuple(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None)
+STOPPING = (signal.SIGINT, *ENDING)  # Ctrl-C too
 
 
 class Interrupted(KeyboardInterrupt):
@@ -41,7 +44,7 @@ def explained(place: Path, command: str) -> Iterator[None]:
         within = error.__cause__ if isinstance(error, OutOfSpace) else None  # what a run within this one met
         if not (wanted := room_wanted(within or error, place)):
             raise
-        if _ranks() == 1:  # others may still be writing
+        if launched_ranks() == 1:  # others may still be writing
             discard_unfinished(place)
         raise OutOfSpace(f"{wanted}, then {how_to_go_on(place, command)}") from error
     finally:
@@ -50,17 +53,44 @@ def explained(place: Path, command: str) -> Iterator[None]:
 
 
 @contextmanager
+def stoppable(told: Callable[[], str]) -> Iterator[None]:
+    """Turns an interruption before a run has its place, or after its end, into one line that ends with what is told."""
+    try:
+        with interrupted_by_signals():
+            yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(told()) from None
+
+
+@contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """SIGTERM and a closed terminal interrupt as Ctrl-C does, where nothing else is made of them; ranks have `lost`."""
     previous: dict[int, Any] = {}
-    if _ranks() == 1 and current_thread() is main_thread():
+    if launched_ranks() == 1 and current_thread() is main_thread():
         kept = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-        previous = {number: signal.signal(number, signal.default_int_handler) for number in kept}
+        previous = {number: signal.signal(number, _interrupt) for number in kept}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    leave_closed_terminal()
+    raise KeyboardInterrupt
+
+
+def leave_closed_terminal() -> None:
+    """Has what is written to a terminal that has closed go nowhere: it would be an error, and end a run at once."""
+    for number in (1, 2):  # standard output and standard error
+        try:
+            os.get_terminal_size(number)
+        except OSError as error:  # of files and pipes it says that they are no terminals
+            if error.errno == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def how_to_go_on(place: Path | None, command: str) -> str:
@@ -70,11 +100,16 @@ def how_to_go_on(place: Path | None, command: str) -> str:
     return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
 
 
+def where_it_is(summary: dict[str, Any]) -> str:
+    """What to say of a run that has ended before all of it was shown."""
+    return f"the run has ended, and all of it is in {summary['output_dir']}"
+
+
 def whence(place: Path) -> str:
     """Where a run that is resumed goes on."""
     found = last_checkpoint(place)
-    finished = any(place.glob(f"*/{SUMMARY_FILE}"))  # runs of a comparison
-    return f"step {found[1]}" if found else "what is not finished" if finished else "the start"
+    parts = any(place.glob(f"*/{RUN_FILE}"))  # runs of a comparison
+    return f"step {found[1]}" if found else "what is not finished" if parts else "the start"
 
 
 def _trusting(place: Path) -> str:
@@ -85,14 +120,17 @@ def _trusting(place: Path) -> str:
         return ""
 
 
-def _ranks(which: str = "WORLD_SIZE") -> int:
-    """How many processes this one was launched as one of."""
-    return int(os.environ.get(which, "1"))
+def launched_ranks(which: str = "WORLD_SIZE") -> int:
+    """How many processes this one was launched as one of. OptionError where the environment says no number."""
+    told = os.environ.get(which, "1")
+    if not told.isdecimal():
+        raise OptionError(f"{which}={told!r} in the environment: expected a number of ranks; unset it, or use torchrun")
+    return int(told)
 
 
 def _launch(command: str) -> str:
     """The start of a command line that launches a command as this process was launched."""
-    ranks, here = _ranks(), _ranks("LOCAL_WORLD_SIZE")
+    ranks, here = launched_ranks(), launched_ranks("LOCAL_WORLD_SIZE")
     if ranks == 1:
         return f"logitless {command}"
     launcher = f"torchrun --nproc-per-node {ranks}" if here == ranks else "on every machine the same launch of"

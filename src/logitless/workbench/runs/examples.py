@@ -15,7 +15,7 @@ from ...integrations.transformers.generation import generate
 from ...printable import shown
 from ...sample.terminal import FAINT, Painter, legend
 from ...sample.text import pieces
-from ..common.files import read_object, readable, write_json
+from ..common.files import read_object, write_json
 from ..common.say import say
 from ..sources.generation import from_all_entries
 from ..sources.tokenizer import TextTokenizer
@@ -41,12 +41,9 @@ def keep(
 ) -> None:
     """Samples a completion of the first prompts and puts them into completions.json, by the same noise each time.
 
-    Of a resumed run `before` is what it was. score: the reward of a completion's ids (T,).
+    A resumed run makes those of before anew, which may have been damaged. score: the reward of a completion's ids (T,).
     """
     path = place / EXAMPLES_FILE
-    found = _found(path) if path.exists() else {}
-    if when == "before" and when in found:
-        return
     was_training = model.training
     model.eval()
     with from_all_entries(model):
@@ -55,17 +52,8 @@ def keep(
             for seed, ids in enumerate(prompts[:COUNT])
         ]
     model.train(was_training)
-    write_json(path, found | {when: made})
-
-
-def _found(path: Path) -> dict[str, list[Record]]:
-    """What was kept before; DataError where it cannot be shown."""
-    found = read_object(path)
-    with readable(path):
-        for when, made in found.items():
-            for example in made:
-                _shown(when, example)
-    return found
+    before = read_object(path) if when == "after" else {}
+    write_json(path, before | {when: made})
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...versions import version_of
 from ...vocab.face import reason_of
-from .ending import ENDING
+from .ending import STOPPING, Interrupted, leave_closed_terminal
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")
@@ -84,38 +84,43 @@ def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
 
 @contextmanager
 def lost(how_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Turns the loss of another rank into one line, by whatever comes first: the failure of a collective with it, or
-    the signal with which the launcher ends all ranks as soon as it misses one, or is ended itself."""
+    """Turns the loss of another rank, and the end of this one by a signal, into one line.
+
+    Whichever comes first: a collective fails with the other rank, or the launcher, which ends all ranks as soon as it
+    misses one or is itself stopped, sends its signal; then the rank is interrupted.
+    """
     if not dist.is_initialized():
         yield
         return
 
-    said: list[RankError] = []
-    previous = {number: handler for number in ENDING if (handler := signal.getsignal(number)) not in UNTOUCHED}
+    said: list[Interrupted] = []
+    previous = {number: handler for number in STOPPING if (handler := signal.getsignal(number)) not in UNTOUCHED}
 
-    def told(what: str) -> RankError:
+    def told(what: str) -> str:
         for number in previous:
             signal.signal(number, signal.SIG_IGN)  # until this is said
         why = "the first error among the ranks' logs, if there is one, says why"
-        return RankError(f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}")
+        return f"rank {dist.get_rank()} {what}; {why}; {how_to_go_on()}"
 
     def ended(number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         name = signal.Signals(number).name
-        said.append(told(f"was ended by its launcher ({name}), as every rank is when one is lost or all are stopped"))
+        what = f"was ended by its launcher ({name}), as every rank is when one is lost or all are stopped"
+        said.append(Interrupted(told(what)))
         raise said[0]
 
     for number in previous:
         signal.signal(number, ended)
     try:
         yield
-    except LogitlessError:
-        raise
-    except Exception as error:
-        if said:  # torch's C++ raises its own error in the place of what a signal raised within it
+    except BaseException as error:
+        if said:  # whatever came of it: torch's C++ raises an error of its own in its place
             raise said[0] from error
-        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in LOST):
+        if not isinstance(error, RuntimeError) or isinstance(error, LogitlessError):
             raise
-        raise told(f"lost another rank ({reason_of(error)})") from error
+        if not any(sign in str(error).lower() for sign in LOST):
+            raise
+        raise RankError(told(f"lost another rank ({reason_of(error)})")) from error
     finally:
         for number, handler in previous.items():
             if signal.getsignal(number) is ended:

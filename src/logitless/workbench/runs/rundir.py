@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError, DataError, OptionError
@@ -83,19 +85,26 @@ def name_of(model: str) -> str:
     return path.name or path.resolve().name
 
 
-def record(config: RunOptions, place: Path, ranks: int = 1) -> None:
+def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes run.json: from now on, the run can be resumed, with these options. ranks: of a new run.
 
-    Raises ConfigError where what was prepared in the directory is not what the run began with.
+    inputs: what tells the models that are read, by their options, from all others. Raises ConfigError where one of
+    them, or what was prepared in the directory, is not what the run began with.
     """
     files, begun = hashes_of(place, PREPARED), _begun(place)
+    for name, known in begun.get("inputs", {}).items():
+        if inputs.get(name) != known:
+            raise ConfigError(
+                f"--resume {place}: {name} is not what the run began with: put it back, or begin another run"
+            )
     for name, known in begun.get("files", {}).items():
         if files.get(name) != known:
             raise ConfigError(
                 f"--resume {place}: {place / name} was made anew, and is not what the run began with: give the --data "
                 "and the model that it was made of, put back the file, or begin another run"
             )
-    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps, "files": files}
+    own = {"schema": SCHEMA, "id": uuid.uuid4().hex, "ranks": ranks, "max_steps": config.max_steps}
+    own |= {"files": files, "inputs": dict(inputs)}
     write_sealed(place / RUN_FILE, {**own, **begun, "config": config.to_dict()})
 
 
@@ -107,6 +116,30 @@ def ranks_at_start(place: Path) -> int:
 def as_begun(config: Options, place: Path) -> Options:
     """The options by which the run's prompts or pairs were made: by now it may take more steps."""
     return replace(config, max_steps=_begun(place).get("max_steps", config.max_steps))
+
+
+def prepared_for(place: Path) -> dict[str, str]:
+    """The hashes of what was prepared before the run in this directory began."""
+    return _begun(place)["files"]
+
+
+def finished_within(whole: Path) -> dict[str, dict[str, str]]:
+    """The hashes of what each finished run of a comparison left, by the name of its directory."""
+    return _begun(whole).get("finished", {})
+
+
+def record_finished(whole: Path, name: str, files: dict[str, str]) -> None:
+    """Writes into a comparison's run.json what one of its runs left, which is compared from now on."""
+    write_sealed(whole / RUN_FILE, {**_begun(whole), "finished": {**finished_within(whole), name: files}})
+
+
+def discard_prepared(place: Path) -> None:
+    """Takes away what was prepared in a directory for a run that does not begin, and the directory if it is empty."""
+    if acquire(place):
+        _remove_prepared(place)
+        release(place)
+    with suppress(OSError):  # something else lies there
+        place.rmdir()
 
 
 def _begun(place: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from ..runs.rundir import claim, name_of, ranks_at_start, record
 from ..runs.trackers import check_tracker, explain_failures, project
 from ..runs.trainer import arguments, on_processors, quiet, save_model
 from ..sources.generation import align_tokens
+from ..sources.identity import files_of
 from ..sources.model import ModelSource, build, load_tokenizer, reaching, resolve
 from ..sources.packing import Collate, PackedRows, collate
 from ..sources.tokenizer import TextTokenizer
@@ -155,7 +156,7 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
-        record(config, place, layout.data)
+        record(config, place, layout.data, files_of("model", source))
         check_teacher(tokens, teacher)
         return ranks_at_start(place)
 
@@ -220,7 +221,7 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
         else:
             held_out.send = trainer.log
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    if stop.asked and trainer.state.global_step < config.max_steps:
+    if stop.asked:
         raise KeyboardInterrupt
     if isinstance(trainer, ShardedTrainer):
         return trainer.whole_weights()

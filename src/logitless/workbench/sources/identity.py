@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..common.sealed import hash_of, together
+from ..common.sealed import hash_of, hashes_of, together
+from .model import ModelSource
 from .tokenizer import TextTokenizer
+
+READ = ("config.json", "*.safetensors", "tokenizer*", "*.jinja")  # of a model's directory
 
 
 def known_of(thing: Any) -> str:
@@ -22,6 +25,20 @@ def known_of(thing: Any) -> str:
             getattr(thing, "_commit_hash", None),
         ]
     return hash_of(json.dumps(values, sort_keys=True, default=str).encode())
+
+
+def files_of(option: str, source: ModelSource) -> dict[str, str]:
+    """What tells the files that are read of an option's model from all others; of a hub id, its commit."""
+    given = f"--{option} {source.name}"
+    if Path(source.name).is_file() and source.weights is None:
+        return {given: hash_of(Path(source.name))}
+    if source.weights is None:
+        return {}
+    place = Path(source.weights)
+    if not place.is_dir():
+        return {f"the commit of {given}": str(getattr(source.config, "_commit_hash", None))}
+    names = (path.name for pattern in READ for path in place.glob(pattern))
+    return {f"{name} of {given}": found for name, found in hashes_of(place, names).items()}
 
 
 def is_arrow(path: Path) -> bool:

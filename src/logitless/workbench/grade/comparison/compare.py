@@ -8,23 +8,34 @@ from typing import Any
 
 from rich.console import Console
 
-from ....errors import ConfigError, OptionError
+from ....errors import ConfigError, LogitlessError, OptionError
 from ....versions import versions
 from ...common.files import read_lines, read_object, write_json, write_lines
 from ...common.say import say
+from ...common.sealed import hashes_of
 from ...common.written import METRICS_FILE, RUN_FILE, SUMMARY_FILE
 from ...runs.ending import explained
-from ...runs.examples import first_of
-from ...runs.rundir import claim, record, stored
+from ...runs.examples import EXAMPLES_FILE, first_of
+from ...runs.rundir import (
+    claim,
+    discard_prepared,
+    finished_within,
+    prepared_for,
+    record,
+    record_finished,
+    stored,
+)
 from ...sources.generation import align_tokens
 from ...sources.model import build
 from ..config import METHODS_COMPARED, GradeConfig
 from ..legacy import TooLargeError
-from ..single import SCHEMA, materials, named_reward, policy_of, run_one
+from ..single import SCHEMA, inputs_of, materials, named_reward, policy_of, reward_of, run_one
 from .curves import curves, draw
 from .report import PAGE_FILE, PLOT_FILE, table, write_page
 
 Record = dict[str, Any]
+
+RESULTS = (RUN_FILE, SUMMARY_FILE, METRICS_FILE, EXAMPLES_FILE)  # of a run, which are compared with others'
 
 
 def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
@@ -34,19 +45,17 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
     summary.json. Resumed, it goes on with what is not finished. The legacy methods are left out, with the reason, where
     they do not fit.
     """
-    if config.resume is not None and (before := stored(config.resume, config).max_steps) != config.max_steps:
-        raise OptionError(
-            f"--resume {config.resume}: --max-steps cannot change from {before} to {config.max_steps} in a comparison: "
-            "what is finished would be set against longer runs; begin another one"
-        )
+    if config.resume is not None:
+        _check_options(config, config.resume)
     source, tokenizer = policy_of(config, console)
     place = claim(config, "all")
     with explained(place, "align"):
         model = build(config, source).eval()
         align_tokens(model, tokenizer)
         materials(config, place, model, tokenizer, console)
-        del model
-        record(config, place)
+        reward, _ = reward_of(config, place, model, tokenizer)  # refused before the comparison has begun
+        record(config, place, inputs=inputs_of(config, source, reward))
+        del model, reward
         left_out: dict[str, str] = {}
         for seed in range(config.seed, config.seed + config.seeds):
             for method in METHODS_COMPARED:
@@ -55,24 +64,74 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
         return _conclude(config, place, left_out, console)
 
 
+def _check_options(config: GradeConfig, whole: Path) -> None:
+    """OptionError for an option that the numbers of a comparison depend on, and that is not what it began with."""
+    before = stored(whole, config)
+    for name in _differing(before, config):
+        raise OptionError(
+            f"--resume {whole}: --{name.replace('_', '-')} cannot change from {getattr(before, name)} to "
+            f"{getattr(config, name)} in a comparison: what is finished would be set against other runs; begin another"
+        )
+
+
+def _differing(one: GradeConfig, other: GradeConfig) -> list[str]:
+    """The options in which two runs differ, but for where their metrics go."""
+    values = other.to_dict()
+    return [name for name, value in one.to_dict().items() if name != "report_to" and values[name] != value]
+
+
 def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dict[str, str], console: Console) -> None:
     """One method's run, unless it is finished; from where it was killed, if it was."""
     place = whole / f"{method}-{seed}"
-    if (place / SUMMARY_FILE).exists():
-        if (steps := _summary(place)["steps"]) != config.max_steps:
-            raise ConfigError(
-                f"{place} is of {steps} steps, others are of {config.max_steps}: remove it, to run it again"
-            )
+    if _is_finished(whole, place):
         return
     say(console, f"{method}, seed {seed} ...")
-    begun = (place / RUN_FILE).exists()
-    there: dict[str, Any] = {"resume": place if begun else None, "output_dir": None if begun else place}
-    given = replace(config, method=method, seed=seed, seeds=1, json=None, config=None, **there)
+    own: dict[str, Any] = {"method": method, "seed": seed, "seeds": 1, "json": None, "config": None}
+    given = replace(config, **own, resume=None, output_dir=place)
+    if (place / RUN_FILE).exists():
+        _check_part(whole, place, given)
+        (place / SUMMARY_FILE).unlink(missing_ok=True)  # of a run that was killed before its end was recorded
+        given = replace(given, resume=place, output_dir=None)
     try:
         run_one(given, console, whole)
     except TooLargeError as error:
+        if given.resume is None:
+            discard_prepared(place)
         left_out[method] = str(error)
         say(console, f"{method} is left out: {error}")
+        return
+    record_finished(whole, place.name, hashes_of(place, RESULTS))
+
+
+def _is_finished(whole: Path, place: Path) -> bool:
+    """Whether a run has ended within this comparison. ConfigError where what it left is no longer what it was."""
+    known = finished_within(whole).get(place.name)
+    if known is None or not place.exists():
+        return False
+    found = hashes_of(place, RESULTS)
+    for name, was in known.items():
+        if found.get(name) != was:
+            raise ConfigError(
+                f"{place / name} is not what the run ended with: put it back, or remove {place}, to run it again"
+            )
+    return True
+
+
+def _check_part(whole: Path, place: Path, given: GradeConfig) -> None:
+    """ConfigError for a run of other options, prompts or rewards than those of the comparison that it lies in."""
+    try:
+        differing, prepared = _differing(stored(place, given), given), prepared_for(place)
+    except LogitlessError:
+        raise ConfigError(
+            f"{place / RUN_FILE} is damaged, or of another version: remove {place}, to run it again"
+        ) from None
+    differing = [f"--{name.replace('_', '-')}" for name in differing]
+    differing += [name for name, known in prepared_for(whole).items() if prepared.get(name) != known]
+    if differing:
+        raise ConfigError(
+            f"{place} is of a run with another {differing[0]} than this comparison's: move it elsewhere, or remove "
+            "it, to run it again"
+        )
 
 
 def _conclude(config: GradeConfig, place: Path, left_out: dict[str, str], console: Console) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""What ends a run from outside: a terminal that closes."""
+
+import os
+import pty
+import signal
+
+from rich.console import Console
+
+from logitless.workbench.runs.callbacks import GentleStop
+from logitless.workbench.runs.ending import interrupted_by_signals
+from tests.support.forked import begin
+
+
+def on_a_terminal() -> int:
+    """The other end of a terminal that this process writes to from now on."""
+    here, there = pty.openpty()
+    for number in (1, 2):
+        os.dup2(there, number)
+    os.close(there)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    return here
+
+
+def in_the_middle_of_a_step() -> None:
+    here, console = on_a_terminal(), Console(stderr=True)
+    with GentleStop(console) as stop:
+        stop.stepping = True
+        os.close(here)
+        signal.raise_signal(signal.SIGHUP)
+        console.print("the step goes on")
+    assert stop.asked
+
+
+def outside_the_steps() -> None:
+    here, console = on_a_terminal(), Console(stderr=True)
+    try:
+        with interrupted_by_signals():
+            os.close(here)
+            signal.raise_signal(signal.SIGHUP)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        os._exit(130)
+
+
+def test_a_terminal_that_closes_ends_no_step():
+    """What is written to it is an error: the step would end there, and its checkpoint would not be saved."""
+    process = begin(in_the_middle_of_a_step)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_terminal_that_closes_outside_the_steps():
+    process = begin(outside_the_steps)
+    process.join(60)
+    assert process.exitcode == 130
