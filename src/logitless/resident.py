@@ -97,6 +97,14 @@ def _reader(device: torch.device) -> Callable[[], int]:
     return lambda: process.memory_info().rss
 
 
+class _Storage(weakref.ref):
+    """A storage that may have been freed, with its address and its bytes."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
 class AllocationTracker(TorchDispatchMode):
     """A `with` block that counts each new storage of every operator once, and takes it off again when it is freed.
 
@@ -105,8 +113,20 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.largest = 0
-        self._known: set[int] = set()
+        self.peak = self.largest = 0
+        self._live = 0
+        self._known: dict[int, _Storage] = {}
+        self._freed: list[_Storage] = []
+
+    @property
+    def live(self) -> int:
+        self._forget()
+        return self._live
+
+    @live.setter
+    def live(self, value: int) -> None:
+        self._forget()
+        self._live = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
@@ -119,20 +139,25 @@ class AllocationTracker(TorchDispatchMode):
     def _watch(self, leaf: Any, new: bool) -> None:
         if not isinstance(leaf, torch.Tensor):
             return
+        self._forget()
         storage = leaf.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
         size = storage.nbytes() if new else 0
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        # no Python of ours runs when it is freed: an interrupt that came within that would be swallowed
+        self._known[key] = known = _Storage(storage, self._freed.append)
+        known.key, known.size = key, size
+        self._live += size
+        self.peak = max(self.peak, self._live)
         self.largest = max(self.largest, size)
-        weakref.finalize(storage, self._forget, key, size)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _forget(self) -> None:
+        """Take off the storages that have been freed."""
+        while self._freed:
+            freed = self._freed.pop()
+            del self._known[freed.key]
+            self._live -= freed.size
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
