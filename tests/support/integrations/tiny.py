@@ -150,13 +150,17 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor 
 def assert_same_gradients(
     found: dict[str, Tensor | None], exact: dict[str, Tensor | None], rtol: float, floor: float
 ) -> None:
-    """Within `rtol`, and within `floor` of the largest entry; a gradient that is 0 but for rounding hides in others."""
+    """Within `rtol`, and within `floor` of the largest entry; a gradient that is 0 but for rounding hides in others.
+
+    That of a key's bias is: what all of a row's scores gain, softmax takes away.
+    """
     assert found.keys() == exact.keys()
-    least = 1e-3 * max(float(g.abs().max()) for g in exact.values() if g is not None)
+    most = max(float(g.abs().max()) for g in exact.values() if g is not None)
     for name, expected in exact.items():
         if expected is None:
             assert found[name] is None, name
             continue
         assert float(expected.abs().max()) > 0 or "expert" in name, name
-        atol = floor * max(least, float(expected.abs().max()))
+        rounding = torch.finfo(expected.dtype).eps * most
+        atol = max(floor * max(1e-3 * most, float(expected.abs().max())), rounding)
         torch.testing.assert_close(found[name], expected, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
