@@ -1,9 +1,15 @@
 """Two ranks share the work and give what one gives."""
 
+import os
+import signal
+import time
+
 import pyarrow.parquet as pq
 import pytest
 
+from logitless.cli.main import main
 from logitless.workbench.scoring import block, documents
+from logitless.workbench.scoring import run as scoring
 from logitless.workbench.scoring.run import run
 from tests.support.integrations.launching import leave, torchrun
 from tests.workbench.scoring.conftest import config, corpus
@@ -32,11 +38,44 @@ def test_two_ranks_give_what_one_gives(micro, tmp_path, store):
         assert heads[0] == heads[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_ranks_of_a_stopped_launch_say_how_to_go_on(name, micro, tmp_path):
+    data, out = corpus(tmp_path / "a.jsonl", 40), tmp_path / "two.parquet"
+    with pytest.raises(AssertionError) as stopped:
+        torchrun("tests.workbench.scoring.test_ranks", str(micro), str(data), str(out), "topk", name)
+    said = [line for line in str(stopped.value).splitlines() if line.startswith("interrupted; rank")]
+    assert len(said) == 2, stopped.value
+    assert all(line.endswith("; the same command goes on where this one stopped") for line in said)
+    assert not out.exists()
+    torchrun("tests.workbench.scoring.test_ranks", str(micro), str(data), str(out), "resumed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "two.parquet"]
+
+
+def end_launch(name: str) -> None:
+    """The last rank ends its launcher, as a scheduler or a terminal does, with its second block."""
+    begun = []
+
+    def score_block(scorer, given, *rest, usual=scoring.score_block):
+        begun.append(given)
+        if len(begun) == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.Signals[f"SIG{name}"])
+            time.sleep(30)  # which the launcher's signal ends
+        return usual(scorer, given, *rest)
+
+    scoring.score_block = score_block
+
+
 if __name__ == "__main__":
     import sys
     from pathlib import Path
 
     documents.PIECE = block.PIECE = 400
+    if sys.argv[5:]:
+        end_launch(sys.argv[5])
+    if sys.argv[5:] or sys.argv[4] == "resumed":
+        options = zip(("--model", "--data", "--out"), sys.argv[1:4], strict=True)
+        raise SystemExit(main(["score", "--keep", "3", "--device", "cpu", *(x for pair in options for x in pair)]))
     model, data, out = map(Path, sys.argv[1:4])
     summary = run(config(model, data, out, store=sys.argv[4]))
     assert not summary or (summary["ranks"] == 2 and summary["tokens_scored_now"] == summary["scored_tokens"])

@@ -27,6 +27,7 @@ from ..common.say import quiet, say
 from ..common.sealed import hash_of
 from ..common.space import OutOfSpace, room_wanted
 from ..runs.ending import Interrupted, interrupted_by_signals
+from ..runs.ranks import lost
 from ..sft.default_model import default_model
 from ..sources.identity import known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
@@ -233,12 +234,15 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
 
 @contextmanager
 def explained(place: Path) -> Iterator[None]:
-    """Turns an interruption and a full disk into one line that says how to go on."""
+    """Turns an interruption, a lost rank and a full disk into one line that says how to go on."""
+    same = "the same command goes on where this one stopped"
     try:
-        with interrupted_by_signals():
+        with interrupted_by_signals(), lost(lambda: same):
             yield
+    except Interrupted:
+        raise
     except KeyboardInterrupt:
-        raise Interrupted("the same command goes on where this one stopped") from None
+        raise Interrupted(same) from None
     except OSError as error:
         if not (wanted := room_wanted(error, place)):
             raise
