@@ -36,6 +36,8 @@ def test_whose_options_these_are(tmp_path):
         (tmp_path / name).write_text(text)
         assert method_of(["--config", str(tmp_path / name)]) == "ppo"
         assert method_of(["--config", str(tmp_path / name), "--method", "ste"]) == "ste"
+    (tmp_path / "b.json").write_text(json.dumps({"resume": str(tmp_path)}))
+    assert method_of(["--config", str(tmp_path / "b.json")]) == "gumbel"
 
 
 def test_seeds_are_of_all_methods_alone(capsys):

@@ -147,9 +147,10 @@ def method_of(arguments: Sequence[str]) -> str | None:
     except SystemExit:
         return None  # whoever reads all of the options says what is wrong
     tables = [] if given.config is None else [read_table(given.config)]
-    if given.resume is not None:
+    named = next((x["resume"] for x in tables if isinstance(x, dict) and isinstance(x.get("resume"), str)), None)
+    if (resume := given.resume or named) is not None:
         with suppress(OptionError):  # of a file that is none: `stored` says so
-            run = read_table(given.resume / RUN_FILE)
+            run = read_table(Path(resume) / RUN_FILE)
             tables.append(run.get("config") if isinstance(run, dict) else None)
     found = [table["method"] for table in tables if isinstance(table, dict) and "method" in table]
     return given.method or next((x if x is None or isinstance(x, str) else short(x) for x in found), None)

@@ -172,6 +172,9 @@ VALUES = {
     "NUL": ('output_dir: "a\\0b"', "output_dir must be without NUL and halves of characters, got 'a\\x00b'"),
     "half a character": ('data: "\\ud800"', "data must be without NUL and halves of characters, got '\\ud800'"),
     "long": ("max_steps: " + "x" * 5000, "max_steps must be of type int, got 'xxxx"),
+    "a list": ("[]", "expected a table of options, got list"),
+    "a number": ("0", "expected a table of options, got int"),
+    "an option twice": ("max_steps: 1\nmax-steps: 2", "max_steps is given twice, with _ and with -"),
     "deep": ("max_steps: [[[[[[1]]]]]]", "max_steps must be of type int, got [[[...]]]"),
 }
 
@@ -187,6 +190,23 @@ def test_values_of_a_file_that_no_option_can_have(kind, tmp_path):
     assert expected in str(caught.value)
     assert len(str(caught.value)) < 1500
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "text"), [("yaml", "seed: 7"), ("json", '{"seed": 7}'), ("toml", "seed = 7")])
+def test_a_byte_order_mark_is_passed_over(suffix, text, tmp_path):
+    path = tmp_path / f"given.{suffix}"
+    path.write_text("\ufeff" + text, encoding="utf-8")
+    assert read_file(path, TrainConfig()).seed == 7
+
+
+def test_an_empty_file_gives_no_option(tmp_path):
+    path = tmp_path / "given.yaml"
+    path.write_text("# nothing\n")
+    assert read_file(path, TrainConfig()) == TrainConfig()
+
+
+def test_a_file_of_other_bytes_than_utf8_has_its_name():
+    assert from_dict({"data": "caf\udce9"}, "run.json", TrainConfig()).data == "caf\udce9"
 
 
 def test_a_method_of_too_many_digits(tmp_path):

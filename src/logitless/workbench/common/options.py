@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,7 +16,6 @@ from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import OptionError
-from ...printable import is_utf8
 from ...units import parse_bytes
 
 DEFAULT_MODEL = "runs/tiny/model"  # what `logitless train` writes without options
@@ -269,6 +269,10 @@ def from_dict(values: Any, where: str, base: Options) -> Options:
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name not in known:
             raise OptionError(f"{where}: unknown option {short(key)}; options are {', '.join(known)}")
+        if name in new:
+            raise OptionError(
+                f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}: give it once"
+            )
         new[name] = _coerce(value, known[name], f"{where}: {key}")
     return dataclasses.replace(base, **new)
 
@@ -283,7 +287,7 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
     if value is None and NoneType in parts:
         return None
     wanted = next((part for part in parts if part is not NoneType), kind)
-    if isinstance(value, str) and ("\0" in value or not is_utf8(value)):
+    if isinstance(value, str) and not _is_name(value):
         raise OptionError(f"{where} must be without NUL and halves of characters, got {short(value)}")
     if isinstance(value, bool) == (wanted is bool) and isinstance(value, (bool, int, float, str)):
         with suppress(ValueError, OverflowError, TypeError):
@@ -292,6 +296,14 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
             if not isinstance(value, float) or _stays(value, made):
                 return made
     raise OptionError(f"{where} must be of type {wanted.__name__}, got {short(value)}")
+
+
+def _is_name(text: str) -> bool:
+    """Whether a file could be called so, as those of other bytes than UTF-8's can."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _stays(value: float, made: Any) -> bool:
@@ -311,7 +323,8 @@ def short(value: Any) -> str:
 
 def read_file(path: Path, base: Options) -> Options:
     """The options of a YAML, TOML or JSON file over `base`; OptionError when it cannot be read."""
-    return from_dict(read_table(path) or {}, str(path), base)
+    table = read_table(path)
+    return from_dict({} if table is None else table, str(path), base)
 
 
 def read_table(path: Path) -> Any:
@@ -322,7 +335,7 @@ def read_table(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise OptionError(f"--config {path}: expected a file, got a folder, a device or a pipe")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"cannot read --config {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
