@@ -174,7 +174,7 @@ VALUES = {
     "long": ("max_steps: " + "x" * 5000, "max_steps must be of type int, got 'xxxx"),
     "a list": ("[]", "expected a table of options, got list"),
     "a number": ("0", "expected a table of options, got int"),
-    "an option twice": ("max_steps: 1\nmax-steps: 2", "max_steps is given twice, with _ and with -"),
+    "an option twice": ("max_steps: 1\nmax-steps: 2", "max_steps is given twice, as max_steps and as max-steps"),
     "deep": ("max_steps: [[[[[[1]]]]]]", "max_steps must be of type int, got [[[...]]]"),
 }
 
