@@ -54,7 +54,7 @@ def explained(place: Path, command: str) -> Iterator[None]:
 
 @contextmanager
 def stoppable(told: Callable[[], str]) -> Iterator[None]:
-    """Turns an interruption before a run has its place, or after its end, into one line that ends with what is told."""
+    """Turns an interruption into one line that ends with what is told; within a run's place `explained` does."""
     try:
         with interrupted_by_signals():
             yield

@@ -130,7 +130,8 @@ def finished_within(whole: Path) -> dict[str, dict[str, str]]:
 
 def record_finished(whole: Path, name: str, files: dict[str, str]) -> None:
     """Writes into a comparison's run.json what one of its runs left, which is compared from now on."""
-    write_sealed(whole / RUN_FILE, {**_begun(whole), "finished": {**finished_within(whole), name: files}})
+    begun = _begun(whole)
+    write_sealed(whole / RUN_FILE, {**begun, "finished": {**begun.get("finished", {}), name: files}})
 
 
 def discard_prepared(place: Path) -> None:

@@ -26,7 +26,7 @@ from ..common.device import device_of
 from ..common.say import quiet, say
 from ..common.sealed import hash_of
 from ..common.space import OutOfSpace, room_wanted
-from ..runs.ending import Interrupted, interrupted_by_signals
+from ..runs.ending import stoppable
 from ..runs.ranks import lost
 from ..sft.default_model import default_model
 from ..sources.identity import known_of
@@ -235,14 +235,13 @@ def _score(scorer: Scorer, documents: Documents, parts: Parts, rank: tuple[int, 
 @contextmanager
 def explained(place: Path) -> Iterator[None]:
     """Turns an interruption, a lost rank and a full disk into one line that says how to go on."""
-    same = "the same command goes on where this one stopped"
+
+    def same() -> str:
+        return "the same command goes on where this one stopped"
+
     try:
-        with interrupted_by_signals(), lost(lambda: same):
+        with stoppable(same), lost(same):
             yield
-    except Interrupted:
-        raise
-    except KeyboardInterrupt:
-        raise Interrupted(same) from None
     except OSError as error:
         if not (wanted := room_wanted(error, place)):
             raise
