@@ -8,9 +8,13 @@ import pytest
 from logitless.cli.main import main
 from logitless.workbench.align.config import AlignConfig
 from logitless.workbench.common.lock import release
+from logitless.workbench.common.signals import STOPPING, interrupted_by_signals
 from logitless.workbench.grade.config import GradeConfig
-from logitless.workbench.runs.ending import STOPPING
+from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.runs.rundir import claim, record
+from logitless.workbench.scoring.config import ScoreConfig
+from logitless.workbench.scoring.parts import Parts
+from logitless.workbench.scoring.summary import finished
 from logitless.workbench.sft.config import TrainConfig
 
 COMMANDS = {
@@ -62,6 +66,23 @@ def test_while_its_results_are_shown(command, stop, monkeypatch, capsys):
     monkeypatch.setattr(f"logitless.cli.{command[0]}.deliver", stop)
     assert main(command) == 130
     assert capsys.readouterr().err == "interrupted; the run has ended, and all of it is in .\n"
+
+
+def test_while_a_file_is_written(stop, monkeypatch, capsys):
+    def write(path, text):
+        path.write_text(text[:10])
+        stop()
+
+    monkeypatch.setattr("logitless.workbench.common.files._write_text", write)
+    assert main(["plan", "--json", "plan.json"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not list(Path().iterdir())
+
+
+def test_while_the_parts_of_a_record_that_is_whole_are_removed(stop, monkeypatch):
+    monkeypatch.setattr(Parts, "remove", stop)
+    with interrupted_by_signals(), pytest.raises(Interrupted, match="the run has ended, and all of it is in out"):
+        finished(ScoreConfig(data="text", out=Path("out")), Parts(Path("out")), {})
 
 
 @pytest.mark.parametrize("told", ["", "two", "-1"])

@@ -273,6 +273,9 @@ def test_no_prompt_and_no_text(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert sample(model) == 2
     assert "logitless: standard input: not UTF-8 text (byte 0)" in capsys.readouterr().err
+    assert sample(model, "--prompt-file", "/dev/zero") == 2
+    never = "logitless: --prompt-file /dev/zero: expected at most 100 MB of text, got more, or what never ends\n"
+    assert capsys.readouterr().err == never
     (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
     assert sample(model, "--prompt-file", tmp_path / "binary") == 2
     assert "not UTF-8 text (byte 3)" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..workbench.common.files import check_outputs
-from ..workbench.demo.config import DemoConfig
+from ..workbench.common.files import check_apart, check_outputs
+from ..workbench.demo.config import WRITTEN, DemoConfig
 from . import options
 from .inputs import check_inputs
 from .output import deliver
@@ -24,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     """Reads the options, runs the demo, says what changed and where the page lies."""
     config = options.parse(DemoConfig, prog="logitless demo", description=DESCRIPTION, arguments=arguments).check()
     check_outputs({"json": config.json}, {"model": config.model})
+    if config.output_dir is not None:
+        check_apart({"json": config.json}, config.output_dir, WRITTEN)
     check_inputs(config.model, "show")
     from ..workbench.demo.run import run
     from .screen import Screen  # below, so that --help needs no torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,6 +12,8 @@ from ..errors import ConfigError, DataError, OptionError
 from ..printable import is_utf8
 from ..workbench.common.options import DEFAULT_MODEL, SMALL_MODEL
 from ..workbench.sources.model import check_classifier, check_model, said_of
+
+MOST_OF_PROMPT = 100 * 10**6  # bytes: more than any model reads
 
 
 def check_inputs(
@@ -59,7 +62,10 @@ def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
 def _read(path: Path, name: str) -> str:
     """A file's text without the line break at its end."""
     stdin = str(path) == "-"
-    data = sys.stdin.buffer.read() if stdin else path.read_bytes()
+    with nullcontext(sys.stdin.buffer) if stdin else path.open("rb") as file:
+        data = file.read(MOST_OF_PROMPT + 1)
+    if len(data) > MOST_OF_PROMPT:
+        raise DataError(f"{name}: expected at most {MOST_OF_PROMPT // 10**6} MB of text, got more, or what never ends")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

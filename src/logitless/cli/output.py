@@ -23,6 +23,6 @@ def deliver(
     to_stdout = to is not None and str(to) == "-"
     show(Screen(stderr=to_stdout))
     if to_stdout:
-        print(strict_json(summary, indent=2))
+        print(strict_json(summary, indent=2), flush=True)  # here, where a reader that left is an error with a place
     elif to is not None and not is_written:
         write_json(to, summary)

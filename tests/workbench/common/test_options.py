@@ -175,6 +175,7 @@ VALUES = {
     "a list": ("[]", "expected a table of options, got list"),
     "a number": ("0", "expected a table of options, got int"),
     "an option twice": ("max_steps: 1\nmax-steps: 2", "max_steps is given twice, as max_steps and as max-steps"),
+    "an option twice, in one spelling": ("max_steps: 1\nmax_steps: 2", "'max_steps' is given twice: give it once"),
     "deep": ("max_steps: [[[[[[1]]]]]]", "max_steps must be of type int, got [[[...]]]"),
 }
 
@@ -197,6 +198,13 @@ def test_a_byte_order_mark_is_passed_over(suffix, text, tmp_path):
     path = tmp_path / f"given.{suffix}"
     path.write_text("\ufeff" + text, encoding="utf-8")
     assert read_file(path, TrainConfig()).seed == 7
+
+
+def test_an_option_twice_in_json(tmp_path):
+    path = tmp_path / "given.json"
+    path.write_text('{"max_steps": 1, "seed": 2, "max_steps": 1}')
+    with pytest.raises(OptionError, match=r"--config .*given.json: 'max_steps' is given twice: give it once"):
+        read_file(path, TrainConfig())
 
 
 def test_an_empty_file_gives_no_option(tmp_path):

@@ -81,6 +81,14 @@ def test_a_place_that_is_not_empty(done, config):
         run(replace(config, output_dir=done[0]), Console(quiet=True))
 
 
+@pytest.mark.parametrize("name", ["demo.html", "text", "train/summary.json"])
+def test_no_output_is_what_the_demo_itself_writes(config, name, tmp_path, capsys):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    call = ["demo", "--model", config.model, "--output-dir", str(tmp_path), "--json", str(tmp_path / name)]
+    assert main(call) == 2
+    assert f"--json {tmp_path / name} is among what the run itself writes into {tmp_path}" in capsys.readouterr().err
+
+
 def test_a_model_without_a_template(config, tmp_path):
     micro_directory(tmp_path)
     micro_model().save_pretrained(tmp_path)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from logitless.errors import ConfigError, OptionError
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.common.sealed import read_sealed, write_sealed
+from logitless.workbench.common.signals import STOPPING
 from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.grade import single
 from logitless.workbench.grade.comparison import compare
@@ -22,7 +23,7 @@ from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.method import Method
 from logitless.workbench.grade.methods import Reinforce
 from logitless.workbench.grade.run import run, show
-from logitless.workbench.runs.ending import STOPPING, Interrupted
+from logitless.workbench.runs.ending import Interrupted
 from tests.support.workbench.grading import of
 
 

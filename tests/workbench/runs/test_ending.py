@@ -6,8 +6,8 @@ import signal
 
 from rich.console import Console
 
+from logitless.workbench.common.signals import interrupted_by_signals
 from logitless.workbench.runs.callbacks import GentleStop
-from logitless.workbench.runs.ending import interrupted_by_signals
 from tests.support.forked import begin
 
 

@@ -5,8 +5,9 @@ import signal
 import pytest
 
 from logitless.errors import RankError
+from logitless.workbench.common.signals import STOPPING
 from logitless.workbench.runs import ranks
-from logitless.workbench.runs.ending import STOPPING, Interrupted, explained
+from logitless.workbench.runs.ending import Interrupted, explained
 
 
 @pytest.fixture(autouse=True)

@@ -348,16 +348,27 @@ def read_table(path: Path) -> Any:
         raise OptionError(f"--config {path}: {error}") from None
 
 
+def _each_once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping of names that stand once each, as TOML has it too; OptionError for others."""
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OptionError(f"{short(twice)} is given twice: give it once")
+    return dict(pairs)
+
+
 def _parse(text: str, suffix: str) -> Any:
     if suffix == ".toml":
         return tomllib.loads(text)
     if suffix == ".json":
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_each_once)
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        top, found = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date without a meaning
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from None
     except (KeyError, IndexError, AttributeError, TypeError):  # of PyYAML's own, such as of `!!bool x`
         raise OptionError("not YAML: a value that its tag does not fit") from None
+    if isinstance(top, yaml.MappingNode):
+        _each_once([(name.value, name) for name, _ in top.value])
+    return found

@@ -9,6 +9,8 @@ from pathlib import Path
 from ..common.files import check_utf8
 from ..common.options import Count, Device, JsonFile, MemoryBudget, ModelName, check_values, require
 
+TEXT, TRAINED, PAGE = WRITTEN = ("text", "train", "demo.html")  # what the demo writes into its directory
+
 
 @dataclass(frozen=True)
 class DemoConfig:

@@ -29,7 +29,7 @@ from ..sources.chat import example
 from ..sources.corpus import Row
 from ..sources.model import load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer, chat_ids
-from .config import DemoConfig
+from .config import PAGE, TEXT, TRAINED, DemoConfig
 from .page import page
 
 SCHEMA = 1
@@ -38,7 +38,6 @@ HELD_OUT_EVERY, HELD_OUT_FIRST = 6, 3  # of the questions: those that are never 
 QUESTIONS = ("Tell me about logitless.", "My logits do not fit into memory. What can I do?")  # in words of no row
 RANK, LENGTH, BATCH = 16, 256, 2
 TEMPERATURE, BEST = 0.5, 10
-PAGE = "demo.html"
 
 
 def run(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def run(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
     place = _place(config.output_dir)
     say(console, f"{config.model}, before: answering questions and reading answers that it has not seen ...")
     before = _look(config, source.name, tokenizer, found)
-    _save(place / "text", rows, held)
+    _save(place / TEXT, rows, held)
     trained = train(_training(config, place), console)
     say(console, "after: the same questions and answers ...")
     after = _look(config, trained["checkpoint"], tokenizer, found)
@@ -78,7 +77,7 @@ def run(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
         "output_dir": str(place),
         "page": str(place / PAGE),
     }
-    pictures = {name: place / "train" / f"{name}.png" for name in ("loss", "memory")}
+    pictures = {name: place / TRAINED / f"{name}.png" for name in ("loss", "memory")}
     write_text(place / PAGE, page(summary, {name: path for name, path in pictures.items() if path.exists()}))
     return summary
 
@@ -115,8 +114,8 @@ def _save(place: Path, rows: list[Row], held: list[Row]) -> None:
 def _training(config: DemoConfig, place: Path) -> TrainConfig:
     return TrainConfig(
         model=config.model,
-        data=str(place / "text"),
-        output_dir=place / "train",
+        data=str(place / TEXT),
+        output_dir=place / TRAINED,
         context_length=LENGTH,
         batch_size=BATCH,
         max_steps=config.max_steps,

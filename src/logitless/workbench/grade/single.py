@@ -20,11 +20,12 @@ from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, readable, write_json, write_lines, write_text, write_whole
 from ..common.functions import blamed, function_named
+from ..common.launch import launched_ranks
 from ..common.say import say
 from ..common.sealed import hash_of
 from ..common.written import SUMMARY_FILE
 from ..runs import examples
-from ..runs.ending import explained, launched_ranks, whence
+from ..runs.ending import explained, whence
 from ..runs.rundir import as_begun, claim, record
 from ..runs.trackers import Send, reporting
 from ..runs.trainer import save_model

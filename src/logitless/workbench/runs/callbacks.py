@@ -20,9 +20,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ...errors import NotFiniteError
 from ...resident import peak_bytes
 from ..common.files import append_line, write_lines
+from ..common.signals import STOPPING, leave_closed_terminal
 from ..sources.packing import IGNORED, Collate, PackedRows, collate
 from .checkpoints import begin_checkpoint, finish_checkpoint, records_at
-from .ending import STOPPING, leave_closed_terminal
 from .ranks import first
 
 

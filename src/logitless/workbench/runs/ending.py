@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any
 
-from ...errors import DataError, OptionError
+from ...errors import DataError
 from ..common.files import read_object
+from ..common.launch import launched, launched_ranks
 from ..common.lock import release
 from ..common.options import code_named
+from ..common.signals import interrupted_by_signals
 from ..common.space import OutOfSpace, room_wanted
 from ..common.written import RUN_FILE, WRITTEN
 from .checkpoints import discard_unfinished, last_checkpoint
-
-# What ends a process from outside; a terminal that closes where there is such a signal.
-ENDING = tuple(number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None)
-STOPPING = (signal.SIGINT, *ENDING)  # Ctrl-C too
 
 
 class Interrupted(KeyboardInterrupt):
@@ -64,40 +57,11 @@ def stoppable(told: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(told()) from None
 
 
-@contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal interrupt as Ctrl-C does, where nothing else is made of them; ranks have `lost`."""
-    previous: dict[int, Any] = {}
-    if launched_ranks() == 1 and current_thread() is main_thread():
-        kept = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-        previous = {number: signal.signal(number, _interrupt) for number in kept}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    leave_closed_terminal()
-    raise KeyboardInterrupt
-
-
-def leave_closed_terminal() -> None:
-    """Has what is written to a terminal that has closed go nowhere: it would be an error, and end a run at once."""
-    for number in (1, 2):  # standard output and standard error
-        try:
-            os.get_terminal_size(number)
-        except OSError as error:  # of files and pipes it says that they are no terminals
-            if error.errno == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
 def how_to_go_on(place: Path | None, command: str) -> str:
     """The command that continues the run, and whence. place: None where the run has none yet."""
     if place is None or not (place / RUN_FILE).exists():
         return "start again, nothing was trained yet"
-    return f"{_launch(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
+    return f"{launched(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
 
 
 def where_it_is(summary: dict[str, Any]) -> str:
@@ -118,20 +82,3 @@ def _trusting(place: Path) -> str:
         return " --trust-config" if code_named(read_object(place / RUN_FILE)["config"]) else ""
     except (DataError, KeyError, AttributeError):
         return ""
-
-
-def launched_ranks(which: str = "WORLD_SIZE") -> int:
-    """How many processes this one was launched as one of. OptionError where the environment says no number."""
-    told = os.environ.get(which, "1")
-    if not told.isdecimal():
-        raise OptionError(f"{which}={told!r} in the environment: expected a number of ranks; unset it, or use torchrun")
-    return int(told)
-
-
-def _launch(command: str) -> str:
-    """The start of a command line that launches a command as this process was launched."""
-    ranks, here = launched_ranks(), launched_ranks("LOCAL_WORLD_SIZE")
-    if ranks == 1:
-        return f"logitless {command}"
-    launcher = f"torchrun --nproc-per-node {ranks}" if here == ranks else "on every machine the same launch of"
-    return f"{launcher} -m logitless.cli {command}"

@@ -16,7 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ...errors import LogitlessError, OptionError, RankError, remote_error
 from ...versions import version_of
 from ...vocab.face import reason_of
-from .ending import STOPPING, Interrupted, leave_closed_terminal
+from ..common.signals import STOPPING, leave_closed_terminal
+from .ending import Interrupted
 
 Value = TypeVar("Value")
 LIBRARIES = ("logitless", "torch", "transformers", "accelerate")

@@ -19,6 +19,7 @@ from ...versions import versions
 from ...vocab.face import LMHead
 from ..common.files import remove_leftovers, strict_json, write_json, write_whole
 from ..common.sealed import together
+from ..runs.ending import stoppable
 from .block import NOT_FINITE, Scorer
 from .config import ScoreConfig, TextOptions
 from .parts import NO_SUMS, Parts
@@ -69,7 +70,8 @@ def finished(config: TextOptions, parts: Parts, summary: dict[str, Any]) -> dict
     if config.json is not None and str(config.json) != "-":
         remove_leftovers(config.json)
         write_json(config.json, summary)
-    parts.remove()
+    with stoppable(lambda: f"the run has ended, and all of it is in {config.place}"):
+        parts.remove()
     return summary
 
 
