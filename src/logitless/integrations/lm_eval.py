@@ -128,7 +128,7 @@ class LogitlessLM(HFLM):
             strings, context, continuation = requests[number]
             if self.records is not None and self.asked is not None:
                 cut = self._cut(len(context), len(continuation))
-                self.records.write(self.asked[number], continuation, cut, tokens)
+                self.records.write(self.asked[number], continuation, cut, tokens, answer)
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
 
@@ -151,7 +151,7 @@ class LogitlessLM(HFLM):
             if self.records is not None:
                 ids = [i for _, continuation in windows[text] for i in continuation]
                 values = {name: [x for w in sorted(known[text]) for x in known[text][w][name]] for name in tokens}
-                self.records.write(requests[text], ids, 0, values)
+                self.records.write(requests[text], ids, 0, values, totals[text])
             self.cache_hook.add_partial("loglikelihood_rolling", requests[text].args, totals[text])
 
         pairs = [window for found in windows for window in found]
@@ -230,7 +230,7 @@ class LogitlessLM(HFLM):
             return
         sequence, cut = self.generating.sequences.popleft()
         ids, values = generated(sequence)
-        self.records.write(self.generating.instances[key].popleft(), ids, cut, {"text": text, **values})
+        self.records.write(self.generating.instances[key].popleft(), ids, cut, {"text": text, **values}, text)
 
     def tok_batch_encode(self, strings: Any, *given: Any, left_truncate_len: int | None = None, **more: Any) -> Any:
         if left_truncate_len is not None and self.records is not None:

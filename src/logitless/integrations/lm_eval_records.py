@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import hash_args  # pyright: ignore[reportMissingImports]
 
+from ..errors import DataError
 from ..sample.record import SampleRecord
 
 KEPT = 5  # best entries of each generated token
 TOKENS = ("logprob", "rank", "entropy")  # of a generated token, and its confidence
+HASH = b', "hash": "'  # of the line before it, which nothing else follows
 
 
 class Records:
@@ -22,16 +24,19 @@ class Records:
     A line has the task, the document's number in it, the request's number there and its type; `tokens` and `ids`, with
     the logprob, rank, entropy (nats) and confidence (the best entry's probability) of each; `cut`, the tokens of its
     context that the model did not see. A generated text is there too, with the best entries of each token, and sampled
-    tokens have the log-prob that they were drawn with. `key` is the same for the same question and answer.
+    tokens have the log-prob that they were drawn with. `answer` is what the harness gets, `key` is the same for the
+    same question, and `hash` is of the line before it.
     """
 
     def __init__(self, path: str | Path, tokenizer: Any) -> None:
         self.path, self.tokenizer = Path(path), tokenizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._append("\n")  # the end of a line that was never whole
+        if self.path.exists():
+            check_file(self.path)
+            if not self.path.read_bytes().endswith(b"\n"):
+                self._append(b"\n")  # the end of a line that was never whole
 
-    def write(self, instance: Any, ids: Sequence[int], cut: int, values: dict[str, Any]) -> None:
+    def write(self, instance: Any, ids: Sequence[int], cut: int, values: dict[str, Any], answer: Any) -> None:
         """The record of one answer; `values` has a list of numbers for each name, and may have the text."""
         line = {
             "task": instance.task_name,
@@ -42,13 +47,14 @@ class Records:
             "ids": list(ids),
             "tokens": self.tokenizer.convert_ids_to_tokens(list(ids)),
             **values,
+            "answer": answer,
             "key": hash_args(instance.request_type, instance.args),
         }
-        self._append(json.dumps(line) + "\n")
+        self._append(_sealed(json.dumps(line).encode()))
 
-    def _append(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+    def _append(self, line: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(line)
 
 
 def generated(record: SampleRecord) -> tuple[list[int], dict[str, Any]]:
@@ -62,11 +68,24 @@ def generated(record: SampleRecord) -> tuple[list[int], dict[str, Any]]:
     return written.token.tolist(), values
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(where its line begins, record) of each line that is whole."""
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(where its line begins, record) of each line; None for one that a kill left unfinished, or that was changed."""
+    check_file(path)
     with path.open("rb") as file:
         start = 0
         for line in file:
-            with suppress(ValueError):  # a run was killed while it wrote
-                yield start, json.loads(line)
+            known = line.rpartition(HASH)[0] + b"}"
+            yield start, json.loads(known) if _sealed(known) == line else None
             start += len(line)
+
+
+def check_file(path: Path) -> None:
+    """DataError for what is no file, such as a pipe, which may never end."""
+    if not path.is_file():
+        raise DataError(f"{path}: expected a file of records, got a folder, a device or a pipe: remove it")
+
+
+def _sealed(line: bytes) -> bytes:
+    """A line of JSON with its hash, by which one that was changed is told."""
+    found = hashlib.blake2b(line, digest_size=16).hexdigest()
+    return line.removesuffix(b"}") + HASH + found.encode() + b'"}\n'

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from logitless.errors import DataError, OptionError
 from logitless.integrations.transformers import continuations
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
-from tests.support.forked import FORKED, begin
+from tests.support.forked import begin
 from tests.support.integrations.launching import torchrun
 from tests.support.workbench.browser import CHROMIUM, CONTRAST, chromium
 
@@ -118,19 +120,91 @@ def test_the_page_in_a_browser(whole, tmp_path):
     assert min(counts) >= 2
 
 
-def test_a_killed_run_goes_on(micro, whole, tmp_path):
-    begun = FORKED.Event()
-    process = begin(_killed, begun, options(micro, tmp_path / "e"))
+@pytest.fixture(scope="module")
+def half(micro, tmp_path_factory) -> Path:
+    """A run that was killed."""
+    place = tmp_path_factory.mktemp("half") / "e"
+    process = begin(_killed, options(micro, place))
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    assert [p.name for p in (tmp_path / "e").iterdir()] == ["summary.json.parts"]
+    assert [p.name for p in place.iterdir()] == ["summary.json.parts"]
+    return place
+
+
+def test_a_killed_run_goes_on(micro, half, whole, tmp_path):
+    shutil.copytree(half, tmp_path / "e")
     with pytest.raises(OptionError, match="unfinished run with limit 11, now 12"):
         run(options(micro, tmp_path / "e", limit=12))
     run(options(micro, tmp_path / "e"))
     assert_same(tmp_path / "e", whole)
 
 
-def _killed(begun: Any, config: EvalConfig) -> None:
+def _replaced(old: bytes, new: bytes) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        before = path.read_bytes()
+        assert old in before
+        path.write_bytes(before.replace(old, new, 1))
+
+    return change
+
+
+def _as_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+RECORDS, CACHE = "records.jsonl", "answers_rank0.db"
+DAMAGED: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "records lost": (RECORDS, Path.unlink),
+    "records emptied": (RECORDS, lambda path: path.write_bytes(b"")),
+    "a line that is none": (RECORDS, lambda path: path.write_bytes(b"\xff\n[]\n" + path.read_bytes())),
+    "a number": (RECORDS, _replaced(b'"logprob": [-', b'"logprob": [-1')),
+    "no number": (RECORDS, _replaced(b'"entropy": [', b'"entropy": [NaN, ')),
+    "no key": (RECORDS, _replaced(b'"key"', b'"kez"')),
+    "an answer": (RECORDS, _replaced(b'"answer": [-', b'"answer": [-1')),
+    "the cache is garbage": (CACHE, lambda path: path.write_bytes(b"garbage" * 1000)),
+    "the cache is cut": (CACHE, lambda path: path.write_bytes(path.read_bytes()[:3000])),
+    "the cache is lost": (CACHE, Path.unlink),
+    "the cache is a folder": (CACHE, _as_a_folder),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_killed_run_whose_answers_were_damaged_goes_on(damage, micro, half, whole, tmp_path, capsys):
+    """What is not there as it was written is asked again."""
+    shutil.copytree(half, tmp_path / "e")
+    name, spoil = DAMAGED[damage]
+    spoil(tmp_path / "e" / "summary.json.parts" / name)
+    run(options(micro, tmp_path / "e"))
+    assert_same(tmp_path / "e", whole)
+    changed = damage in ("a line that is none", "a number", "no number", "no key", "an answer")
+    assert ("unfinished or damaged: what they answered is asked again" in capsys.readouterr().err) == changed
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_records_that_are_no_file(make, micro, half, tmp_path):
+    shutil.copytree(half, tmp_path / "e")
+    path = tmp_path / "e" / "summary.json.parts" / RECORDS
+    path.unlink()
+    make(path)
+    with pytest.raises(DataError, match=r"records.jsonl: expected a file of records, got a folder.*: remove it"):
+        run(options(micro, tmp_path / "e"))
+
+
+def test_a_record_that_is_lost_at_the_end(micro, tmp_path, monkeypatch):
+    def lose(self: Records, instance: Any, *given: Any) -> None:
+        if instance.doc_id:
+            write(self, instance, *given)
+
+    write = Records.write
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "write", lose)
+        with pytest.raises(DataError, match="lost the record of document 0 of task docstrings_word: the same command"):
+            run(options(micro, tmp_path / "e", tasks=(WORD,)))
+    run(options(micro, tmp_path / "e", tasks=(WORD,)))
+
+
+def _killed(config: EvalConfig) -> None:
     torch.set_num_threads(1)
     answers, passes = continuations._answers, 0
 

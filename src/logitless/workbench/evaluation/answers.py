@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..common.files import write_whole
+from ...errors import DataError
+from ..common.files import remove_whole, write_whole
 from .curves import Calibration, Spectrum
 
 RECORDS = "records.jsonl"
@@ -56,10 +58,26 @@ class Gathered:
     def __init__(self, folder: Path) -> None:
         from ...integrations.lm_eval_records import read_records
 
+        self.folder, self.damaged = folder, 0  # lines that were changed or are unfinished
+        self.answers: dict[str, Any] = {}  # the newest of each question
         self.places: dict[str, list[tuple[Path, int]]] = {}
         for path in sorted(folder.glob(f"{Path(RECORDS).stem}*.jsonl")):
             for start, record in read_records(path):
+                if record is None:
+                    self.damaged += 1
+                    continue
+                self.answers[record["key"]] = record["answer"]
                 self.places.setdefault(record["key"], []).append((path, start))
+
+    def write_cache(self, path: Path) -> None:
+        """The answers as the harness' own cache, in whose place whatever lies there goes."""
+        from sqlitedict import SqliteDict  # pyright: ignore[reportMissingImports]
+
+        if os.path.lexists(path):
+            remove_whole(path)
+        with SqliteDict(str(path)) as cache:
+            cache.update({k: tuple(x) if isinstance(x, list) else x for k, x in self.answers.items()})
+            cache.commit()
 
     def newest(self, key: str, count: int) -> Iterator[dict[str, Any]]:
         """The last `count` records of a question: a run that was killed may have answered it once more."""
@@ -109,9 +127,13 @@ def _records(gathered: Gathered, task: str, sample: dict[str, Any], config: dict
     kind = "loglikelihood" if config["output_type"] == "multiple_choice" else config["output_type"]
     out: list[dict[str, Any]] = []
     for number, arguments in enumerate(sample["arguments"]):
-        for record in gathered.newest(hash_args(kind, arguments), config.get("repeats") or 1):
-            del record["key"]
-            out.append(record | {"task": task, "document": sample["doc_id"], "request": number})
+        found = list(gathered.newest(hash_args(kind, arguments), config.get("repeats") or 1))
+        if not found and not (kind == "generate_until" and arguments[1].get("num_beams", 1) > 1):  # beams have none
+            what = f"the record of document {sample['doc_id']} of task {task}"
+            raise DataError(f"{gathered.folder} has lost {what}: the same command answers it again")
+        for record in found:
+            known = {name: x for name, x in record.items() if name not in ("answer", "key", "hash")}
+            out.append(known | {"task": task, "document": sample["doc_id"], "request": number})
     return out
 
 

@@ -16,17 +16,18 @@ from rich.console import Console
 
 from ...errors import ConfigError, DataError, in_one_line
 from ...resident import peak_bytes, reset_peak
+from ...units import plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.say import quiet, say
 from ..common.sealed import hash_of
 from ..scoring.parts import Parts
-from ..scoring.run import explained, identities, joined
+from ..scoring.run import explained, identities, joined, sum_over_ranks
 from ..scoring.summary import finished
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .answers import RECORDS, conclude_answers
+from .answers import RECORDS, Gathered, conclude_answers
 from .config import EvalConfig
 from .page import page_of_tasks, write_pages
 
@@ -56,8 +57,10 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
         if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
             say(console, f"going on with the unfinished run in {parts.folder}")
+        sum_over_ranks(0)  # the folder is there
         reset_peak(device)
         begin = time.perf_counter()
+        _take_up(parts.folder, rank, console)
         found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}
@@ -112,6 +115,15 @@ def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer)
     """What an unfinished run must have in common with the one that goes on with it."""
     files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
     return {"schema": SCHEMA, **config.deciding(), **identities(tokenizer, source), **files}
+
+
+def _take_up(folder: Path, rank: int, console: Console) -> None:
+    """Gives the harness the answers that a killed run left, as whole records say them."""
+    gathered = Gathered(folder)
+    if rank == 0 and gathered.damaged:
+        lines = plural(gathered.damaged, "record")
+        say(console, f"{lines} in {folder} unfinished or damaged: what they answered is asked again")
+    gathered.write_cache(folder / f"{ANSWERS}_rank{rank}.db")  # as the harness calls it
 
 
 def _evaluated(

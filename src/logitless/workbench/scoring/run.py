@@ -133,12 +133,12 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
         if rank == 0 and parts.open(_manifest(config, scorer, documents)):
             say(console, f"going on with the unfinished run in {parts.folder}")
-        _together(0)
+        sum_over_ranks(0)
         reset_peak(scorer.subject.device)
         begin = time.perf_counter()
         with Progress(console if rank == 0 else None) as progress:
             count = _score(scorer, documents, parts, (rank, ranks), progress)
-            tokens = _together(progress.tokens)
+            tokens = sum_over_ranks(progress.tokens)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
@@ -159,7 +159,7 @@ def joined() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _together(number: int) -> int:
+def sum_over_ranks(number: int) -> int:
     """The sum over ranks, once all are here."""
     if not dist.is_initialized():
         return number
