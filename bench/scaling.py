@@ -26,7 +26,12 @@ SWEEPS = {
 THREADS = (1, 2)
 OF_THREADS = Shape(1024, 512, 65_536)
 SHOWN = {
-    "bare": ("bare GEMMs", "bare GEMMs, vocabulary slices", "bare GEMMs, vocabulary tiles"),
+    "bare": (
+        "bare GEMMs",
+        "bare GEMMs, vocabulary slices",
+        "bare GEMMs, vocabulary tiles",
+        "bare GEMMs, smaller tiles",
+    ),
     "logitless": ("logitless",),
     "compiled": ("logitless, compiled",),
     "dense": ("torch",),

@@ -106,7 +106,7 @@ def test_ours_passes_the_gate(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-@pytest.mark.parametrize("build", [peers.bare_gemms, peers.vocab_gemms, peers.tile_gemms])
+@pytest.mark.parametrize("build", [peers.bare_gemms, peers.vocab_gemms, peers.tile_gemms, peers.small_tile_gemms])
 def test_floors_do_the_counted_matrix_products_and_no_more(name, build):
     from torch.utils.flop_counter import FlopCounterMode
 
