@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -35,12 +35,12 @@ from . import rows as plain_rows
 from .logits import (
     FewRows,
     GivenLogits,
+    Labels,
     Operands,
     Projection,
     cap_at,
     finite_,
     logits_grad_dtype,
-    mask_labels,
     operand_dtype,
 )
 
@@ -327,6 +327,11 @@ class Chunk:
     def n_tokens(self) -> int:
         return self.inputs.hidden.shape[0]
 
+    @cached_property
+    def labels(self) -> Labels | None:
+        """The tokens' labels by the slices that they lie in."""
+        return None if self.inputs.labels is None else Labels(self.inputs.labels)
+
     @property
     def sums_logits(self) -> bool:
         """Whether the pass adds the logits up: where the head's summed rows do not give their mean."""
@@ -358,8 +363,8 @@ class Chunk:
                 continue
             if self.may_be_infinite:
                 finite_(z)
-            if self.inputs.labels is not None:
-                mask_labels(z, self.inputs.labels - (self.policy.head.vocab_start + tile.v.start))
+            if self.labels is not None:
+                self.labels.mask(z, self.policy.head.vocab_start + tile.v.start)
 
     def cap_candidates(self, x: Tensor, v: slice, most: float) -> Tensor:
         """A slice's numbers, of which those of the candidates are `most` at most."""

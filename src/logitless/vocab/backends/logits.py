@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from typing import Any, Protocol
@@ -367,9 +368,25 @@ def cap_at(z: Tensor, columns: Tensor, most: float) -> None:
     z.scatter_reduce_(1, columns.clamp(0, width - 1), cap, "amin")
 
 
-def mask_labels(z: Tensor, columns: Tensor) -> None:
-    """z[row, columns[row]] = MASK for the rows whose column lies in this slice; no synchronisation."""
-    width = z.shape[1]
-    inside = (columns >= 0) & (columns < width)
-    index = columns.clamp(0, width - 1)[:, None]
-    z.scatter_(1, index, torch.where(inside[:, None], MASK, z.gather(1, index)))
+class Labels:
+    """The labels of some tokens, (C,), each of which a slice takes out of its logits."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels, self.ordered = labels, None
+        if labels.device.type == "cpu":  # elsewhere that would wait for the device
+            ids, tokens = labels.sort()
+            self.ordered = ids.tolist(), ids, tokens
+
+    def mask(self, z: Tensor, start: int) -> None:
+        """z[token, label - start] = MASK for the tokens whose label lies in this slice, which are few."""
+        width = z.shape[1]
+        if self.ordered is not None:
+            known, ids, tokens = self.ordered
+            own = slice(bisect_left(known, start), bisect_left(known, start + width))
+            if own.start < own.stop:
+                z[tokens[own], ids[own] - start] = MASK
+            return
+        columns = self.labels - start
+        inside = (columns >= 0) & (columns < width)
+        index = columns.clamp(0, width - 1)[:, None]
+        z.scatter_(1, index, torch.where(inside[:, None], MASK, z.gather(1, index)))
