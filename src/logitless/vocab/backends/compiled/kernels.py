@@ -7,6 +7,7 @@ what it compiled on disk, so that another process only loads it.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -22,6 +23,7 @@ Function = Callable[[Tensors], Tensors]
 SIZES = 1021, 509  # of the tokens and entries that a function is traced with: unlike each other, and like a slice's
 OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # one function for every number of threads
+    "cpp.enable_floating_point_contract_flag": "fast",
     "compile_threads": 1,  # in this process: one function is not worth helpers, which would outlive it
 }
 
@@ -79,9 +81,9 @@ def _attempt(function: Function, tensors: Tensors) -> Any:
 def _expm1(x: Tensor) -> Tensor:
     """e^x - 1 by its series near 0, where Inductor's own, a difference, has no digits."""
     terms = 14 if x.dtype == torch.float64 else 7
-    series = torch.ones_like(x)
-    for i in range(terms, 1, -1):
-        series = 1 + series * x * (1 / i)
+    series = torch.full_like(x, 1 / math.factorial(terms))
+    for i in range(terms - 1, 0, -1):
+        series = series * x + 1 / math.factorial(i)
     return torch.where(x.abs() < 0.35, series * x, torch.exp(x) - 1)
 
 
