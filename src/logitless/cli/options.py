@@ -37,6 +37,7 @@ SAID = {  # other names of options, of which a command may have the second
     **dict.fromkeys(("seq-len", "seq-length", "sequence-length", "max-length", "ctx"), "context-length"),
     **dict.fromkeys(("max-tokens", "max-new-tokens"), "completion-length"),
 }
+OR_NONE = re.compile(r"no type matching \{None\}.* - <class '\w+'>: ")  # tyro's, of an option without a default
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
 
 
@@ -164,7 +165,7 @@ def one_line(report: str, names: Sequence[str] = ()) -> str:
     _, *rows = [row for row in (line.strip(EDGES) for line in report.splitlines()) if row]
     parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
     text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
-    text = text.replace("Expected 1 values", "Expected 1 value")
+    text = OR_NONE.sub("", text.replace("Expected 1 values", "Expected 1 value"))
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]
