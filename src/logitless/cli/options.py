@@ -88,6 +88,8 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 def _shown_as(kind: Any, value: Any) -> Any:
     """The type of an option for its help, which says what the default means where that is None or nothing."""
+    if value == () and get_origin(kind) is tuple:
+        return Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
     if value not in (None, ""):
         return kind
     required = any(option.required for option in _shared(kind))
