@@ -197,6 +197,7 @@ def test_help_says_what_is_left_out_in_words(command, monkeypatch, capsys):
     out = capsys.readouterr().out
     text = " ".join(line.strip("│ ") for line in out.splitlines())
     assert "None" not in text
+    assert "(default: )" not in text
     options = re.split(r" (?=--[a-z-]+[ ,])", text)
     assert len(options) > 3
     assert [option for option in options if "Default: " in option and "(default: " in option] == []

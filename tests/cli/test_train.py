@@ -195,6 +195,7 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     ("given", "expected"),
     [
         (["--max-steps", "many"], "logitless: --max-steps: invalid literal"),
+        (["--learning-rate", "low"], "logitless: --learning-rate: could not convert"),  # may be left out
         (["--los", "dense"], "--los, dense; did you mean --loss?"),
         (["--loss", "fast"], "'--loss'. Expected one of ('auto', 'dense', 'logitless')"),
         (["--data"], "Missing value for argument '--data'"),

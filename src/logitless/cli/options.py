@@ -37,6 +37,7 @@ SAID = {  # other names of options, of which a command may have the second
     **dict.fromkeys(("seq-len", "seq-length", "sequence-length", "max-length", "ctx"), "context-length"),
     **dict.fromkeys(("max-tokens", "max-new-tokens"), "completion-length"),
 }
+OR_NONE = re.compile(r"no type matching \{None\}.* - <class '\w+'>: ")  # tyro's, of an option without a default
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
 
 
@@ -87,6 +88,8 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 def _shown_as(kind: Any, value: Any) -> Any:
     """The type of an option for its help, which says what the default means where that is None or nothing."""
+    if value == () and get_origin(kind) is tuple:
+        return Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
     if value not in (None, ""):
         return kind
     required = any(option.required for option in _shared(kind))
@@ -164,7 +167,7 @@ def one_line(report: str, names: Sequence[str] = ()) -> str:
     _, *rows = [row for row in (line.strip(EDGES) for line in report.splitlines()) if row]
     parts = [list(group) for ruled, group in groupby(rows, lambda row: set(row) <= RULE) if not ruled]
     text = " ".join(" ".join(parts[0]).removeprefix("Error parsing ").split()).removesuffix(".")
-    text = text.replace("Expected 1 values", "Expected 1 value")
+    text = OR_NONE.sub("", text.replace("Expected 1 values", "Expected 1 value"))
     if not text.startswith("Unrecognized"):
         return text
     near = [row.split()[0].rstrip(",") for part in parts[1:] for row in part if row.startswith("--")]

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import DataError, NotFiniteError, OptionError
+from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import leave, torchrun
@@ -329,3 +330,8 @@ if __name__ == "__main__":
     model, data, out, other = map(Path, sys.argv[1:])
     run(options(model, data, out, against=str(other)))
     leave()
+
+
+def test_the_default_folder_keeps_what_looks_like_a_suffix():
+    given = EvalConfig(tasks=("mine/a-v1.5.yaml", "b-v1.5"))
+    assert given.folder == Path("a-v1.5-b-v1.5.eval")

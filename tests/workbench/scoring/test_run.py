@@ -221,6 +221,8 @@ def test_the_default_file_keeps_what_looks_like_a_suffix(micro, tmp_path, monkey
     Path("text-v1.5").write_text("a text")
     assert config(micro, Path("text-v1.5"), None).place == Path("text-v1.5.scores.parquet")
     assert config(micro, Path("text.TXT"), None).place == Path("text.scores.parquet")
+    heads = [config(micro, "a.txt", Path(f"a-v1.5{end}"), store="hidden").head_place for end in ("", ".parquet")]
+    assert heads == [Path("a-v1.5.head.safetensors")] * 2
 
 
 def test_the_default_file_is_named_after_this_folder(micro, tmp_path, monkeypatch):

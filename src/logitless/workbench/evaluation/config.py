@@ -72,7 +72,8 @@ class EvalConfig(TextOptions):
     @property
     def folder(self) -> Path:
         if self.tasks and self.out is None:
-            return Path("-".join(Path(task).stem for task in self.tasks)[:MOST_OF_NAME] + ".eval")
+            names = (Path(task).name.removesuffix(".yaml") for task in self.tasks)
+            return Path("-".join(names)[:MOST_OF_NAME] + ".eval")
         return self.out or named_after(self.data, "eval")
 
     @property

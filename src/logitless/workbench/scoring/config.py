@@ -129,7 +129,7 @@ class ScoreConfig(TextOptions):
     @property
     def head_place(self) -> Path:
         """Where the head of hidden states goes."""
-        return self.place.with_name(f"{self.place.stem}.head.safetensors")
+        return self.place.with_name(f"{self.place.name.removesuffix('.parquet')}.head.safetensors")
 
     def outputs(self) -> dict[str, Path | None]:
         head = {"out's head": self.head_place} if self.store == "hidden" else {}
