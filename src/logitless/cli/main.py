@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import LogitlessError, OptionError, is_out_of_memory
 from ..printable import on_one_line
-from ..workbench.common.signals import interrupted_by_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,6 +102,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         near = get_close_matches(command.lower(), [*COMMANDS, "--help", "--version", *SAID], n=1, cutoff=0.7)
         hint = f"did you mean {SAID.get(near[0], near[0])}?" if near else f"commands are {', '.join(COMMANDS)}"
         raise OptionError(f"unknown command {command!r}; {hint}")
+    from ..workbench.common.signals import interrupted_by_signals
+
     with interrupted_by_signals():  # so that a file half written is taken away
         return import_module(f"{__package__}.{command}").main(arguments)
 

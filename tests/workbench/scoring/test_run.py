@@ -1,5 +1,6 @@
 """Whole runs: against the model's own logits, after a kill, with what cannot be scored."""
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
@@ -22,6 +24,7 @@ from logitless.workbench.common.files import write_json
 from logitless.workbench.common.lock import LOCK_FILE, acquire
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
+from logitless.workbench.scoring.summary import show_rows
 from logitless.workbench.sources.tokenizer import pretrained
 from tests.support.workbench.killing import killed, locked_by_another
 from tests.support.workbench.micro import micro_directory, micro_model
@@ -364,6 +367,20 @@ def test_nothing_to_score(micro, tmp_path):
     with pytest.raises(DataError, match="no document in it"):
         run(config(micro, tmp_path / "folder", tmp_path / "a.parquet"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "folder"]
+
+
+def test_a_run_that_is_refused_leaves_nothing(micro, tmp_path):
+    """Not even what another model, which it would then have to agree with, is held against."""
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
+    with pytest.raises(ConfigError, match="chat template"):
+        run(config(micro, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_name_is_no_markup():
+    out = io.StringIO()
+    show_rows(Console(file=out), [("written", "[red]x[/red].parquet")], [])
+    assert "[red]x[/red].parquet" in out.getvalue()
 
 
 def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(micro, tmp_path):

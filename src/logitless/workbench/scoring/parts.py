@@ -26,7 +26,7 @@ from ..common.files import (
     write_text,
     write_whole,
 )
-from ..common.lock import acquire, holder, release
+from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.sealed import hash_of, together
 from .block import PLACES, Scored
 from .config import parts_of
@@ -65,6 +65,9 @@ class Parts:
         try:
             yield
         finally:
+            with suppress(OSError):  # that it is gone
+                if {path.name for path in self.folder.iterdir()} <= {MANIFEST, LOCK_FILE}:  # nothing is done yet
+                    (self.folder / MANIFEST).unlink()
             release(self.folder)
             with suppress(OSError):  # that it holds parts, or is gone
                 self.folder.rmdir()

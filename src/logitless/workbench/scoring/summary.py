@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...errors import DataError, LogitlessError, NotFiniteError
 from ...sample.teacher import write_head
@@ -202,7 +203,7 @@ def show_rows(console: Console, rows: list[tuple[str, str]], skipped_documents: 
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a file's name is no markup
     console.print(table, highlight=False)
     for skipped in skipped_documents:
         console.print(f"skipped {skipped['name']}: {skipped['why']}", highlight=False, markup=False, soft_wrap=True)

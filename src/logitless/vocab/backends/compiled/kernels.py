@@ -23,7 +23,7 @@ Function = Callable[[Tensors], Tensors]
 SIZES = 1021, 509  # of the tokens and entries that a function is traced with: unlike each other, and like a slice's
 OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # one function for every number of threads
-    "cpp.enable_floating_point_contract_flag": "fast",
+    "cpp.enable_floating_point_contract_flag": "fast",  # a product and a sum are one instruction
     "compile_threads": 1,  # in this process: one function is not worth helpers, which would outlive it
 }
 
