@@ -35,7 +35,7 @@ from . import rows as plain_rows
 from .logits import (
     FewRows,
     GivenLogits,
-    Labels,
+    LabelPlaces,
     Operands,
     Projection,
     cap_at,
@@ -328,9 +328,9 @@ class Chunk:
         return self.inputs.hidden.shape[0]
 
     @cached_property
-    def labels(self) -> Labels | None:
-        """The tokens' labels by the slices that they lie in."""
-        return None if self.inputs.labels is None else Labels(self.inputs.labels)
+    def label_places(self) -> LabelPlaces | None:
+        """Where in the vocabulary the tokens' labels lie, looked for once."""
+        return None if self.inputs.labels is None else LabelPlaces(self.inputs.labels)
 
     @property
     def sums_logits(self) -> bool:
@@ -363,8 +363,8 @@ class Chunk:
                 continue
             if self.may_be_infinite:
                 finite_(z)
-            if self.labels is not None:
-                self.labels.mask(z, self.policy.head.vocab_start + tile.v.start)
+            if self.label_places is not None:
+                self.label_places.mask(z, self.policy.head.vocab_start + tile.v.start)
 
     def cap_candidates(self, x: Tensor, v: slice, most: float) -> Tensor:
         """A slice's numbers, of which those of the candidates are `most` at most."""

@@ -368,8 +368,8 @@ def cap_at(z: Tensor, columns: Tensor, most: float) -> None:
     z.scatter_reduce_(1, columns.clamp(0, width - 1), cap, "amin")
 
 
-class Labels:
-    """The labels of some tokens, (C,), each of which a slice takes out of its logits."""
+class LabelPlaces:
+    """Where the labels of some tokens, (C,), lie, so that a slice finds those that it takes out of its logits."""
 
     def __init__(self, labels: Tensor) -> None:
         self.labels, self.ordered = labels, None
