@@ -33,8 +33,8 @@ def here(tmp_path, monkeypatch) -> None:
 def stop(request):
     """What sends this process a signal, wherever it is called."""
     before = signal.getsignal(request.param)
-    if request.param != signal.SIGINT:
-        signal.signal(request.param, signal.SIG_DFL)  # also where the tests run under nohup
+    usual = signal.default_int_handler if request.param == signal.SIGINT else signal.SIG_DFL
+    signal.signal(request.param, usual)  # also where the tests run under nohup, or in a script's background
     yield lambda *_: signal.raise_signal(request.param)
     signal.signal(request.param, before)
 
