@@ -1,4 +1,8 @@
-"""Measuring: a process for each method, its resident set, the machine it ran on."""
+"""Measuring: a process for each method, its resident set, the machine it ran on.
+
+With BENCH_ONEDNN=1 in the environment, everybody's fp32 products are oneDNN's, by torch's own switch: see
+docs/how-to/cpu.md.
+"""
 
 import ctypes
 import gc
@@ -30,6 +34,10 @@ M_MMAP_MAX, DEFAULT_MMAP_MAX = -4, 65_536
 PACKAGES = (
     "torch", "transformers", "trl", "cut-cross-entropy", "liger-kernel", "quack-kernels", "triton", "numpy",
 )  # fmt: skip
+
+
+if os.environ.get("BENCH_ONEDNN"):  # which workers inherit
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
 class WorkerError(RuntimeError):
@@ -65,6 +73,7 @@ def environment() -> dict[str, Any]:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": THREADS,
+        "fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load": os.getloadavg()[0],
