@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Imports run one way: a layer may use the layers before it and itself, not its neighbours in the same layer.
 LAYERS = (
-    {"errors", "pages", "printable", "resident", "versions"},
+    {"errors", "hashes", "pages", "printable", "resident", "versions"},
     {"units", "upstream"},
     {"algebra", "losses"},
     {"vocab", "logits", "jax"},

@@ -123,11 +123,6 @@ class AllocationTracker(TorchDispatchMode):
         self._forget()
         return self._live
 
-    @live.setter
-    def live(self, value: int) -> None:
-        self._forget()
-        self._live = value
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             self._watch(leaf, new=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from lm_eval.api.model import hash_args  # pyright: ignore[reportMissingImports]
 
 from ..errors import DataError
+from ..hashes import hash_of
 from ..sample.record import SampleRecord
 
 KEPT = 5  # best entries of each generated token
@@ -87,5 +87,4 @@ def check_file(path: Path) -> None:
 
 def _sealed(line: bytes) -> bytes:
     """A line of JSON with its hash, by which one that was changed is told."""
-    found = hashlib.blake2b(line, digest_size=16).hexdigest()
-    return line.removesuffix(b"}") + HASH + found.encode() + b'"}\n'
+    return line.removesuffix(b"}") + HASH + hash_of(line).encode() + b'"}\n'

@@ -6,7 +6,6 @@ must hold, and how they are read, is in `columns`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, NotFiniteError, ShapeError, in_one_line, is_out_of_memory
+from ..hashes import hash_of
 from ..units import plural
 from ..vocab.face import LMHead
 from .columns import PLACES, STORED, check_kinds, read_best, read_hidden, read_places, unpacked_hidden
@@ -51,17 +51,11 @@ def write_head(path: Path, head: LMHead) -> dict[str, Any]:
     save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}, path)
     return {
         "file": path.name,
-        "hash": file_hash(path),
+        "hash": hash_of(path),
         "scale": head.scale,
         "softcap": head.softcap,
         "vocab_size": head.vocab_size,
     }
-
-
-def file_hash(path: Path) -> str:
-    """What tells a file's content from all others."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +126,7 @@ class TeacherRecord:
             file.seek(max(0, size - 8))
             footer = int.from_bytes(file.read(4), "little") + 8
             file.seek(max(0, size - footer))
-            return hashlib.blake2b(file.read() + str(size).encode(), digest_size=16).hexdigest()
+            return hash_of(file.read() + str(size).encode())
 
     @property
     def head_path(self) -> Path:
@@ -145,7 +139,7 @@ class TeacherRecord:
         if not path.exists():
             raise DataError(f"{path} is not there: the head of {self.path}'s hidden states, which lies beside it")
         _check_file(path)
-        if (found := file_hash(path)) != about.get("hash"):
+        if (found := hash_of(path)) != about.get("hash"):
             raise DataError(f"{path} has the hash {found}, expected {about.get('hash')}, of {self.path}'s own head")
         try:
             return _read_head(path, about, self.vocab_size, self.about["hidden_size"])

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from logitless.errors import DataError
+from logitless.hashes import hash_of
 from logitless.sample import TeacherRecord, read_targets
-from logitless.sample.teacher import file_hash
 from logitless.workbench.scoring.run import run
 from tests.support.workbench.micro import SHAPE, micro_directory, micro_model
 from tests.workbench.scoring.conftest import config, corpus
@@ -110,7 +110,7 @@ def head(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -
     def damage(path: Path) -> None:
         place = head_of(path)
         save_file(change(load_file(place)), place)
-        hashed = file_hash(place)
+        hashed = hash_of(place)
         about(lambda said: said | {"head": said["head"] | {"hash": hashed}})(path)
 
     return damage
@@ -123,7 +123,7 @@ def in_place_of_head(make: Damage) -> Damage:
 def no_head_within(path: Path) -> None:
     """A head that is no file of tensors, and the hash that goes with it."""
     head_of(path).write_bytes(b"\x08" + bytes(20))
-    hashed = file_hash(head_of(path))
+    hashed = hash_of(head_of(path))
     about(lambda said: said | {"head": said["head"] | {"hash": hashed}})(path)
 
 

@@ -53,6 +53,8 @@ LOG2E = math.log2(math.e)
 WIDTH = 2048  # entries at a time of rows that are looked at for one of them
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time
+SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
+PIECE = 2048  # columns at a time
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -318,9 +320,27 @@ def _flat(x: float | Tensor) -> float | Tensor:
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a @ b into `out`, with `out`'s precision."""
     if a.dtype == out.dtype:
-        chained = _is_chained(out) and a.shape[1] > CHAIN
-        return add_product(a, b, out.zero_()) if chained else torch.mm(a, b, out=out)
+        if _is_chained(out) and a.shape[1] > CHAIN:
+            return add_product(a, b, out.zero_())
+        return product_in_columns(a, b, out) if _faster_in_columns(a, out) else torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def product_in_columns(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b into `out` as the transpose of bᵀ @ aᵀ, a few columns of `out` at a time."""
+    for start in range(0, out.shape[1], PIECE):
+        some = slice(start, start + PIECE)
+        out[:, some].copy_(torch.mm(b[:, some].t(), a.t()).t())
+    return out
+
+
+def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
+    """Whether a CPU's product of some rows with many columns is so much slower in rows that a transposition pays.
+
+    docs/decisions/0040
+    """
+    some = len(a) in SOME and a.shape[1] >= LONG
+    return some and out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -1,23 +1,15 @@
-"""What tells content from all other: hashes of files, and JSON that says whether it is as it was written."""
+"""Hashes of several files, and JSON that says whether it is as it was written."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...hashes import hash_of
 from .files import MADE_ANEW, read_object, readable, strict_json, write_json
 
 HASH = "hash"  # of all else that such a file holds
-
-
-def hash_of(content: Path | bytes) -> str:
-    """What tells a content from all others."""
-    if isinstance(content, bytes):
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def together(hashes: Iterable[str]) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from ...errors import ConfigError, DataError, in_one_line
+from ...hashes import hash_of
 from ...resident import peak_bytes, reset_peak
 from ...units import plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.say import quiet, say
-from ..common.sealed import hash_of
 from ..scoring.parts import Parts
 from ..scoring.run import explained, identities, joined, sum_over_ranks
 from ..scoring.summary import finished

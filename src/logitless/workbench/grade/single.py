@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ...errors import ConfigError, OptionError, in_one_line
+from ...hashes import hash_of
 from ...models.positions import reach
 from ...relax.generate import alive_until
 from ...resident import reset_peak
@@ -22,7 +23,6 @@ from ..common.files import read_lines, readable, write_json, write_lines, write_
 from ..common.functions import blamed, function_named
 from ..common.launch import launched_ranks
 from ..common.say import say
-from ..common.sealed import hash_of
 from ..common.written import SUMMARY_FILE
 from ..runs import examples
 from ..runs.ending import explained, whence

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...errors import ConfigError, DataError, OptionError
+from ...hashes import hash_of
 from ..common import files
 from ..common.files import read_lines, read_object, remove_all_leftovers, remove_whole, write_whole
-from ..common.sealed import hash_of, hashes_of, read_sealed, write_sealed
+from ..common.sealed import hashes_of, read_sealed, write_sealed
 from ..common.written import METRICS_FILE, OWN, RUN_FILE
 
 PREFIX = "checkpoint-"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
-from ..common.sealed import hash_of
 from ..sources.chat import is_chat
 from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, first_line, splits
 from ..sources.identity import is_arrow, text_files

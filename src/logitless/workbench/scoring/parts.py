@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import DataError, OptionError
+from ...hashes import hash_of
 from ..common.files import (
     arrow_file,
     read_object,
@@ -27,7 +28,7 @@ from ..common.files import (
     write_whole,
 )
 from ..common.lock import LOCK_FILE, acquire, holder, release
-from ..common.sealed import hash_of, together
+from ..common.sealed import together
 from .block import PLACES, Scored
 from .config import parts_of
 

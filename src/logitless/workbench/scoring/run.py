@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ...errors import OptionError
+from ...hashes import hash_of
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
@@ -24,7 +25,6 @@ from ...sample.columns import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
 from ..common.say import quiet, say
-from ..common.sealed import hash_of
 from ..common.space import OutOfSpace, room_wanted
 from ..runs.ending import stoppable
 from ..runs.ranks import lost

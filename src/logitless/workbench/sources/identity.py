@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..common.sealed import hash_of, hashes_of, together
+from ...hashes import hash_of
+from ..common.sealed import hashes_of, together
 from .model import ModelSource
 from .tokenizer import TextTokenizer
 

@@ -1,0 +1,105 @@
+"""Products of some rows, which a CPU computes in columns: the same numbers, in the buffer that was given."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.resident import AllocationTracker
+from logitless.vocab.backends import logits
+from logitless.vocab.backends.logits import PIECE, SOME, product
+
+
+def matrices(rows, inner, columns, dtype=torch.float32):
+    g = torch.Generator().manual_seed(rows)
+    a, w = (torch.randn(n, inner, generator=g, dtype=torch.float64) for n in (rows, columns))
+    return a.to(dtype), w.to(dtype).t(), torch.full((rows, columns), torch.nan, dtype=dtype)
+
+
+def in_columns(monkeypatch):
+    """The rows of each product that is computed in columns from here on."""
+    found, usual = [], logits.product_in_columns
+
+    def taken(a, b, out):
+        found.append(len(a))
+        return usual(a, b, out)
+
+    monkeypatch.setattr(logits, "product_in_columns", taken)
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 301, PIECE, 2 * PIECE + 77])
+@pytest.mark.parametrize("rows", [SOME[0], 8, 33, SOME[-1]])
+def test_numbers(rows, columns, monkeypatch):
+    taken = in_columns(monkeypatch)
+    a, b, out = matrices(rows, 300, columns)
+    exact = a.double() @ b.double()
+    assert product(a, b, out) is out
+    assert taken == [rows]
+    plain = (torch.mm(a, b) - exact).abs().max()
+    assert (out - exact).abs().max() <= 1.5 * plain + 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("rows", [0, 1, SOME[-1] + 1])
+def test_one_row_and_many_stay_as_they_are(rows, monkeypatch):
+    taken = in_columns(monkeypatch)
+    a, b, out = matrices(rows, 300, 70)
+    product(a, b, out)
+    assert not taken
+    assert torch.equal(out, torch.mm(a, b))
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        pytest.param(lambda: matrices(8, 20, 70), id="short sums"),
+        pytest.param(lambda: matrices(8, 300, 70, torch.float64), id="float64"),
+        pytest.param(lambda: (*matrices(8, 300, 70)[:2], torch.empty(70, 8).t()), id="already in columns"),
+    ],
+)
+def test_others_stay_as_they_are(operands, monkeypatch):
+    taken = in_columns(monkeypatch)
+    a, b, out = operands()
+    product(a, b, out)
+    assert not taken
+    assert torch.equal(out, torch.mm(a, b, out=out.clone()))
+
+
+def test_not_a_number_stays_in_its_row():
+    a, b, out = matrices(8, 300, 70)
+    a[3, 5], a[4, 6] = torch.nan, torch.inf
+    product(a, b, out)
+    assert out[3].isnan().all()
+    assert not out[4].isfinite().any()
+    assert out[[0, 1, 2, 5, 6, 7]].isfinite().all()
+
+
+def test_memory_is_that_of_a_piece():
+    rows, columns = 16, 8 * PIECE
+    a, b, out = matrices(rows, 300, columns)
+    with AllocationTracker() as tracker:
+        product(a, b, out)
+    assert 0 < tracker.peak <= 2 * rows * PIECE * 4
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_statistics_of_some_tokens(n, monkeypatch):
+    taken = in_columns(monkeypatch)
+    g = torch.Generator().manual_seed(n)
+    hidden, weight = torch.randn(n, 256, generator=g), torch.randn(5003, 256, generator=g) / 4
+    labels = torch.randint(5003, (n,), generator=g)
+    labels[:2] = torch.tensor([0, 5002])
+    found = ll.token_stats(hidden, ll.LMHead(weight), labels, want=("logprob", "entropy"), top_k=3, backend="eager")
+    assert taken
+    z = hidden.double() @ weight.double().t()
+    log_p = z.log_softmax(1)
+    plain = (hidden @ weight.t()).log_softmax(1)
+    exact = {
+        "logprob": (log_p, plain),
+        "entropy": (-(log_p.exp() * log_p).sum(1), -(plain.exp() * plain).sum(1)),
+    }
+    at = labels[:, None]
+    exact["logprob"] = tuple(x.gather(1, at)[:, 0] for x in exact["logprob"])
+    for name, (wanted, dense) in exact.items():
+        limit = 1.5 * (dense - wanted).abs().max() + 2e-6
+        assert (getattr(found, name) - wanted).abs().max() <= limit
+    assert torch.equal(found.top_k_ids, z.topk(3).indices)
