@@ -335,11 +335,11 @@ def product_in_columns(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
-    """Whether a CPU's product of some rows with many columns is so much slower in rows that a transposition pays.
+    """Whether a CPU multiplies some rows with many columns so slowly in rows that a transposition pays.
 
     docs/decisions/0040
     """
-    some = len(a) in SOME and a.shape[1] >= LONG
+    some = len(a) in SOME and a.shape[1] >= LONG and out.shape[1] > PIECE
     return some and out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
 
 

@@ -41,6 +41,14 @@ def test_a_loss_of_few_tokens_lies_in_columns(monkeypatch):
     assert all(asked)
 
 
+def test_in_rows_where_torch_multiplies_by_onednn(monkeypatch):
+    asked = lying(monkeypatch)
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    cross_entropy(problem(), **FEW)
+    assert asked
+    assert not any(asked)
+
+
 def test_many_tokens_and_what_is_read_more_than_once_lie_in_rows(monkeypatch):
     asked = lying(monkeypatch)
     cross_entropy(problem(80, 70))
