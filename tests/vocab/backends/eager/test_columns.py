@@ -41,9 +41,17 @@ def test_a_loss_of_few_tokens_lies_in_columns(monkeypatch):
     assert all(asked)
 
 
+@pytest.fixture
+def by_onednn():
+    switch = torch.backends.mkldnn.matmul
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    yield
+    switch.fp32_precision = before
+
+
+@pytest.mark.usefixtures("by_onednn")
 def test_in_rows_where_torch_multiplies_by_onednn(monkeypatch):
     asked = lying(monkeypatch)
-    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
     cross_entropy(problem(), **FEW)
     assert asked
     assert not any(asked)
