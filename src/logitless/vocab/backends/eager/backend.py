@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +154,8 @@ def in_columns(chunk: Chunk, keep: str | None) -> bool:
     log-probs alone. oneDNN, which torch multiplies by where fp32 need not be IEEE's, prefers rows. docs/decisions/0038
     """
     few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu"
-    few = few and torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+    switch: Any = torch.backends.mkldnn  # whose types lack `matmul`
+    few = few and switch.matmul.fp32_precision != "bf16"
     return few and keep == "weights" and chunk.reference is None and not chunk.top_k and chunk.sums <= {"zsum"}
 
 
