@@ -1,5 +1,7 @@
 """Slices that lie in columns: where a loss's products are the faster for it, with the same numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -41,17 +43,12 @@ def test_a_loss_of_few_tokens_lies_in_columns(monkeypatch):
     assert all(asked)
 
 
-@pytest.fixture
-def by_onednn():
-    switch = torch.backends.mkldnn.matmul
-    before, switch.fp32_precision = switch.fp32_precision, "bf16"
-    yield
-    switch.fp32_precision = before
-
-
-@pytest.mark.usefixtures("by_onednn")
 def test_in_rows_where_torch_multiplies_by_onednn(monkeypatch):
     asked = lying(monkeypatch)
+    assert not backend.by_onednn()
+    switches = SimpleNamespace(matmul=SimpleNamespace(fp32_precision="bf16"))
+    monkeypatch.setattr(torch.backends, "mkldnn", switches)  # torch's own would stay changed for other tests
+    assert backend.by_onednn()
     cross_entropy(problem(), **FEW)
     assert asked
     assert not any(asked)

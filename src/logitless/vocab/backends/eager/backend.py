@@ -151,12 +151,16 @@ def in_columns(chunk: Chunk, keep: str | None) -> bool:
     """Whether a slice's logits lie in columns: on a CPU the product of few tokens with many entries is faster so.
 
     Sums along rows are slower, and the best entries are looked for in rows: only where a loss keeps weights of
-    log-probs alone. oneDNN, which torch multiplies by where fp32 need not be IEEE's, prefers rows. docs/decisions/0038
+    log-probs alone. docs/decisions/0038
     """
-    few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu"
-    switch: Any = torch.backends.mkldnn  # whose types lack `matmul`
-    few = few and switch.matmul.fp32_precision != "bf16"
+    few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu" and not by_onednn()
     return few and keep == "weights" and chunk.reference is None and not chunk.top_k and chunk.sums <= {"zsum"}
+
+
+def by_onednn() -> bool:
+    """Whether a CPU's products of fp32 are oneDNN's, which prefers rows: where torch is told that bf16 will do."""
+    switches: Any = torch.backends.mkldnn  # whose types lack `matmul`
+    return switches.matmul.fp32_precision == "bf16"
 
 
 def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
