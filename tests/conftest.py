@@ -11,6 +11,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from tests.support.allocations import poison
+from tests.support.switches import switches
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a model that is nowhere is refused at once, not after five tries
 if not torch.cuda.is_available():
@@ -38,6 +39,14 @@ def nan_poisoned_empty(request, monkeypatch):
             trace_rules.clear_lru_cache()
         return
     poison(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def switches_left_as_they_were():
+    """Torch's switches of a whole process decide the last bits of every later test's numbers."""
+    before = switches()
+    yield
+    assert switches() == before
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 import logitless.errors
 from docs import hooks
 from tests.support import forked
+from tests.support.switches import put_back
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,8 +60,9 @@ def test_code_runs(page, tmp_path, monkeypatch):
     if page.name not in SLOW and any("subprocess.run" in code for code in code_of_page):
         monkeypatch.setattr("subprocess.run", forked.run)  # commands, which would import for seconds
     namespace = {"__name__": "page"}
-    for code in code_of_page:
-        exec(compile(code, str(page), "exec"), namespace)
+    with put_back():
+        for code in code_of_page:
+            exec(compile(code, str(page), "exec"), namespace)
 
 
 @pytest.mark.parametrize("name", ["README.md", "quickstart.md", "maths.md", "prices.md", "loop-over-rows.md"])

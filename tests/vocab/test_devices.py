@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from logitless.vocab.devices import tf32_products
+from tests.support.switches import put_back
 
 
 @pytest.fixture
 def matmul():
-    yield torch.backends.cuda.matmul
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision = "none"
+    with put_back():
+        yield torch.backends.cuda.matmul
 
 
 @pytest.mark.parametrize("before", ["none", "ieee"])
