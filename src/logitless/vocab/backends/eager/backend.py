@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense
 from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype, product
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
+from .threads import collect, maxima, shares_of, sums
 from .topk import TopK
 
 NEARER = 2.0  # nats, of both heads' logits together, from which on differences are measured from another entry
@@ -56,7 +58,7 @@ class Running(Form):
         chunk, self.keep = self.chunk, keep
         self.look(tile)
         if self.zsum is not None:
-            self.zsum += tile.z.sum(1)
+            self.zsum += sums(tile.z)
         if self.topk is not None:
             self.topk.add(tile.z, tile.v.start)
         tail = self._tail_with(tile)
@@ -93,6 +95,9 @@ class Running(Form):
 
     def exp(self, x: Tensor, name: str) -> Tensor:
         return torch.mul(x, LOG2E, out=self.room(name, x)).exp2_() if name else exp_(x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return sums(x)
 
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         assert self.known_gap is not None
@@ -144,7 +149,7 @@ class Running(Form):
 
 def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
     """The maxima of a slice's rows and of its reference's."""
-    return tile.z.amax(1), None if tile.z_ref is None else tile.z_ref.amax(1)
+    return maxima(tile.z), None if tile.z_ref is None else maxima(tile.z_ref)
 
 
 def in_columns(chunk: Chunk, keep: str | None) -> bool:
@@ -211,9 +216,11 @@ class EagerBackend(Backend):
             logits_grad_of_some(chunk, totals, chained, grads, self.add_slice)
             return
         begins = grads.begins(grads.weight)
+        shared = replace(grads, hidden=shares_of(grads.hidden, chunk.slices.width))
         for i, v in enumerate(chunk.vocabulary()):
             tile = chunk.materialised[i] if chunk.materialised else None
-            self.add_slice(chunk, v, tile, totals, chained, grads, begins)
+            self.add_slice(chunk, v, tile, totals, chained, shared, begins)
+        collect(shared.hidden, grads.hidden)
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
 

@@ -62,6 +62,10 @@ class Form(ABC):
     def exp(self, x: Tensor, name: str) -> Tensor:
         """e^x, in x's place or, where a name is given, in the room of that name."""
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Σx over the slice's entries, (C,)."""
+        return x.sum(1)
+
     @abstractmethod
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         """z_ref - z, infinite where one of them is and 0 where both are; used up."""
@@ -137,7 +141,7 @@ def _add_policy(
     """The sums over the policy alone; returns the weights e^(z-m) and the slice's part."""
     x = torch.sub(z, out.m[:, None], out=form.room("x", z))
     w = form.exp(x, "" if f.t is None else "w")
-    new, newest = w.sum(1), peak > f.m
+    new, newest = form.sum(w), peak > f.m
     rest, sharp = new - 1, None
     if f.t is not None:
         rest = form.others(rest, w, newest)

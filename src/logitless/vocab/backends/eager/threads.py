@@ -1,0 +1,53 @@
+"""Sums over a slice's entries of which each thread of a CPU takes those that it has in its cache. docs/decisions/0041
+
+Torch gives each thread an even share of the memory that an element-wise operation goes through: of logits in columns
+some of the entries. A sum over entries it shares out by tokens, and a product by whatever suits a product, so that each
+thread waits for what another has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SHARE = 1 << 15  # numbers that an element-wise operation of torch has for a thread at least
+THREADS = range(2, 5)  # with how many each gets a share of a product's terms
+TOKENS = range(33, 513)  # of a product that is shared out so
+TERMS = 512  # of a share at least
+
+
+def maxima(z: Tensor) -> Tensor:
+    """z.amax(1)"""
+    return _by_thread(torch.amax, z)
+
+
+def sums(z: Tensor) -> Tensor:
+    """z.sum(1)"""
+    return _by_thread(torch.sum, z)
+
+
+def _by_thread(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
+    shares = min(torch.get_num_threads(), z.numel() // SHARE)
+    in_columns = z.device.type == "cpu" and z.stride(0) == 1 and not z.is_contiguous()
+    if not in_columns or shares < 2 or z.shape[1] % shares:
+        return reduce(z, 1)
+    return reduce(reduce(z.t().unflatten(0, (shares, -1)), 1), 0)
+
+
+def shares_of(total: Tensor | None, terms: int) -> Tensor | None:
+    """Zeros (T, C, H) for what each thread adds to `total`, (C, H), in products of so many terms; or `total` itself."""
+    threads = torch.get_num_threads()
+    if total is None or total.device.type != "cpu" or total.dtype != torch.float32:
+        return total
+    if threads not in THREADS or len(total) not in TOKENS or terms < threads * TERMS:
+        return total
+    return total.new_zeros(threads, *total.shape)
+
+
+def collect(shares: Tensor | None, total: Tensor | None) -> None:
+    """Add to `total` what `shares_of` it have got."""
+    if shares is not None and total is not None and shares is not total:
+        for share in shares:
+            total += share
