@@ -1,10 +1,12 @@
 """How times grow with sizes, which slices are fastest, and a whole training step: the scripts at tiny sizes."""
 
+from functools import partial
+
 import pytest
 import torch
 from PIL import Image
 
-from bench import columns, scaling, slices, train_step
+from bench import columns, cores, scaling, slices, train_step
 from bench.cases import Shape
 from bench.harness import THREADS, read_lines
 from docs import tables
@@ -96,6 +98,19 @@ def test_products_of_both_orders_are_timed(tmp_path, monkeypatch):
     assert len(records) == 2 * (4 + 3)
     assert all(0 < r["least"] <= r["most"] for r in records)
     assert {r["tokens"] for r in records if r["columns"]} == {4, 16}
+
+
+def test_operations_are_timed_by_where_the_cores_lie(tmp_path, monkeypatch, capsys):
+    trips = iter([60, 60, 300, 300, 60, 300, 300, 300])
+    monkeypatch.setattr(cores, "round_trip", lambda: next(trips))
+    measured = partial(cores.measured, number=2, shape=(40, 64, 8))
+    monkeypatch.setattr(cores, "measured", measured)
+    cores.main(["--rounds", "2", "--out", str(tmp_path / "cores.jsonl")])
+    records = read_lines(tmp_path / "cores.jsonl")
+    # the second round moved between its looks: that of torch's shares counts nowhere
+    assert [(r["shared"], r["far"], r["rounds"]) for r in records] == [(False, False, 1), (True, True, 2)]
+    assert all(x > 0 for r in records for x in r["microseconds"].values())
+    assert "each its entries, far cores: logits" in capsys.readouterr().out
 
 
 def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):

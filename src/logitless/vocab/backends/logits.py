@@ -344,7 +344,7 @@ def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out += a @ b, accumulated in `out`'s precision; of an `out` of several matrices each gets a share of the terms."""
+    """out += a @ b, accumulated in `out`'s precision; of several matrices in `out` each gets a share of the terms."""
     if out.dim() == 3:
         shares = len(out) if a.shape[1] % len(out) == 0 else 1
         parts = a.unflatten(1, (shares, -1)).transpose(0, 1), b.unflatten(0, (shares, -1))
