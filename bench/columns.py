@@ -2,7 +2,8 @@
 
 So many tokens with slices of the vocabulary, whose logits all stay, as in the first pass of a loss. CPU seconds, as ns
 per logit, both orders in turn in one process: the least and the most of the rounds, since a product of few tokens has
-two speeds, by where the cores lie (`bench.cores`). Beside them, logits in rows that are made in columns and transposed, as some tokens' are.
+two speeds, by where the cores lie (`bench.cores`). Beside them, logits in rows that are made in columns and transposed,
+as some tokens' are.
 """
 
 import argparse
