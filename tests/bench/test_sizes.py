@@ -13,6 +13,7 @@ from docs import tables
 from docs.scaling_tables import scaling as scaling_page
 from logitless.algebra import costs
 from logitless.workbench.sft.config import TrainConfig
+from tests.support.switches import put_back
 from tests.support.workbench.micro import micro_corpus, micro_directory
 
 SWEEPS = {
@@ -24,9 +25,8 @@ SWEEPS = {
 
 @pytest.fixture(autouse=True)
 def same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    with put_back():
+        yield
 
 
 def test_a_size_at_a_time_grows_and_is_drawn(tmp_path, monkeypatch):

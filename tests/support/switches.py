@@ -25,9 +25,13 @@ def switches() -> dict[str, Any]:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """The precisions of fp32 products are afterwards what they were."""
-    asked, before = torch.get_float32_matmul_precision(), [products.fp32_precision for products in PRECISIONS]
-    yield
-    torch.set_float32_matmul_precision(asked)
-    for products, precision in zip(PRECISIONS, before, strict=True):
-        products.fp32_precision = precision
+    """The threads, and the precisions of fp32 products, are afterwards what they were."""
+    threads, asked = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    before = [products.fp32_precision for products in PRECISIONS]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(asked)
+        for products, precision in zip(PRECISIONS, before, strict=True):
+            products.fp32_precision = precision

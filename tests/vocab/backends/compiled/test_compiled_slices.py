@@ -12,6 +12,7 @@ from logitless.errors import BackendError
 from logitless.vocab.backends.compiled import kernels
 from logitless.vocab.backends.eager.formulas import without_maximum
 from logitless.vocab.call import choice, compiled_support, validate
+from tests.support.switches import put_back
 from tests.support.vocab.comparing import EVERYTHING, assert_near_in_norm, compare, operands
 
 pytestmark = pytest.mark.compiled
@@ -41,13 +42,9 @@ def fresh(monkeypatch):
 def test_one_function_for_all_sizes_threads_and_gradient_modes(fresh):
     for n, v, budget in ((13, 257, None), (40, 1031, 20_000), (2, 300, 6_000)):  # ragged last slices
         compare(problem(n, v), WANT, backend="compiled", memory_budget=budget)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        with torch.inference_mode():
-            compare(problem(11, 99), WANT, backend="compiled", memory_budget=4_000)
-    finally:
-        torch.set_num_threads(threads)
+    with put_back(), torch.inference_mode():
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        compare(problem(11, 99), WANT, backend="compiled", memory_budget=4_000)
     assert kernels.count() == len(fresh) == 1
 
 

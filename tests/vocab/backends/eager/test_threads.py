@@ -8,16 +8,16 @@ from logitless.resident import AllocationTracker
 from logitless.vocab.backends.eager import threads
 from logitless.vocab.backends.eager.threads import SHARE, TERMS, TOKENS, collect, maxima, shares_of, sums
 from logitless.vocab.backends.logits import add_product
+from tests.support.switches import put_back
 from tests.support.vocab.comparing import assert_near_in_norm, operands
 
 
 @pytest.fixture(params=[2, 3, 4])
 def number(request):
     """How many threads torch has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with put_back():
+        torch.set_num_threads(request.param)
+        yield request.param
 
 
 def columns(tokens, entries):
