@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from bench.harness import environment, write_line
+from bench.harness import THREADS, environment, write_line
 from logitless.algebra.costs import WHOLE_WIDTH
 from logitless.vocab.backends.eager import threads
 from logitless.vocab.backends.logits import add_product
@@ -27,57 +27,12 @@ from logitless.vocab.backends.logits import add_product
 TOKENS, HIDDEN, VOCAB = 256, 512, 131_072
 TURNS = 100_000
 FAR = 150  # ns, between what two cores take that share a cache and two that do not
-SOURCE = r"""
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <time.h>
-static _Alignas(64) atomic_int ball;
-static long turns;
-static double seconds;
-static void on_core(int core) {
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(core, &one);
-    pthread_setaffinity_np(pthread_self(), sizeof one, &one);
-}
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
-static void *there(void *unused) {
-    on_core(1);
-    for (long i = 0; i < turns; i++) {
-        while (atomic_load_explicit(&ball, memory_order_acquire) != 1) {}
-        atomic_store_explicit(&ball, 0, memory_order_release);
-    }
-    return 0;
-}
-static void *here(void *unused) {
-    on_core(0);
-    double start = now();
-    for (long i = 0; i < turns; i++) {
-        atomic_store_explicit(&ball, 1, memory_order_release);
-        while (atomic_load_explicit(&ball, memory_order_acquire) != 0) {}
-    }
-    seconds = now() - start;
-    return 0;
-}
-double round_trip(long number) {
-    pthread_t first, second;
-    turns = number;
-    pthread_create(&first, 0, there, 0);
-    pthread_create(&second, 0, here, 0);
-    pthread_join(first, 0);
-    pthread_join(second, 0);
-    return 1e9 * seconds / turns;
-}
-"""
 
 
 @cache
 def _library():
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "cores.c"), Path(folder, "cores.so")
-        source.write_text(SOURCE)
+        source, library = Path(__file__).with_suffix(".c"), Path(folder, "cores.so")
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
         found = ctypes.CDLL(str(library))
     found.round_trip.restype, found.round_trip.argtypes = ctypes.c_double, [ctypes.c_long]
@@ -111,23 +66,27 @@ def operations(shared, tokens, entries, hidden, number):
     }
 
 
+def microseconds(known, number):
+    """The mean time of each operation, one slice after the other."""
+    seconds = dict.fromkeys(known, 0.0)
+    for i in range(number):
+        for name, operation in known.items():
+            start = time.perf_counter()
+            operation(i)
+            seconds[name] += time.perf_counter() - start
+    return {name: 1e6 * x / number for name, x in seconds.items()}
+
+
 def measured(rounds, number=VOCAB // WHOLE_WIDTH, shape=(TOKENS, WHOLE_WIDTH, HIDDEN)):
     """{(shared, far): {operation: [microseconds of each round, ...], ...}}"""
     ways = {shared: operations(shared, *shape, number) for shared in (False, True)}
     found = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for shared, known in ways.items():
-            before, seconds = round_trip(), dict.fromkeys(known, 0.0)
-            for i in range(number):
-                for name, operation in known.items():
-                    start = time.perf_counter()
-                    operation(i)
-                    seconds[name] += time.perf_counter() - start
-            far = {x > FAR for x in (before, round_trip())}
-            if len(far) == 1:
-                of_these = found[shared, far.pop()]
-                for name, x in seconds.items():
-                    of_these[name].append(1e6 * x / number)
+            before, times, after = round_trip(), microseconds(known, number), round_trip()
+            if (before > FAR) == (after > FAR):
+                for name, x in times.items():
+                    found[shared, after > FAR][name].append(x)
     return found
 
 
@@ -136,14 +95,14 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     for (shared, far), known in sorted(measured(o.rounds).items()):
         middle = {name: median(x) for name, x in known.items()}
         print(f"{'each its entries' if shared else 'as torch shares out'}, {'far' if far else 'near'} cores:", end=" ")
         print(*(f"{name} {x:.0f}" for name, x in middle.items()), f"together {sum(middle.values()):.0f} µs", sep=", ")
         if o.out:
             about = {"kind": "cores", "shared": shared, "far": far, "rounds": len(known["logits"])}
-            write_line(o.out, environment() | {"threads": 2} | about | {"microseconds": middle})
+            write_line(o.out, environment() | about | {"microseconds": middle})
 
 
 if __name__ == "__main__":

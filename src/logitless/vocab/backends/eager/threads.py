@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..logits import FEW
+
 SHARE = 1 << 15  # numbers that an element-wise operation of torch has for a thread at least
 THREADS = range(2, 5)  # with how many each gets a share of a product's terms
-TOKENS = range(33, 513)  # of a product that is shared out so
+TOKENS = range(FEW + 1, 513)  # of a product that is shared out so
 TERMS = 512  # of a share at least
 
 
