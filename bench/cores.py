@@ -9,6 +9,7 @@ as docs/decisions/0041 says. Microseconds of a slice, the median of the rounds.
 
 import argparse
 import ctypes
+import os
 import subprocess
 import tempfile
 import time
@@ -26,6 +27,7 @@ from logitless.vocab.backends.logits import add_product
 
 TOKENS, HIDDEN, VOCAB = 256, 512, 131_072
 TURNS = 100_000
+PLACES = "near", "far"
 FAR = 150  # ns, between what two cores take that share a cache and two that do not
 
 
@@ -40,8 +42,13 @@ def _library():
 
 
 def round_trip():
-    """ns in which a line of memory goes from the first core to the second and back."""
-    return _library().round_trip(TURNS)
+    """ns in which a line of memory goes from the first core to the second and back; 0 where there is no second."""
+    return 0.0 if os.cpu_count() == 1 else _library().round_trip(TURNS)
+
+
+def place(before, after):
+    """Which of `PLACES` the cores were in between two such looks; None where they were moved meanwhile."""
+    return PLACES[before > FAR] if (before > FAR) == (after > FAR) else None
 
 
 def operations(shared, tokens, entries, hidden, number):
@@ -78,15 +85,15 @@ def microseconds(known, number):
 
 
 def measured(rounds, number=VOCAB // WHOLE_WIDTH, shape=(TOKENS, WHOLE_WIDTH, HIDDEN)):
-    """{(shared, far): {operation: [microseconds of each round, ...], ...}}"""
+    """{(shared, place): {operation: [microseconds of each round, ...], ...}}"""
     ways = {shared: operations(shared, *shape, number) for shared in (False, True)}
     found = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for shared, known in ways.items():
             before, times, after = round_trip(), microseconds(known, number), round_trip()
-            if (before > FAR) == (after > FAR):
+            if where := place(before, after):
                 for name, x in times.items():
-                    found[shared, after > FAR][name].append(x)
+                    found[shared, where][name].append(x)
     return found
 
 
@@ -96,12 +103,12 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     o = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
-    for (shared, far), known in sorted(measured(o.rounds).items()):
+    for (shared, where), known in sorted(measured(o.rounds).items()):
         middle = {name: median(x) for name, x in known.items()}
-        print(f"{'each its entries' if shared else 'as torch shares out'}, {'far' if far else 'near'} cores:", end=" ")
+        print(f"{'each its entries' if shared else 'as torch shares out'}, {where} cores:", end=" ")
         print(*(f"{name} {x:.0f}" for name, x in middle.items()), f"together {sum(middle.values()):.0f} µs", sep=", ")
         if o.out:
-            about = {"kind": "cores", "shared": shared, "far": far, "rounds": len(known["logits"])}
+            about = {"kind": "cores", "shared": shared, "far": where == "far", "rounds": len(known["logits"])}
             write_line(o.out, environment() | about | {"microseconds": middle})
 
 

@@ -1,9 +1,10 @@
 """CPU seconds of ours and of the bare products, in turn in one process: `python -m bench.in_turn [--cases entropy]`.
 
 For machines that others use too: processor seconds of this process leave out what it waited for, and the least of many
-rounds what others took from its caches. Gives the ratio to the fastest bare product, and each first call's seconds, its
-compiler's included: those of a cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder. `--peers` adds others'
-methods by the beginnings of their names. Preload jemalloc, as docs/how-to/cpu.md says, for memory that is kept.
+rounds what others took from its caches. Gives the ratio to the fastest bare product, by where the cores lay, too, as
+`bench.cores` finds it before and after each call, and each first call's seconds, its compiler's included: those of a
+cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder. `--peers` adds others' methods by the beginnings of
+their names. Preload jemalloc, as docs/how-to/cpu.md says, for memory that is kept.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import CASES, SHAPES, Shape, make_tensors
+from bench.cores import PLACES, place, round_trip
 from bench.harness import environment, write_line
 from bench.peers import METHODS
 
@@ -32,7 +34,7 @@ def preloaded_allocator() -> str | None:
 
 
 def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Per method: the least CPU seconds of a call, and those of the first."""
+    """Per method: the CPU seconds of the first call, and the least of a call, of all and by where the cores lay."""
     case = CASES[name]
     tensors = make_tensors(case, shape)
     methods = [m for m in METHODS[name] if m.kind in ("ours", "floor") or m.name.startswith(peers)]
@@ -42,16 +44,26 @@ def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] =
     for method, step in steps.items():
         own = cpu_seconds()
         step()
-        found[method] = {"first_s": cpu_seconds() - own, "least_s": float("inf")}
+        found[method] = {"first_s": cpu_seconds() - own}
     for _ in range(rounds):
         for method, step in steps.items():
-            own = time.process_time()
+            before, own = round_trip(), time.process_time()
             step()
-            found[method]["least_s"] = min(found[method]["least_s"], time.process_time() - own)
-    floor = min(found[m.name]["least_s"] for m in methods if m.kind == "floor")
-    for seconds in found.values():
-        seconds["to_bare"] = seconds["least_s"] / floor
+            own = time.process_time() - own
+            for kept in filter(None, ("least", place(before, round_trip()))):
+                found[method][f"{kept}_s"] = min(found[method].get(f"{kept}_s", own), own)
+    for kept in ("least", *PLACES):
+        floors = [found[m.name][f"{kept}_s"] for m in methods if m.kind == "floor" and f"{kept}_s" in found[m.name]]
+        for seconds in found.values():
+            if floors and f"{kept}_s" in seconds:
+                seconds["to_bare" if kept == "least" else f"{kept}_to_bare"] = seconds[f"{kept}_s"] / min(floors)
     return found
+
+
+def described(seconds: dict[str, float]) -> str:
+    ratios = [f"{seconds['to_bare']:.3f} x bare"]
+    ratios += [f"{place} {seconds[f'{place}_to_bare']:.3f}" for place in PLACES if f"{place}_to_bare" in seconds]
+    return f"{seconds['least_s']:.3f} s, {', '.join(ratios)}, first {seconds['first_s']:.1f} s"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = least_seconds(name, options.shape, options.rounds, options.peers)
         print(f"{name}: {options.shape}, {options.threads} threads, load {load:.1f}", flush=True)
         for method, s in sorted(found.items(), key=lambda item: item[1]["least_s"]):
-            print(
-                f"{method:>40}  {s['least_s']:.3f} s, {s['to_bare']:.3f} x bare, first {s['first_s']:.1f} s", flush=True
-            )
+            print(f"{method:>40}  {described(s)}", flush=True)
         if options.out:
             s = options.shape
             about = {"kind": "in turn", "case": name, "shape": [s.tokens, s.hidden, s.vocab]}

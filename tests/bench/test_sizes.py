@@ -1,12 +1,13 @@
 """How times grow with sizes, which slices are fastest, and a whole training step: the scripts at tiny sizes."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 from PIL import Image
 
-from bench import columns, cores, scaling, slices, train_step
+from bench import columns, cores, in_turn, scaling, slices, train_step
 from bench.cases import Shape
 from bench.harness import THREADS, read_lines
 from docs import tables
@@ -111,6 +112,21 @@ def test_operations_are_timed_by_where_the_cores_lie(tmp_path, monkeypatch, caps
     assert [(r["shared"], r["far"], r["rounds"]) for r in records] == [(False, False, 1), (True, True, 2)]
     assert all(x > 0 for r in records for x in r["microseconds"].values())
     assert "each its entries, far cores: logits" in capsys.readouterr().out
+
+
+def test_calls_in_turn_are_told_apart_by_where_the_cores_lie(tmp_path, monkeypatch, capsys):
+    trips = iter([60, 60] * 5 + [60, 300] + [300, 300] * 20)
+    monkeypatch.setattr(in_turn, "round_trip", lambda: next(trips))
+    with put_back():
+        in_turn.main(["--cases", "entropy", "--shape", "48,16,301", "--rounds", "2", "--out", str(tmp_path / "turns")])
+    (record,) = read_lines(tmp_path / "turns")
+    methods = list(record["methods"].values())
+    assert len(methods) == 6
+    assert [("near_s" in m, "far_s" in m) for m in methods] == [(True, True)] * 5 + [(False, True)]
+    assert all(m["least_s"] == min(m.get("near_s", math.inf), m["far_s"]) for m in methods)
+    for to_bare in ("to_bare", "near_to_bare", "far_to_bare"):
+        assert min(m[to_bare] for m in methods if to_bare in m) <= 1.0
+    assert "x bare, near " in capsys.readouterr().out
 
 
 def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):

@@ -214,3 +214,26 @@ def compare(ops: Operands, want: Sequence[str] = ("logprob",), **options: Any) -
     for name, grad in gradients(got, ops.leaves, up).items():
         assert grad.dtype == ops.leaves[name].dtype
         assert_near_in_norm(grad, wanted[name], 2 * tolerance, f"d {name}", floor=tolerance / 10)
+
+
+def compare_loss(ops: Operands, want: Sequence[str], **options: Any) -> None:
+    """token_loss of a random sum of statistics equals the oracle's on the same numbers: the value and gradients."""
+    exact, tolerance = ops.to(torch.float64), TOLERANCE[ops.weight.dtype]
+    names = [name for name in want if name not in INTEGERS]
+    up = torch.randn(
+        *ops.hidden.shape[:-1], len(names), generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+
+    def loss_fn(stats: Any, up: Tensor) -> Tensor:
+        return torch.stack([getattr(stats, name) for name in names], -1).mul(up).sum(-1)
+
+    given = {"want": want, "reference": ops.reference, "inputs": (up.to(ops.weight.dtype),)}
+    loss = ll.token_loss(loss_fn, ops.hidden, ops.head, ops.labels, **given, **options)
+    found = dense_token_stats(exact.hidden, exact.head, ops.labels, want=want, reference=exact.reference)
+    expected = torch.stack([found[name] for name in names], -1).mul(up).sum(-1).mean()
+    assert_near(loss.detach(), expected.detach(), tolerance, "loss")
+    wanted = torch.autograd.grad(expected, list(exact.leaves.values()))
+    for (name, leaf), right in zip(ops.leaves.items(), wanted, strict=True):
+        (grad,) = torch.autograd.grad(loss, [leaf], retain_graph=True)
+        assert grad.dtype == leaf.dtype
+        assert_near_in_norm(grad, right, 2 * tolerance, f"d {name}", floor=tolerance / 10)

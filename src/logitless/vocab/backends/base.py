@@ -226,6 +226,11 @@ def is_dense(chunk: Chunk, coefficients: Coefficients) -> bool:
     return any(basis in coefficients for basis in DENSE) or (chunk.policy.outer is not None and "one" in coefficients)
 
 
+def lies_in_columns(x: Tensor) -> bool:
+    """Whether each column of a matrix lies in one piece, and not each row."""
+    return x.stride(0) == 1 and not x.is_contiguous()
+
+
 class Scratch:
     """Named buffers that every slice and chunk of a call reuse."""
 
@@ -241,8 +246,12 @@ class Scratch:
         return self.copies[name, dtype]
 
     def take(self, name: str, like: Tensor | tuple[int, int], columns: bool = False) -> Tensor:
-        """A buffer (rows, width), with anything in it; columns: each column of it lies in one piece, not each row."""
+        """A buffer (rows, width), with anything in it; columns: each column of it lies in one piece, not each row.
+
+        Of a tensor's shape it lies as the tensor does.
+        """
         rows, width = like.shape if isinstance(like, Tensor) else like
+        columns = lies_in_columns(like) if isinstance(like, Tensor) else columns
         need = rows * width
         if name not in self.buffers or self.buffers[name].numel() < need:
             self.buffers[name] = torch.empty(need, dtype=self.dtype, device=self.device)
@@ -348,12 +357,12 @@ class Chunk:
         return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
     def logits(self, v: slice, w: Operands, name: str = "", columns: bool = False) -> Tile:
-        """The slice's logits, in the buffers that `name` tells apart; columns: of the policy's, as `Scratch.take`'s."""
+        """The slice's logits, in the buffers that `name` tells apart; columns: as `Scratch.take`'s."""
         shape = self.n_tokens, v.stop - v.start
         tile = Tile(v, self.policy.logits(w, v, self.scratch.take("z" + name, shape, columns)))
         if self.reference is not None:
             ref = self.reference
-            tile.z_ref = ref.logits(ref.operand(v), v, self.scratch.take("z_ref" + name, shape))
+            tile.z_ref = ref.logits(ref.operand(v), v, self.scratch.take("z_ref" + name, shape, columns))
         return tile
 
     def mask(self, tile: Tile) -> None:

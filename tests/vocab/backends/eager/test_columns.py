@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.vocab.backends.base import Scratch
-from logitless.vocab.backends.eager import backend
-from tests.support.vocab.comparing import assert_near_in_norm, operands
+from logitless.vocab.backends.base import Scratch, lies_in_columns
+from logitless.vocab.backends.eager import backend, threads
+from tests.support.switches import put_back
+from tests.support.vocab.comparing import PAIRED, assert_near_in_norm, compare, compare_loss, operands
 
 FEW = {"memory_budget": 90_000}  # some ten tokens of 1,031 entries
 
@@ -20,7 +21,7 @@ def lying(monkeypatch):
     def take(scratch, name, like, columns=False, usual=Scratch.take):
         found = usual(scratch, name, like, columns)
         if name[0] == "z":
-            assert found.t().is_contiguous() if columns else found.is_contiguous()
+            assert lies_in_columns(found) is columns
             asked.append(columns)
         return found
 
@@ -54,22 +55,21 @@ def test_in_rows_where_torch_multiplies_by_onednn(monkeypatch):
     assert not any(asked)
 
 
-def test_many_tokens_and_what_is_read_more_than_once_lie_in_rows(monkeypatch):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("want", [("logprob", "entropy"), ("logprob", "kl"), ("jsd",)], ids=str)
+def test_logits_that_a_gradient_needs_again_lie_in_columns(want, backend, monkeypatch):
+    asked = lying(monkeypatch)
+    compare_loss(problem(reference=True), want, backend=backend, **FEW)
+    assert asked
+    assert all(asked)
+
+
+def test_many_tokens_and_what_is_sorted_or_has_no_gradient_lie_in_rows(monkeypatch):
     asked = lying(monkeypatch)
     cross_entropy(problem(80, 70))
     ops = problem(reference=True)
-    for want, options in ((("logprob", "entropy"), {}), (("logprob", "kl"), {"reference": ops.reference})):
-        ll.token_loss(
-            lambda s, want=want: -s.logprob + getattr(s, want[1]),
-            ops.hidden,
-            ops.head,
-            ops.labels,
-            want=want,
-            backend="eager",
-            **FEW,
-            **options,
-        )
-    ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob",), top_k=3, backend="eager", **FEW)
+    for want, top_k in ((("logprob",), 3), (("logprob", "kl"), 0)):
+        compare(ops, want, top_k=top_k, backend="eager", **FEW)
     assert asked
     assert not any(asked)
 
@@ -97,3 +97,17 @@ def test_columns_have_the_numbers_of_rows(options, scale, monkeypatch):
     for name, g in grads.items():
         assert_near_in_norm(g, right_grads[name], 4e-6, name)
         assert_near_in_norm(grads_of_rows[name], right_grads[name], 4e-6, name)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("want", [("entropy", "kl", "rank", "sum_sq_prob"), PAIRED], ids=["alone and kl", "paired"])
+def test_columns_have_the_numbers_of_float64(want, softcap, number, monkeypatch):
+    """With shares of the entries for threads, and a softcap, whose derivative lies in columns, too."""
+    monkeypatch.setattr(threads, "SHARE", 256)
+    more = {} if softcap is None else {"softcap": softcap}
+    with put_back():
+        torch.set_num_threads(number)
+        asked = lying(monkeypatch)
+        compare_loss(problem(v=1032, reference=True, **more), want, backend="eager", **FEW)
+    assert any(asked)

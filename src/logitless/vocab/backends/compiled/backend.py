@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....algebra.online_softmax import SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
-from ..base import Chunk, SliceMass, Tile
+from ..base import Chunk, SliceMass, Tile, lies_in_columns
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from . import kernels
@@ -23,7 +23,7 @@ READ = ("m", "log_s", "shift", "log_ratio", "m_ref", "log_s_ref")  # of the tota
 class Traced(Form):
     """The formulas as a graph of new tensors: nothing is asked of them, so masks stand where eager looks at rows."""
 
-    def __init__(self, bases: frozenset[str], known_gap: Tensor | None) -> None:
+    def __init__(self, bases: frozenset[str] = frozenset(), known_gap: Tensor | None = None) -> None:
         self.bases, self.known_gap = bases, known_gap
         self.infinite = known_gap is not None
         self.weights: Tensors = {}
@@ -34,6 +34,9 @@ class Traced(Form):
 
     def exp(self, x: Tensor, name: str) -> Tensor:
         return torch.exp(x)  # the exponential that Inductor computes once where it is both stored and summed
+
+    def sum(self, x: Tensor) -> Tensor:
+        return kernels.by_block(torch.sum, x)
 
     def gap(self, z: Tensor, z_ref: Tensor) -> Tensor:
         return z_ref - z if self.known_gap is None else self.known_gap.clone()
@@ -46,12 +49,12 @@ class Traced(Form):
             self.weights[basis] = weights
 
     def others(self, rest: Tensor, w: Tensor, newest: Tensor) -> Tensor:
-        return torch.where(newest & (rest < SURE), without_maximum(w), rest)
+        return torch.where(newest & (rest < SURE), self.sum(without_maximum(w)), rest)
 
     def nearest(self, f: Accumulation, z: Tensor, z_ref: Tensor, gap: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         both = z + z_ref
-        found = both.amax(1)
-        at = torch.where(both == found[:, None], gap, -math.inf).amax(1)
+        found = kernels.by_block(torch.amax, both)
+        at = kernels.by_block(torch.amax, torch.where(both == found[:, None], gap, -math.inf))
         nearer = found > f.near
         return torch.where(nearer, found, f.near), torch.where(nearer, -at, f.shift)
 
@@ -88,14 +91,15 @@ def _second_shares(tensors: Tensors, sums: frozenset[str], beta: float) -> Tenso
     z, z_ref = tensors["z"], tensors["z_ref"]
     gap = tensors["gap"].clone() if "gap" in tensors else z_ref - z
     totals = Totals(**{name: tensors[name] for name in READ if name in tensors})
-    return second_shares(z, z_ref, gap, totals, sums, beta)
+    return second_shares(z, z_ref, gap, totals, sums, beta, Traced().sum)
 
 
 class CompiledRunning(Running):
     """The accumulation of a chunk by one compiled function a slice."""
 
     def look(self, tile: Tile) -> None:
-        self.compiles = kernels.fits(tile.z)
+        plain = self.keep == "weights" and lies_in_columns(tile.z)  # a difference, an exponential and a sum: as fast
+        self.compiles = kernels.fits(tile.z) and not plain
         if self.infinite or not self.compiles:  # else the compiled function makes the gap
             super().look(tile)
 

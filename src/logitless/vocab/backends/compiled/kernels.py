@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..base import lies_in_columns
+
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensors]
 
 SIZES = 1021, 509  # of the tokens and entries that a function is traced with: unlike each other, and like a slice's
+BLOCK = 32  # entries of logits in columns that are added up at a time: they stay in a first-level cache meanwhile
 OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # one function for every number of threads
     "cpp.enable_floating_point_contract_flag": "fast",  # a product and a sum are one instruction
@@ -36,7 +39,8 @@ def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
 
     key: what, beside the tensors' names and dtypes, tells it from other functions. Plain where it cannot be compiled.
     """
-    kernel = _of((key, *((name, x.dtype) for name, x in tensors.items())), function, tensors)
+    columns = any(x.dim() == 2 and lies_in_columns(x) for x in tensors.values())
+    kernel = _of((key, columns, *((name, x.dtype) for name, x in tensors.items())), function, tensors)
     if kernel is None:
         return function(tensors)
     call, outputs = kernel
@@ -44,9 +48,17 @@ def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
 
 
 def fits(z: Tensor) -> bool:
-    """Whether compiled functions may see this slice: a CPU's real numbers, as many and in rows as they are traced."""
+    """Whether compiled functions may see this slice: a CPU's real numbers, as many as they are traced.
+
+    In rows, or in columns that have whole blocks.
+    """
     plain = _get_current_dispatch_mode() is None and type(z) is Tensor
-    return plain and min(z.shape) > 1 and z.is_contiguous()
+    return plain and min(z.shape) > 1 and (z.is_contiguous() or (lies_in_columns(z) and z.shape[1] % BLOCK == 0))
+
+
+def by_block(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
+    """reduce(z, 1), of logits in columns some entries at a time: Inductor's own reads one line of memory a step."""
+    return reduce(reduce(z.t().unflatten(0, (-1, BLOCK)), 1), 0) if lies_in_columns(z) else reduce(z, 1)
 
 
 def count() -> int:
@@ -65,7 +77,7 @@ def _of(key: Hashable, function: Function, tensors: Tensors) -> Any:
 
 def _attempt(function: Function, tensors: Tensors) -> Any:
     try:
-        return build(function, {name: (x.dim(), x.dtype) for name, x in tensors.items()})
+        return build(function, tensors)
     except Exception as error:  # whatever a compiler, a full disk or another torch says
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -93,20 +105,30 @@ EXACTLY: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def build(function: Function, kinds: dict[str, tuple[int, torch.dtype]]) -> tuple[Callable[..., Any], list[str]]:
-    """`function` of tensors with these dimensions and dtypes, compiled, and the names of what it returns."""
+def _example(x: Tensor) -> Tensor:
+    """A tensor of x's dtype that lies as x does, to trace a function with."""
+    tokens, entries = SIZES
+    if x.dim() == 1:
+        return torch.empty(tokens, dtype=x.dtype)
+    if lies_in_columns(x):
+        return torch.empty(entries // BLOCK * BLOCK, tokens, dtype=x.dtype).t()
+    return torch.empty(tokens, entries, dtype=x.dtype)
+
+
+def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], list[str]]:
+    """`function` of tensors that lie as these do, whatever their sizes, compiled, and the names of what it returns."""
     from torch._inductor import standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
 
     outputs: list[str] = []
 
     def positional(*given: Tensor) -> list[Tensor]:
-        found = function(dict(zip(kinds, given, strict=True)))
+        found = function(dict(zip(tensors, given, strict=True)))
         outputs[:] = found
         return list(found.values())
 
-    examples = [torch.empty(SIZES[:n], dtype=dtype) for n, dtype in kinds.values()]
     with torch.no_grad(), torch.inference_mode(False):
+        examples = [_example(x) for x in tensors.values()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         return standalone_compile(graph, inputs, options={"config_patches": OPTIONS}), outputs

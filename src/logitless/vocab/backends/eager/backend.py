@@ -109,7 +109,7 @@ class Running(Form):
     def others(self, rest: Tensor, w: Tensor, newest: Tensor) -> Tensor:
         rows = (newest & (rest < SURE)).nonzero().squeeze(1)
         if rows.numel():
-            rest[rows] = without_maximum(w[rows])
+            rest[rows] = without_maximum(w[rows]).sum(1)
         return rest
 
     def nearest(self, f: Accumulation, z: Tensor, z_ref: Tensor, gap: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,11 +155,11 @@ def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
 def in_columns(chunk: Chunk, keep: str | None) -> bool:
     """Whether a slice's logits lie in columns: on a CPU the product of few tokens with many entries is faster so.
 
-    Sums along rows are slower, and the best entries are looked for in rows: only where a loss keeps weights of
-    log-probs alone. docs/decisions/0038
+    Of a chunk whose slices all stay, since more tokens are read at a time where none does; the best entries are looked
+    for in rows. docs/decisions/0038, 0042
     """
     few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu" and not by_onednn()
-    return few and keep == "weights" and chunk.reference is None and not chunk.top_k and chunk.sums <= {"zsum"}
+    return few and keep is not None and not chunk.top_k
 
 
 def by_onednn() -> bool:
@@ -205,7 +205,7 @@ class EagerBackend(Backend):
     def second_shares(self, chunk: Chunk, tile: Tile, totals: Totals) -> dict[str, Tensor]:
         """A slice's part of `second_sums`."""
         assert tile.z_ref is not None
-        return second_shares(tile.z, tile.z_ref, chunk.gap(tile), totals, chunk.sums, chunk.jsd_beta)
+        return second_shares(tile.z, tile.z_ref, chunk.gap(tile), totals, chunk.sums, chunk.jsd_beta, sums)
 
     def logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
         if not is_dense(chunk, coefficients):

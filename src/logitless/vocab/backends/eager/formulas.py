@@ -80,7 +80,7 @@ class Form(ABC):
 
     @abstractmethod
     def others(self, rest: Tensor, w: Tensor, newest: Tensor) -> Tensor:
-        """Σw - 1, `without_maximum` where that is small and the maximum the slice's own."""
+        """Σw - 1: of `without_maximum` where that is small and the maximum the slice's own."""
 
     @abstractmethod
     def nearest(self, f: Accumulation, z: Tensor, z_ref: Tensor, gap: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +88,8 @@ class Form(ABC):
 
 
 def without_maximum(w: Tensor) -> Tensor:
-    """Σw without the maximum's own 1, which would swallow the digits of the others."""
-    return torch.where(w == 1, 0.0, w).sum(1)
+    """w without the maximum's own 1, which in a sum would swallow the digits of the others."""
+    return torch.where(w == 1, 0.0, w)
 
 
 def add_slice(
@@ -111,7 +111,7 @@ def add_slice(
     if f.above is not None and label is not None:
         # As numbers: a sum of booleans converts each of them first, and takes six times as long.
         higher = torch.gt(z, label.clamp(min=MASK)[:, None], out=form.room("w", z))
-        out.above = f.above + higher.to(z.dtype).sum(1).long()
+        out.above = f.above + form.sum(higher.to(z.dtype)).long()
     moves = Moves(torch.exp(f.m - m), f.m - m)
     gap = None if z_ref is None else form.gap(z, z_ref)
     if z_ref is not None and peak_ref is not None and gap is not None:
@@ -145,13 +145,13 @@ def _add_policy(
     rest, sharp = new - 1, None
     if f.t is not None:
         rest = form.others(rest, w, newest)
-        sharp = x.mul_(w).sum(1)
+        sharp = form.sum(x.mul_(w))
         out.t = (f.t + (1 + f.rest) * moves.step) * moves.grow + sharp
         form.give("plogp", x)
     form.give("p", w)
     if f.r is not None:
         squares = torch.mul(w, w, out=form.room("y", z))
-        out.r = f.r * (moves.grow * moves.grow) + squares.sum(1)
+        out.r = f.r * (moves.grow * moves.grow) + form.sum(squares)
         form.give("p2", squares)
     out.rest = torch.where(newest, rest + (1 + f.rest) * moves.grow, f.rest + new)
     return w, SliceMass(out.m, new, sharp)
@@ -162,15 +162,15 @@ def _add_reference(
 ) -> None:
     """The sums of KL: Σw·e, Σw·expm1(-e), and the reference's own log-sum-exp; `gap` is -e, and used up."""
     y = _times_gap(w, gap, form)
-    out.a = out.a - y.sum(1)
+    out.a = out.a - form.sum(y)
     if "pD" in form.bases:
         form.give("pD", y.neg_())
     w_ref = form.exp(torch.sub(z_ref, out.m_ref[:, None], out=form.room("y", z_ref)), "")
-    out.s_ref = out.s_ref + w_ref.sum(1)
+    out.s_ref = out.s_ref + form.sum(w_ref)
     form.give("q", w_ref)
     if f.a_ref is not None:
-        out.a_ref = out.a_ref - _times_gap(w_ref, gap, form).sum(1)
-    out.b = out.b + gap.expm1_().mul_(w).sum(1)  # the others moved with the maximum
+        out.a_ref = out.a_ref - form.sum(_times_gap(w_ref, gap, form))
+    out.b = out.b + form.sum(gap.expm1_().mul_(w))  # the others moved with the maximum
 
 
 def _times_gap(weights: Tensor, gap: Tensor, form: Form) -> Tensor:
@@ -231,13 +231,19 @@ def logits_grad(
 
 
 def second_shares(
-    z: Tensor, z_ref: Tensor, gap: Tensor, totals: Totals, sums: frozenset[str], beta: float
+    z: Tensor,
+    z_ref: Tensor,
+    gap: Tensor,
+    totals: Totals,
+    sums: frozenset[str],
+    beta: float,
+    add_up: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """A slice's part of the sums of a second look, (C,) each; gap: z_ref - z, used up."""
+    """A slice's part of the sums of a second look, (C,) each; gap: z_ref - z, used up; add_up: as `Form.sum`."""
     d = totals.log_ratio[:, None] - gap.add_(totals.shift[:, None])
     p = exp_((z - totals.m[:, None]).sub_(totals.log_s[:, None]))
     q = exp_((z_ref - totals.m_ref[:, None]).sub_(totals.log_s_ref[:, None]))
-    return {name: share.sum(1) for name, share in second_look(sums, p, q, d, beta, torch).items()}
+    return {name: add_up(share) for name, share in second_look(sums, p, q, d, beta, torch).items()}
 
 
 def _times_p(p: Tensor, terms: list[tuple[Tensor, Tensor]], base: Tensor, infinite: bool) -> Tensor:

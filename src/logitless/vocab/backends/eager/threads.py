@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..base import lies_in_columns
 from ..logits import FEW
 
 SHARE = 1 << 15  # numbers that an element-wise operation of torch has for a thread at least
@@ -32,8 +33,7 @@ def sums(z: Tensor) -> Tensor:
 
 def _by_thread(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
     shares = min(torch.get_num_threads(), z.numel() // SHARE)
-    in_columns = z.device.type == "cpu" and z.stride(0) == 1 and not z.is_contiguous()
-    if not in_columns or shares < 2 or z.shape[1] % shares:
+    if z.device.type != "cpu" or not lies_in_columns(z) or shares < 2 or z.shape[1] % shares:
         return reduce(z, 1)
     return reduce(reduce(z.t().unflatten(0, (shares, -1)), 1), 0)
 
