@@ -14,6 +14,7 @@ GPU_SHARE = 1 / 64
 COPIED = 2 / 3  # of a budget, that a head's copy in the dtype that it multiplies in may take
 CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256, 1024  # tokens whose whole rows are kept at a time on a CPU, at least and at most
+VECTOR = 16  # tokens that a CPU's operations on logits in columns take at once
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
@@ -156,7 +157,8 @@ def slices_of(
         width = min(vocab_size, WHOLE_WIDTH, max(1, room // (4 * (tiles + converted))))
         row = heads * vocab_size + tiles * width
         most = max(1, (room - converted * width) // row)
-        tokens = _even(n_tokens, most if gpu else min(most, cpu_rows(heads * vocab_size, room)))
+        rows = most if gpu else min(most, cpu_rows(heads * vocab_size, room))
+        tokens = _even(n_tokens, rows) if gpu else _even_blocks(n_tokens, rows, VECTOR)
         tokens = max(tokens, min(most, together))
         if wide:
             spare = (room - tokens * row - converted * width) // (tiles * tokens + converted)
@@ -207,11 +209,15 @@ def fused_slices_of(
             width = min(vocab_size, max(ALIGNED, room // (4 * converted) // ALIGNED * ALIGNED))
         row = tiles * -(-vocab_size // width) * aligned(width)
         most = max(1, (room - converted * width) // row)
-        tokens = _tokens_in_waves(n_tokens, most, hidden, processors) if processors else _even_blocks(n_tokens, most)
+        tokens = (
+            _tokens_in_waves(n_tokens, most, hidden, processors)
+            if processors
+            else _even_blocks(n_tokens, most, GEMM_ROWS)
+        )
         tokens = max(tokens, min(most, together))
         return Slices(tokens, width, itemsize * (tokens * row + converted * width))
     each = itemsize * tiles + beside  # bytes of an entry
-    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)))
+    tokens = _even_blocks(n_tokens, min(STREAM_TOKENS["gpu"], max(1, budget // each // 64)), GEMM_ROWS)
     most = min(vocab_size, FUSED_WIDTH // heads if bases and not beside else vocab_size)
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
@@ -250,11 +256,11 @@ def aligned(width: int) -> int:
     return -(-width // ALIGNED) * ALIGNED
 
 
-def _even_blocks(n_tokens: int, most: int) -> int:
-    """`_even`, in whole blocks of a GPU's products where there are several."""
+def _even_blocks(n_tokens: int, most: int, block: int) -> int:
+    """`_even`, in whole blocks of tokens where there are several."""
     tokens = _even(n_tokens, most)
-    blocks = -(-tokens // GEMM_ROWS) * GEMM_ROWS
-    return blocks if tokens > GEMM_ROWS and blocks <= min(most, n_tokens) else tokens
+    blocks = -(-tokens // block) * block
+    return blocks if tokens > block and blocks <= min(most, n_tokens) else tokens
 
 
 def waves(rows: int, columns: int, processors: int) -> int:

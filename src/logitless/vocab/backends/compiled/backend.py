@@ -13,6 +13,7 @@ from ....algebra.stats import Coefficients
 from ..base import Chunk, SliceMass, Tile, lies_in_columns
 from ..eager.backend import EagerBackend, Running, peaks
 from ..eager.formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
+from ..logits import LOG2E
 from . import kernels
 from .kernels import Tensors
 
@@ -33,7 +34,8 @@ class Traced(Form):
         return None
 
     def exp(self, x: Tensor, name: str) -> Tensor:
-        return torch.exp(x)  # the exponential that Inductor computes once where it is both stored and summed
+        """exp is what Inductor computes once where it is both stored and summed; exp2 is what it never stores."""
+        return torch.exp2(x * LOG2E) if lies_in_columns(x) and not self.bases else torch.exp(x)
 
     def sum(self, x: Tensor) -> Tensor:
         return kernels.by_block(torch.sum, x)
