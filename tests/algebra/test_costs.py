@@ -89,11 +89,27 @@ def test_the_figures_that_the_project_starts_from():
         (131_072, 256 * MIB, 1, 256),
         (200_000, 256 * MIB, 1, 256),  # more than half: as few are slower
         (131_072, GIB, 1, 1024),
-        (262_144, 256 * MIB, 1, 228),  # all of it: 9 chunks
+        (262_144, 256 * MIB, 1, 240),  # all of it: 9 chunks, in whole vectors
     ],
 )
 def test_a_cpu_keeps_whole_rows_in_half_of_the_budget(vocab, budget, heads, tokens):
     assert slices_of(2048, vocab, budget=budget, heads=heads, device="cpu", whole=True).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("n", "budget", "tokens"),
+    [
+        (2048, 256 * MIB, 240),  # 9 chunks, of 228 if even
+        (2048, 230 * MIB, 208),  # 10 chunks, of 205
+        (2048, 235 * MIB, 228),  # where 240 do not fit
+        (235, 256 * MIB, 235),  # nor are there as many
+        (100, 14 * MIB, 13),  # less than a vector
+    ],
+)
+def test_a_cpus_chunks_are_whole_vectors_within_the_budget(n, budget, tokens):
+    found = slices_of(n, 262_144, budget=budget, device="cpu", whole=True)
+    assert found.tokens == tokens
+    assert found.nbytes <= budget
 
 
 @pytest.mark.parametrize("n", [1, 8, 300])
