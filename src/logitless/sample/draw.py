@@ -26,6 +26,7 @@ from ..vocab.face import (
     gather_rows,
     keep_topk,
     place,
+    search_of,
     summed,
 )
 from .record import SampleRecord
@@ -225,7 +226,8 @@ class Draw:
             return token
         here = self.rows.here
         least = most - self._scaled(logits[:, -1:], rows)[:, 0]  # no other logit is above these
-        n, where = self._noise(rows).reaching(here, least, None if kept is None else kept[:, here])
+        noise, among = self._noise(rows), None if kept is None else kept[:, here]
+        n, where = noise.reaching(here, least, among, search_of(noise.seeds))
         lifted = self._scaled(self.rows.entries(rows[n], where)[:, None], rows[n])
         lifted = lifted.add_(self._noise(rows[n]).gumbel(where[:, None]))[:, 0]
         higher = most.scatter_reduce(0, n, lifted, "amax")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -81,9 +81,11 @@ class Noise(NamedTuple):
         """`gumbel` of these seeds and positions."""
         return gumbel(self.seeds, self.positions, ids)
 
-    def reaching(self, ids: slice, least: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def reaching(
+        self, ids: slice, least: Tensor, among: Tensor | None = None, search: Search | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`reaching` of these seeds and positions, (C,) each."""
-        return reaching(self.seeds, self.positions, ids, least, among)
+        return reaching(self.seeds, self.positions, ids, least, among, search)
 
 
 def gumbel(
@@ -110,10 +112,31 @@ def gumbel(
         width = ids.shape[-1]
         ids = ids.long() if ids.dim() == 1 else ids.long().expand(*lead, width).reshape(-1, width)
     out = torch.empty(seeds.shape[0], width, dtype=torch.float32, device=seeds.device)
-    for rows, columns in _parts(seeds.shape[0], width, seeds.device):
+    for rows, columns in _parts(seeds.shape[0], width, at_a_time(seeds.device)):
         words = _words(seeds[rows, None], positions[rows, None], _part(ids, rows, columns))
         out[rows, columns] = _gumbel_of(words)
     return out.view(*lead, width)
+
+
+def blocks_reaching(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, blocks, their four words) of blocks of four one of whose words is at least the token's: a few of all.
+
+    seeds, positions, words: (C,) int64; blocks: (B,) int64; returns (n,) indices into both, and (n, 4).
+    """
+    a, b, c, d = lanes = words_of(seeds[:, None], positions[:, None], blocks)
+    most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
+    token, block = (most >= words[:, None]).nonzero().unbind(1)
+    return token, block, torch.stack([lane[token, block] for lane in lanes], -1)
+
+
+class Search(NamedTuple):
+    """How blocks of four are looked through."""
+
+    blocks: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # as `blocks_reaching`
+    at_a_time: int = 0  # ids, of as many blocks in one call; 0 for what suits plain operations on the device
+
+
+PLAIN = Search(blocks_reaching)
 
 
 def reaching(
@@ -122,6 +145,7 @@ def reaching(
     ids: slice,
     least: Tensor,  # (C,) floating
     among: Tensor | None = None,  # (C, width of ids) bool
+    search: Search | None = None,
 ) -> tuple[Tensor, Tensor]:  # (n,) int64 each
     """(tokens, ids) of noise of at least `least`, and of little below it, of all or `among` some; it is not computed.
 
@@ -130,17 +154,15 @@ def reaching(
         tokens, columns = ((gumbel(seeds, positions, ids) >= least[:, None]) & among).nonzero().unbind(1)
 
     For whoever wants the best of logits plus noise: a third of the noise's price, and four neighbours none of which is
-    among them cost nothing. Memory: as `gumbel`, and the result.
+    among them cost nothing. search: how blocks of four are looked through. Memory: as `gumbel`, and the result.
     """
     # g >= t where the uniform is at least e^(-e^-t); a thousandth is far more than rounding
     words = torch.exp(-torch.exp(1e-3 - least.double())).mul_(2.0**32).sub_(1).floor_().clamp_(max=2.0**32).long()
+    search = search or PLAIN
     found = [(seeds.new_empty(0), seeds.new_empty(0))]
     first, asked = ids.start >> 2, _asked(ids, seeds, among)
-    for rows, blocks in _blocks_of(asked, among is None):
-        a, b, c, d = lanes = _blocks(seeds[rows, None].long(), positions[rows, None].long(), blocks + first)
-        most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-        token, block = (most >= words[rows, None]).nonzero().unbind(1)  # a few of all
-        of_four = torch.stack([lane[token, block] for lane in lanes], -1)
+    for rows, blocks in _blocks_of(asked, among is None, search.at_a_time or at_a_time(seeds.device)):
+        token, block, of_four = search.blocks(seeds[rows].long(), positions[rows].long(), blocks + first, words[rows])
         token, block = token + rows.start, blocks[block]
         hit, lane = ((of_four >= words[token, None]) & asked[token, block]).nonzero().unbind(1)
         found.append((token[hit], 4 * (first + block[hit]) + lane))
@@ -157,16 +179,16 @@ def _asked(ids: slice, seeds: Tensor, among: Tensor | None) -> Tensor:
     return asked.view(rows, count, 4).expand(seeds.shape[0], -1, -1)
 
 
-def _blocks_of(asked: Tensor, every: bool) -> Iterator[tuple[slice, Tensor]]:
+def _blocks_of(asked: Tensor, every: bool, most: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, blocks of four) that are computed at a time: every block, or those with an entry that is asked for."""
     rows, count, device = asked.shape[0], asked.shape[1], asked.device
     if every:
-        for some, blocks in _parts(rows, count, device, 4):
+        for some, blocks in _parts(rows, count, most // 4):
             yield some, torch.arange(blocks.start, blocks.stop, device=device)
         return
     for n in range(rows):
         blocks = asked[n].view(torch.int32).nonzero()[:, 0]  # four booleans at once
-        parts = -(-2 * blocks.numel() // at_a_time(device))  # mostly one: calls cost more than what leaves the caches
+        parts = -(-2 * blocks.numel() // most)  # mostly one: calls cost more than what leaves the caches
         for part in blocks.tensor_split(max(1, parts)):
             yield slice(n, n + 1), part
 
@@ -176,11 +198,10 @@ def at_a_time(device: torch.device) -> int:
     return BLOCK.get(device.type, BLOCK_ELSEWHERE)
 
 
-def _parts(tokens: int, width: int, device: torch.device, each: int = 1) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of blocks that are computed at a time, where a column is `each` ids."""
-    block = at_a_time(device) // each
-    step = max(1, min(width, block))
-    rows = max(1, block // step)
+def _parts(tokens: int, width: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of blocks that are computed at a time."""
+    step = max(1, min(width, most))
+    rows = max(1, most // step)
     for n in range(0, tokens, rows):
         for v in range(0, width, step):
             yield slice(n, min(n + rows, tokens)), slice(v, min(v + step, width))
@@ -211,14 +232,15 @@ def _words(seeds: Tensor, positions: Tensor, ids: Tensor | slice) -> Tensor:
     if isinstance(ids, slice):
         first = ids.start >> 2
         blocks = torch.arange(first, (ids.stop + 3) >> 2, device=seeds.device)
-        words = torch.stack(_blocks(seeds, positions, blocks), -1).flatten(-2)
+        words = torch.stack(words_of(seeds, positions, blocks), -1).flatten(-2)
         return words[:, ids.start - 4 * first : ids.stop - 4 * first]
-    a, b, c, d = _blocks(seeds, positions, ids >> 2)
+    a, b, c, d = words_of(seeds, positions, ids >> 2)
     low, high = ids & 1 == 0, ids & 2 == 0
     return torch.where(high, torch.where(low, a, b), torch.where(low, c, d))
 
 
-def _blocks(seeds: Tensor, positions: Tensor, blocks: Tensor) -> Words:
+def words_of(seeds: Tensor, positions: Tensor, blocks: Tensor) -> Words:
+    """The four words of blocks, whose shape broadcasts with those of seeds and positions."""
     low, high = positions & WORD, (positions >> 32) & WORD
     return philox((blocks, low, high, torch.zeros_like(low)), (seeds & WORD, (seeds >> 32) & WORD))
 

@@ -17,7 +17,7 @@ def test_the_words_are_torchs():
     low, high, first, second = (torch.randint(2**32, (50,)) for _ in range(4))
     ids = torch.randint(2**34, (50,)) >> 2
     seeds, positions = low + (high << 32), first + (second << 32)
-    want = torch_noise._blocks(seeds, positions, ids)
+    want = torch_noise.words_of(seeds, positions, ids)
     words = [jnp.asarray(x.numpy().astype(np.uint32)) for x in (ids, first, second, 0 * low, low, high)]
     got = jax.jit(lambda a, b, c, d, k, l: philox((a, b, c, d), (k, l)))(*words)
     for a, b in zip(got, want, strict=True):

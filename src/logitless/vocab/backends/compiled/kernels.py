@@ -34,13 +34,14 @@ _lock = threading.Lock()
 _compiled: dict[Hashable, Callable[..., Any] | None] = {}
 
 
-def run(key: Hashable, function: Function, tensors: Tensors) -> Tensors:
+def run(key: Hashable, function: Function, tensors: Tensors, of_entries: tuple[str, ...] = ()) -> Tensors:
     """`function(tensors)`, compiled: which may write into its tensors, all (C,) or (C, S), and returns others.
 
-    key: what, beside the tensors' names and dtypes, tells it from other functions. Plain where it cannot be compiled.
+    key: what, beside the tensors' names and dtypes, tells it from other functions. of_entries: the names of those that
+    are (S,). Plain where it cannot be compiled.
     """
     columns = any(x.dim() == 2 and lies_in_columns(x) for x in tensors.values())
-    kernel = _of((key, columns, *((name, x.dtype) for name, x in tensors.items())), function, tensors)
+    kernel = _of((key, columns, *((name, x.dtype) for name, x in tensors.items())), function, tensors, of_entries)
     if kernel is None:
         return function(tensors)
     call, outputs = kernel
@@ -66,24 +67,24 @@ def count() -> int:
     return sum(x is not None for x in _compiled.values())
 
 
-def _of(key: Hashable, function: Function, tensors: Tensors) -> Any:
+def _of(key: Hashable, function: Function, tensors: Tensors, of_entries: tuple[str, ...]) -> Any:
     """The compiled function and its outputs' names, None where it could not be compiled."""
     if key not in _compiled:
         with _lock:
             if key not in _compiled:
-                _compiled[key] = _attempt(function, tensors)
+                _compiled[key] = _attempt(function, tensors, of_entries)
     return _compiled[key]
 
 
-def _attempt(function: Function, tensors: Tensors) -> Any:
+def _attempt(function: Function, tensors: Tensors, of_entries: tuple[str, ...]) -> Any:
     try:
-        return build(function, tensors)
+        return build(function, tensors, of_entries)
     except Exception as error:  # whatever a compiler, a full disk or another torch says
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
         warnings.warn(
             f"backend 'compiled': torch could not compile a function, plain operations compute it ({reason}); "
-            'pass backend="eager" to compile nothing',
+            'a call with backend="eager" compiles nothing',
             RuntimeWarning,
             stacklevel=2,
         )
@@ -105,17 +106,19 @@ EXACTLY: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _example(x: Tensor) -> Tensor:
+def _example(x: Tensor, of_entries: bool) -> Tensor:
     """A tensor of x's dtype that lies as x does, to trace a function with."""
     tokens, entries = SIZES
     if x.dim() == 1:
-        return torch.empty(tokens, dtype=x.dtype)
+        return torch.empty(entries if of_entries else tokens, dtype=x.dtype)
     if lies_in_columns(x):
         return torch.empty(entries // BLOCK * BLOCK, tokens, dtype=x.dtype).t()
     return torch.empty(tokens, entries, dtype=x.dtype)
 
 
-def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], list[str]]:
+def build(
+    function: Function, tensors: Tensors, of_entries: tuple[str, ...] = ()
+) -> tuple[Callable[..., Any], list[str]]:
     """`function` of tensors that lie as these do, whatever their sizes, compiled, and the names of what it returns."""
     from torch._inductor import standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -128,7 +131,7 @@ def build(function: Function, tensors: Tensors) -> tuple[Callable[..., Any], lis
         return list(found.values())
 
     with torch.no_grad(), torch.inference_mode(False):
-        examples = [_example(x) for x in tensors.values()]
+        examples = [_example(x, name in of_entries) for name, x in tensors.items()]
         graph = make_fx(positional, decomposition_table=EXACTLY, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         return standalone_compile(graph, inputs, options={"config_patches": OPTIONS}), outputs
