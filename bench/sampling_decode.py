@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bench.cases import LOGIT_STD
 from bench.sampling_parts import Part
+from logitless.vocab.backends.compiled import search
 
 KEEP, TEMPERATURE, TOP_P, STEPS = 20, 0.8, 0.95, 8
 PEAKED = 7.0  # standard deviation of logits: 1 to 2 nats of entropy, as of a language model that knows its text
@@ -75,6 +77,14 @@ class Ours(Decoding):
         return worst if bool((place < kept).all()) else math.inf
 
 
+class Compiled(Ours):
+    """As from the moment on when a process has searched so much noise that the search is compiled."""
+
+    def step(self, hidden: Tensor) -> Any:
+        with patch.object(search, "PAID", 0):
+            return super().step(hidden)
+
+
 class BareGemm(Decoding):
     """The product alone."""
 
@@ -115,6 +125,8 @@ def part(sequences: int, spread: float, title: str, limits: dict[str, float]) ->
     ways = {
         "logitless": made(Ours),
         "logitless, top_p=1": made(Ours, 1.0),
+        "logitless, search compiled": made(Compiled),
+        "logitless, search compiled, top_p=1": made(Compiled, 1.0),
         "bare GEMM": made(BareGemm),
         "bare GEMM, in columns": made(BareGemmInColumns),
         "dense softmax + topk + multinomial": made(Dense),

@@ -118,21 +118,19 @@ def gumbel(
     return out.view(*lead, width)
 
 
-def blocks_reaching(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, blocks, their four words) of blocks of four one of whose words is at least the token's: a few of all.
+def blocks_reaching(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
+    """Whether one of the four words of a block is at least the token's, (C, B) bool.
 
-    seeds, positions, words: (C,) int64; blocks: (B,) int64; returns (n,) indices into both, and (n, 4).
+    seeds, positions, words: (C,) int64; blocks: (B,) int64.
     """
-    a, b, c, d = lanes = words_of(seeds[:, None], positions[:, None], blocks)
-    most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-    token, block = (most >= words[:, None]).nonzero().unbind(1)
-    return token, block, torch.stack([lane[token, block] for lane in lanes], -1)
+    a, b, c, d = words_of(seeds[:, None], positions[:, None], blocks)
+    return torch.maximum(torch.maximum(a, b), torch.maximum(c, d)) >= words[:, None]
 
 
 class Search(NamedTuple):
     """How blocks of four are looked through."""
 
-    blocks: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # as `blocks_reaching`
+    blocks: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # as `blocks_reaching`
     at_a_time: int = 0  # ids, of as many blocks in one call; 0 for what suits plain operations on the device
 
 
@@ -154,20 +152,24 @@ def reaching(
         tokens, columns = ((gumbel(seeds, positions, ids) >= least[:, None]) & among).nonzero().unbind(1)
 
     For whoever wants the best of logits plus noise: a third of the noise's price, and four neighbours none of which is
-    among them cost nothing. search: how blocks of four are looked through. Memory: as `gumbel`, and the result.
+    among them cost nothing. search: how blocks of four are looked through. Memory: as `gumbel`, and some 200 bytes for
+    each that is found.
     """
     # g >= t where the uniform is at least e^(-e^-t); a thousandth is far more than rounding
     words = torch.exp(-torch.exp(1e-3 - least.double())).mul_(2.0**32).sub_(1).floor_().clamp_(max=2.0**32).long()
     search = search or PLAIN
-    found = [(seeds.new_empty(0), seeds.new_empty(0))]
+    at_once = search.at_a_time or at_a_time(seeds.device)
+    seeds, positions = seeds.long(), positions.long()
     first, asked = ids.start >> 2, _asked(ids, seeds, among)
-    for rows, blocks in _blocks_of(asked, among is None, search.at_a_time or at_a_time(seeds.device)):
-        token, block, of_four = search.blocks(seeds[rows].long(), positions[rows].long(), blocks + first, words[rows])
-        token, block = token + rows.start, blocks[block]
-        hit, lane = ((of_four >= words[token, None]) & asked[token, block]).nonzero().unbind(1)
-        found.append((token[hit], 4 * (first + block[hit]) + lane))
-    tokens, where = (torch.cat(x) for x in zip(*found, strict=True))
-    return tokens, where
+    near = [(seeds.new_empty(0), seeds.new_empty(0))]  # blocks of four, a few of all
+    for rows, blocks in _blocks_of(asked, among is None, at_once):
+        reached = search.blocks(seeds[rows], positions[rows], blocks + first, words[rows])
+        token, block = reached.nonzero().unbind(1)
+        near.append((token + rows.start, blocks[block]))
+    token, block = (torch.cat(x) for x in zip(*near, strict=True))
+    of_four = torch.stack(words_of(seeds[token], positions[token], first + block), -1)
+    hit, lane = ((of_four >= words[token, None]) & asked[token, block]).nonzero().unbind(1)
+    return token[hit], 4 * (first + block[hit]) + lane
 
 
 def _asked(ids: slice, seeds: Tensor, among: Tensor | None) -> Tensor:

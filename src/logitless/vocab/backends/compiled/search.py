@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...call.compiled_support import why_not
-from ...noise import PLAIN, Search, blocks_reaching, words_of
+from ...noise import PLAIN, Search, blocks_reaching
 from . import kernels
 from .kernels import Tensors
 
@@ -29,20 +29,16 @@ def search_of(seeds: Tensor) -> Search:
     return Search(_compiled, AT_A_TIME) if pays else Search(_counted)
 
 
-def _counted(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
     global _looked_through
     _looked_through += 4 * len(seeds) * len(blocks)
     return blocks_reaching(seeds, positions, blocks, words)
 
 
-def _compiled(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compiled(seeds: Tensor, positions: Tensor, blocks: Tensor, words: Tensor) -> Tensor:
     tensors = {"seeds": seeds, "positions": positions, "blocks": blocks, "words": words}
-    token, block = kernels.run("search", _reached, tensors, ("blocks",))["reached"].nonzero().unbind(1)
-    found = words_of(seeds[token], positions[token], blocks[block])
-    return token, block, torch.stack(found, -1)
+    return kernels.run("search", _reached, tensors, ("blocks",))["reached"]
 
 
 def _reached(tensors: Tensors) -> Tensors:
-    """Whether a block's largest word is at least the token's, (C, B)."""
-    a, b, c, d = words_of(tensors["seeds"][:, None], tensors["positions"][:, None], tensors["blocks"])
-    return {"reached": torch.maximum(torch.maximum(a, b), torch.maximum(c, d)) >= tensors["words"][:, None]}
+    return {"reached": blocks_reaching(**tensors)}
