@@ -62,7 +62,7 @@ def least_seconds(name: str, shape: Shape, rounds: int, peers: tuple[str, ...] =
 
 def described(seconds: dict[str, float]) -> str:
     ratios = [f"{seconds['to_bare']:.3f} x bare"]
-    ratios += [f"{place} {seconds[f'{place}_to_bare']:.3f}" for place in PLACES if f"{place}_to_bare" in seconds]
+    ratios += [f"{where} {seconds[f'{where}_to_bare']:.3f}" for where in PLACES if f"{where}_to_bare" in seconds]
     return f"{seconds['least_s']:.3f} s, {', '.join(ratios)}, first {seconds['first_s']:.1f} s"
 
 

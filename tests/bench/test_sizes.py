@@ -117,8 +117,7 @@ def test_operations_are_timed_by_where_the_cores_lie(tmp_path, monkeypatch, caps
 def test_calls_in_turn_are_told_apart_by_where_the_cores_lie(tmp_path, monkeypatch, capsys):
     trips = iter([60, 60] * 5 + [60, 300] + [300, 300] * 20)
     monkeypatch.setattr(in_turn, "round_trip", lambda: next(trips))
-    with put_back():
-        in_turn.main(["--cases", "entropy", "--shape", "48,16,301", "--rounds", "2", "--out", str(tmp_path / "turns")])
+    in_turn.main(["--cases", "entropy", "--shape", "48,16,301", "--rounds", "2", "--out", str(tmp_path / "turns")])
     (record,) = read_lines(tmp_path / "turns")
     methods = list(record["methods"].values())
     assert len(methods) == 6

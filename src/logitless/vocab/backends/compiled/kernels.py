@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..base import lies_in_columns
+from ..eager.threads import in_parts
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensors]
@@ -53,13 +54,18 @@ def fits(z: Tensor) -> bool:
 
     In rows, or in columns that have whole blocks.
     """
-    plain = _get_current_dispatch_mode() is None and type(z) is Tensor
-    return plain and min(z.shape) > 1 and (z.is_contiguous() or (lies_in_columns(z) and z.shape[1] % BLOCK == 0))
+    in_order = z.is_contiguous() or (lies_in_columns(z) and z.shape[1] % BLOCK == 0)
+    return is_plain(z) and min(z.shape) > 1 and in_order
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds numbers that nobody watches: no fake one, no subclass, no dispatch mode around it."""
+    return _get_current_dispatch_mode() is None and type(x) is Tensor
 
 
 def by_block(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
     """reduce(z, 1), of logits in columns some entries at a time: Inductor's own reads one line of memory a step."""
-    return reduce(reduce(z.t().unflatten(0, (-1, BLOCK)), 1), 0) if lies_in_columns(z) else reduce(z, 1)
+    return in_parts(reduce, z, (-1, BLOCK)) if lies_in_columns(z) else reduce(z, 1)
 
 
 def count() -> int:

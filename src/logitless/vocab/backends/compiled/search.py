@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...call.compiled_support import why_not
 from ...noise import PLAIN, Search, blocks_reaching
@@ -24,7 +23,7 @@ def search_of(seeds: Tensor) -> Search:
     """How to search the noise of these seeds."""
     if seeds.device.type != "cpu":
         return PLAIN
-    plain = _get_current_dispatch_mode() is None and type(seeds) is Tensor and not torch.compiler.is_compiling()
+    plain = kernels.is_plain(seeds) and not torch.compiler.is_compiling()
     pays = plain and _looked_through >= PAID and why_not(seeds.device) is None
     return Search(_compiled, AT_A_TIME) if pays else Search(_counted)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
-from ..logits import LOG2E, Operands, add_product, exp_, logits_grad_dtype, product
+from ..logits import LOG2E, GivenLogits, Operands, add_product, exp_, logits_grad_dtype, product
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
 from .threads import collect, maxima, shares_of, sums
@@ -156,10 +156,10 @@ def in_columns(chunk: Chunk, keep: str | None) -> bool:
     """Whether a slice's logits lie in columns: on a CPU the product of few tokens with many entries is faster so.
 
     Of a chunk whose slices all stay, since more tokens are read at a time where none does; the best entries are looked
-    for in rows. docs/decisions/0038, 0042
+    for in rows, and a reference's logits that exist already come in rows. docs/decisions/0038, 0042
     """
     few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu" and not by_onednn()
-    return few and keep is not None and not chunk.top_k
+    return few and keep is not None and not chunk.top_k and not isinstance(chunk.reference, GivenLogits)
 
 
 def by_onednn() -> bool:

@@ -35,7 +35,12 @@ def _by_thread(reduce: Callable[[Tensor, int], Tensor], z: Tensor) -> Tensor:
     shares = min(torch.get_num_threads(), z.numel() // SHARE)
     if z.device.type != "cpu" or not lies_in_columns(z) or shares < 2 or z.shape[1] % shares:
         return reduce(z, 1)
-    return reduce(reduce(z.t().unflatten(0, (shares, -1)), 1), 0)
+    return in_parts(reduce, z, (shares, -1))
+
+
+def in_parts(reduce: Callable[[Tensor, int], Tensor], z: Tensor, parts: tuple[int, int]) -> Tensor:
+    """reduce(z, 1), each part of the entries first; parts: how many, and the entries of each."""
+    return reduce(reduce(z.t().unflatten(0, parts), 1), 0)
 
 
 def shares_of(total: Tensor | None, terms: int) -> Tensor | None:
