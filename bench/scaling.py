@@ -60,6 +60,7 @@ class Point:
                 if each in of:
                     own = {key: x.detach() for key, x in tensors.items()}
                     step = self.steps[shown, each] = of[each].build(case, own)
+                    step()  # compiles what is compiled
                     self.peaks[shown] = peak_new_bytes(step) / MB
 
     def measured(self, rounds):
@@ -122,7 +123,7 @@ def draw(records, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=("entropy", "loss"), default=["loss", "entropy"])
     parser.add_argument("--allocator", type=Path, help="a library that keeps freed memory, such as libjemalloc.so.2")
     parser.add_argument("--out", type=Path, help="append JSON lines here")

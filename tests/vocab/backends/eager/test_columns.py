@@ -1,4 +1,4 @@
-"""Slices that lie in columns: where a loss's products are the faster for it, with the same numbers."""
+"""Slices that lie in columns: where few tokens' products are the faster for it, with the same numbers."""
 
 from types import SimpleNamespace
 
@@ -73,6 +73,27 @@ def test_many_tokens_and_what_is_sorted_given_or_has_no_gradient_lie_in_rows(mon
         compare(ops, want, top_k=top_k, backend="eager", **FEW)
     given = dense_logits(*ops.reference)  # which come in rows
     ll.token_loss(lambda s: s.kl, ops.hidden, ops.head, ops.labels, want=("kl",), reference=given, **FEW)
+    assert asked
+    assert not any(asked)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("want", [("logprob", "entropy"), ("logprob", "kl"), ("rank", "self_certainty")], ids=str)
+def test_values_of_some_tokens_lie_in_columns(want, backend, monkeypatch):
+    asked = lying(monkeypatch)
+    with put_back():
+        torch.set_num_threads(2)
+        compare(problem(150, 20_011, reference=True), want, backend=backend)
+    assert asked
+    assert all(asked)
+
+
+@pytest.mark.parametrize(("tokens", "threads"), [(128, 2), (150, 1), (513, 2)])
+def test_values_of_fewer_or_more_or_of_one_thread_lie_in_rows(tokens, threads, monkeypatch):
+    asked = lying(monkeypatch)
+    with put_back():
+        torch.set_num_threads(threads)
+        compare(problem(tokens), ("logprob",), backend="eager")
     assert asked
     assert not any(asked)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ....algebra.costs import BLOCK
 from ..base import lies_in_columns
 from ..eager.threads import in_parts
 
@@ -24,7 +25,6 @@ Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensors]
 
 SIZES = 1021, 509  # of the tokens and entries that a function is traced with: unlike each other, and like a slice's
-BLOCK = 32  # entries of logits in columns that are added up at a time: they stay in a first-level cache meanwhile
 OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # one function for every number of threads
     "cpp.enable_floating_point_contract_flag": "fast",  # a product and a sum are one instruction

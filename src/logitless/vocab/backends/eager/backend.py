@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....algebra.costs import READ_IN_COLUMNS
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
@@ -155,11 +156,14 @@ def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
 def in_columns(chunk: Chunk, keep: str | None) -> bool:
     """Whether a slice's logits lie in columns: on a CPU the product of few tokens with many entries is faster so.
 
-    Of a chunk whose slices all stay, since more tokens are read at a time where none does; the best entries are looked
-    for in rows, and a reference's logits that exist already come in rows. docs/decisions/0038, 0042
+    Where no slice stays one thread gains nothing by it, nor do so few tokens that they are multiplied in columns and
+    transposed. The best entries are looked for in rows, and a reference's logits that exist already come in rows.
+    docs/decisions/0038, 0042, 0044
     """
     few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu" and not by_onednn()
-    return few and keep is not None and not chunk.top_k and not isinstance(chunk.reference, GivenLogits)
+    if keep is None:
+        few = few and chunk.n_tokens in READ_IN_COLUMNS and torch.get_num_threads() > 1
+    return few and not chunk.top_k and not isinstance(chunk.reference, GivenLogits)
 
 
 def by_onednn() -> bool:
@@ -170,7 +174,7 @@ def by_onednn() -> bool:
 
 def again(chunk: Chunk, v: slice, w: Operands) -> Tile:
     """The slice as it was accumulated, made once more."""
-    tile = chunk.logits(v, w)
+    tile = chunk.logits(v, w, columns=in_columns(chunk, None))
     chunk.mask(tile)
     return tile
 
