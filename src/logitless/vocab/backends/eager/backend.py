@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....algebra.costs import READ_IN_COLUMNS
+from ....algebra.costs import read_in_columns
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
@@ -162,7 +162,7 @@ def in_columns(chunk: Chunk, keep: str | None) -> bool:
     """
     few = chunk.n_tokens < chunk.slices.width and chunk.inputs.hidden.device.type == "cpu" and not by_onednn()
     if keep is None:
-        few = few and chunk.n_tokens in READ_IN_COLUMNS and torch.get_num_threads() > 1
+        few = few and read_in_columns(chunk.n_tokens) and torch.get_num_threads() > 1
     return few and not chunk.top_k and not isinstance(chunk.reference, GivenLogits)
 
 
