@@ -5,6 +5,7 @@ import torch
 
 import logitless as ll
 from tests.support.allocations import trace_allocations
+from tests.support.switches import put_back
 from tests.support.vocab.comparing import operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
@@ -73,3 +74,22 @@ def test_it_refuses_what_the_call_refuses(backend):
     ops = operands()
     with pytest.raises(ll.errors.OptionError, match="entropi"):
         ll.explain(ops.hidden, ops.head, ops.labels, want=("entropi",), backend=backend)
+
+
+def test_threads_that_add_up_in_sums_of_their_own():
+    """Two threads more have two gradients of a chunk's hidden states more."""
+    ops = operands((256,), 64, 8192, dtype=torch.float32, bias=False).training("hidden", "weight")
+    call, options = (ops.hidden, ops.head, ops.labels), {"want": ("logprob", "entropy"), "memory_budget": 16 << 20}
+
+    def step():
+        stats = ll.token_stats(*call, backend="eager", **options)
+        backward([stats.logprob, stats.entropy], ops)
+
+    said, taken = [], []
+    with put_back():
+        for number in (2, 4):
+            torch.set_num_threads(number)
+            said.append(ll.explain(*call, backend="eager", **options).gradient_bytes)
+            taken.append(trace_allocations(step).peak)
+    assert said[1] - said[0] == 2 * 256 * 64 * 4
+    assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)

@@ -80,14 +80,14 @@ def token_stats(
 
     hidden: (..., H) floating; labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature:
     positive, a number or an array that broadcasts to (...); candidates: (..., K) ids whose logits are wanted;
-    reference: (hidden, head) of the policy that kl, jsd, acceptance and so on compare with; jsd_beta: its weight in
-    jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given; axis_name: the mesh axis of `jax.shard_map`
-    that the heads' rows are sharded over. want and the numbers above but temperature are known before tracing. Returns
-    fp32 (fp64 for fp64 inputs) arrays of shape (...), differentiable once with respect to hidden, weight and bias;
-    temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit, where ids cannot be
-    checked, an id outside of the vocabulary gives NaN. 1 GEMM, 4 with gradients; one more per look at a reference.
-    Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative. Memory: slices
-    within the budget and O(N); in backward the gradients, the head's in fp32.
+    reference: (hidden, head) of the policy that kl, jsd, acceptance and so on compare with, at the same temperature;
+    jsd_beta: its weight in jsd's mixture; memory_budget: bytes of slices, 256 MiB unless given; axis_name: the mesh
+    axis of `jax.shard_map` that the heads' rows are sharded over. want and the numbers above but temperature are known
+    before tracing. Returns fp32 (fp64 for fp64 inputs) arrays of shape (...), differentiable once with respect to
+    hidden, weight and bias; temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit,
+    where ids cannot be checked, an id outside of the vocabulary gives NaN. 1 GEMM, 4 with gradients; one more per look
+    at a reference. Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
+    Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32.
     """
     options = Options(
         want,

@@ -75,11 +75,11 @@ def token_stats(
         logprob = logp.gather(-1, labels[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
 
-    hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: a positive
-    number, or a tensor that broadcasts to (...); candidates: (..., K) ids whose logits are wanted; sampling_mask: each
-    token's set of entries, over which all statistics then are, at no product with the vocabulary; reference: (hidden,
-    head) of the policy that kl, jsd, acceptance and so on compare with, a constant; or its logits or log-probs (...,
-    V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's
+    hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: positive,
+    broadcasts to (...), divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
+    sampling_mask: each token's set of entries, over which all statistics are, at no product with the vocabulary;
+    reference: (hidden, head) of the policy that kl, jsd and so on compare with, a constant; or its logits or log-probs
+    (..., V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's
     mixture; memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. Returns fp32 (fp64 for fp64
     inputs) tensors (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not
     temperature, rank and top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError,

@@ -19,6 +19,7 @@ from ..algebra.costs import (
     weight_gradient_bytes,
 )
 from ..algebra.stats import looks_twice, sums_of
+from .backends.load import load
 from .call import quack_support
 from .call.call import Call, Inputs, Needs
 from .call.choice import passed_over
@@ -45,7 +46,7 @@ class Explanation:
     buffer_bytes: int  # slices, reused, and `copied_bytes`
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     head_bytes: int  # its weight as it is stored, of a sharded head the rows here
-    gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate
+    gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate: threads' own sums, too
     dense_bytes: int  # what dense cross-entropy takes
     quantised: str | None = None  # the format of a weight whose slices are dequantised
     traffic: Traffic | None = None  # among the ranks of a sharded head
@@ -126,7 +127,7 @@ def explain(
         copied_bytes=slices.copied,
         saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
         head_bytes=head.weight.nbytes,
-        gradient_bytes=_gradient_bytes(i, needs, itemsize),
+        gradient_bytes=_gradient_bytes(i, needs, itemsize) + _bytes_beside(call, price, needs, slices),
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
@@ -202,6 +203,11 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
         top_k=call.options.top_k,
         widths=_gradient_widths(i, needs),
     )
+
+
+def _bytes_beside(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
+    """What hidden states' gradient takes while it is formed, slice by slice."""
+    return load(call.options.backend).bytes_beside(call, slices) if price.skips and needs.hidden else 0
 
 
 def _gradient_bytes(i: Inputs, needs: Needs, itemsize: int) -> int:

@@ -157,6 +157,10 @@ class Backend(ABC):
         width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
         return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)
 
+    def bytes_beside(self, call: Call, slices: Slices) -> int:
+        """What forming hidden states' gradient, slice by slice, takes beside the slices and the gradient itself."""
+        return 0
+
     def demand(self, call: Call, gradient: bool = False) -> dict[str, int]:
         """What a slice of the call's logits and operands takes: budget, itemsize, heads and converted widths.
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....algebra.costs import read_in_columns
+from ....algebra.costs import Slices, read_in_columns
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
+from ...call.call import Call
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, GivenLogits, Operands, add_product, exp_, logits_grad_dtype, product
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
-from .threads import collect, maxima, shares_of, sums
+from .threads import collect, maxima, share_count, shares_of, sums
 from .topk import TopK
 
 NEARER = 2.0  # nats, of both heads' logits together, from which on differences are measured from another entry
@@ -197,6 +198,14 @@ class EagerBackend(Backend):
                 chunk.materialised.append(tile)
         topk = None if run.topk is None else run.topk.flush()
         return Partial(run.state, partial(normalised, run.products, run.state), run.zsum, topk)
+
+    def bytes_beside(self, call: Call, slices: Slices) -> int:
+        if call.options.sparse is not None:
+            return 0
+        n, h = call.inputs.hidden.shape
+        tokens = min(n, slices.tokens)
+        shares = share_count(tokens, slices.width, call.compute, call.inputs.hidden.device)
+        return shares * tokens * h * call.compute.itemsize
 
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(totals.m) for name in SECOND_LOOK if name in chunk.sums}

@@ -43,14 +43,19 @@ def in_parts(reduce: Callable[[Tensor, int], Tensor], z: Tensor, parts: tuple[in
     return reduce(reduce(z.t().unflatten(0, parts), 1), 0)
 
 
+def share_count(tokens: int, terms: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Of how many threads each has a sum of its own, of a product for so many tokens of so many terms; 0: of none."""
+    threads = torch.get_num_threads()
+    shared = threads in THREADS and tokens in TOKENS and terms >= threads * TERMS
+    return threads if shared and device.type == "cpu" and dtype == torch.float32 else 0
+
+
 def shares_of(total: Tensor | None, terms: int) -> Tensor | None:
     """Zeros (T, C, H) for what each thread adds to `total`, (C, H), in products of so many terms; or `total` itself."""
-    threads = torch.get_num_threads()
-    if total is None or total.device.type != "cpu" or total.dtype != torch.float32:
+    if total is None:
         return total
-    if threads not in THREADS or len(total) not in TOKENS or terms < threads * TERMS:
-        return total
-    return total.new_zeros(threads, *total.shape)
+    count = share_count(len(total), terms, total.dtype, total.device)
+    return total.new_zeros(count, *total.shape) if count else total
 
 
 def collect(shares: Tensor | None, total: Tensor | None) -> None:
