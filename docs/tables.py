@@ -1,11 +1,13 @@
-"""Figures of the docs and the README from result files: `python -m docs.tables [--check]`.
+"""Tables of the docs and the README from result files: `python -m docs.tables [--check]`.
 
-Writes docs/generated/*.md and the part of README.md between its two bench markers. A result file that does not exist
-gives a line that says so. `--check` writes nothing and exits with 1 where a page is not what its results say.
+Writes what lies between `<!-- table: NAME -->` and `<!-- end of table -->` on each page, so that it is read wherever
+the page is. A result file that does not exist gives a line that says so. `--check` writes nothing and exits with 1
+where a page is not what its results say.
 """
 
 import argparse
 import operator
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from docs.scaling_tables import scaling
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def machine(records: list[Record]) -> str:
@@ -86,32 +88,17 @@ def _guidance(found: list[Record]) -> str:
 
 
 def benchmark(records: list[Record]) -> str:
-    alt = "Time over the bare GEMMs, and peak memory"
-    images = "\n".join(
-        f"![{alt}](images/bench-{page}.png#only-{page})" for page in ("light", "dark")
-    )
-    return f"{images}\n\n{caption(records)}.\n\n{full_table(records)}"
-
-
-def of_fresh_memory(records: list[Record]) -> str:
     return f"{caption(records)}.\n\n{full_table(records)}"
 
 
-def of_processors() -> str:
+def processors() -> str:
     """The summary of each further processor that was measured."""
     found = [read_lines(path) for path in sorted(RESULTS.glob("benchmark_on_*.jsonl"))]
     return "\n\n".join(f"{caption(records)}.\n\n{summary_table(records)}" for records in found)
 
 
-def readme(records: list[Record]) -> str:
-    image = picture("Time over the bare GEMMs, and peak memory", "bench")
-    return f"{summary_table(records)}\n\n{caption(records)}.\n\n{image}"
-
-
-def picture(alt: str, name: str) -> str:
-    """A figure of the README: the one for dark pages where the reader's is."""
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="docs/images/{name}-dark.png">'
-    return f'<picture>{dark}<img alt="{alt}" src="docs/images/{name}-light.png"></picture>'
+def summary(records: list[Record]) -> str:
+    return f"{summary_table(records)}\n\n{caption(records)}."
 
 
 def precision(records: list[Record]) -> str:
@@ -317,44 +304,48 @@ def _bold(ratio: float, own: bool) -> str:
     return f"**{ratio:.2f}**" if own else f"{ratio:.2f}"
 
 
-PAGES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
-    "logits.md": ("logits_table.jsonl", logits),
-    "benchmark.md": ("benchmark.jsonl", benchmark),
-    "benchmark_fresh.md": ("benchmark_fresh.jsonl", of_fresh_memory),
-    "train_step.md": ("train_step.jsonl", train_step),
-    "slices.md": ("slices.jsonl", slices),
-    "scaling.md": ("scaling.jsonl", scaling),
-    "precision.md": ("precision.jsonl", precision),
-    "grade.md": ("grade.jsonl", grade),
-    "jax.md": ("jax.jsonl", in_jax),
-    "sampling.md": ("sampling.jsonl", sampling),
-    "quantised.md": ("quantised.jsonl", quantised),
-    "pooling.md": ("pooling.jsonl", pooling),
-    "long_steps.md": ("long_steps.jsonl", long_tables.steps),
-    "nsa.md": ("nsa.jsonl", long_tables.sparse),
-    "long_run.md": ("long_run.jsonl", long_tables.run),
-    "gpu_counts.md": ("gpu_counts.jsonl", gpu_tables.counts),
+OF_RESULTS: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
+    "summary": ("benchmark.jsonl", summary),
+    "logits": ("logits_table.jsonl", logits),
+    "benchmark": ("benchmark.jsonl", benchmark),
+    "benchmark_fresh": ("benchmark_fresh.jsonl", benchmark),
+    "train_step": ("train_step.jsonl", train_step),
+    "slices": ("slices.jsonl", slices),
+    "scaling": ("scaling.jsonl", scaling),
+    "precision": ("precision.jsonl", precision),
+    "grade": ("grade.jsonl", grade),
+    "jax": ("jax.jsonl", in_jax),
+    "sampling": ("sampling.jsonl", sampling),
+    "quantised": ("quantised.jsonl", quantised),
+    "pooling": ("pooling.jsonl", pooling),
+    "long_steps": ("long_steps.jsonl", long_tables.steps),
+    "nsa": ("nsa.jsonl", long_tables.sparse),
+    "long_run": ("long_run.jsonl", long_tables.run),
+    "gpu_counts": ("gpu_counts.jsonl", gpu_tables.counts),
+}
+OF_SEVERAL: dict[str, Callable[[], str]] = {
+    "scale": scale,
+    "peers": peers,
+    "processors": processors,
 }
 
 
-def rendered(name: str, make: Callable[[list[Record]], str]) -> str:
-    path = RESULTS / name
+def table(name: str) -> str:
+    """A table as the result files give it."""
+    if name in OF_SEVERAL:
+        return OF_SEVERAL[name]()
+    file, make = OF_RESULTS[name]
+    path = RESULTS / file
     if not path.is_file():
-        return f"Not measured in this version: `bench/results/{name}` does not exist yet."
+        return f"Not measured in this version: `bench/results/{file}` does not exist yet."
     return make(read_lines(path))
 
 
 def wanted() -> Iterator[tuple[Path, str]]:
-    """Every page that holds figures, with the text that the result files give."""
-    for page, (name, make) in PAGES.items():
-        yield ROOT / "docs" / "generated" / page, rendered(name, make) + "\n"
-    yield ROOT / "docs" / "generated" / "scale.md", scale() + "\n"
-    yield ROOT / "docs" / "generated" / "peers.md", peers() + "\n"
-    yield ROOT / "docs" / "generated" / "processors.md", of_processors() + "\n"
-    page = ROOT / "README.md"
-    text = page.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    yield page, f"{before}{BEGIN}\n{rendered('benchmark.jsonl', readme)}\n{END}{rest.split(END)[1]}"
+    """Every page, with the tables that the result files give."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text("utf-8")
+        yield page, MARKED.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -364,14 +355,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     check, status = parser.parse_args(argv).check, 0
     for page, text in wanted():
-        if page.is_file() and page.read_text("utf-8") == text:
+        if page.read_text("utf-8") == text:
             continue
         print(
             f"{page.relative_to(ROOT)}: {'out of date, run python -m docs.tables' if check else 'written'}"
         )
         status = int(check)
         if not check:
-            page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(text, "utf-8")
     return status
 

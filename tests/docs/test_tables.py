@@ -11,12 +11,32 @@ def test_the_committed_pages_are_up_to_date():
 
 def test_a_changed_figure_is_noticed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text(f"# Title\n{tables.BEGIN}\n1.00 ×\n{tables.END}\nrest\n", "utf-8")
+    end = "<!-- end of table -->"
+    pages = tmp_path / "README.md", tmp_path / "docs" / "how-to" / "cpu.md"
+    pages[1].parent.mkdir(parents=True)
+    for page in pages:
+        page.write_text(f"# Title\n<!-- table: train_step -->\n1.00 ×\n{end}\nrest\n{end}\n", "utf-8")
     assert tables.main(["--check"]) == 1
-    assert "README.md: out of date" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(f"{page.relative_to(tmp_path)}: out of date" in said for page in pages)
     assert tables.main([]) == 0
     assert tables.main(["--check"]) == 0
-    assert (tmp_path / "README.md").read_text("utf-8").endswith(f"\n{tables.END}\nrest\n")
+    for page in pages:
+        text = page.read_text("utf-8")
+        assert text.startswith("# Title\n<!-- table: train_step -->\n| ")
+        assert text.endswith(f"\n{end}\nrest\n{end}\n")
+        assert "1.00 ×\n" not in text
+
+
+def test_each_table_is_on_a_page():
+    pages = [tables.ROOT / "README.md", *(tables.ROOT / "docs").rglob("*.md")]
+    names = {found[2] for page in pages for found in tables.MARKED.finditer(page.read_text("utf-8"))}
+    assert names == tables.OF_RESULTS.keys() | tables.OF_SEVERAL.keys()
+
+
+def test_a_result_file_that_does_not_exist_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.table("nsa") == "Not measured in this version: `bench/results/nsa.jsonl` does not exist yet."
 
 
 METHODS = {"tutorial loop": (0.5, 0.9), "dense": (2.0, 4.0), "loop": (1.0, 5.0), "recompute": (1.5, 3.0)}

@@ -23,7 +23,7 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise OptionError(f"want: expected names among {', '.join(STATISTICS)}, got {name!r}{hint}")
         if STATISTICS[name].needs_label and not labels:
-            raise OptionError(f"want: {name} is the label's, and labels is None; pass labels or drop it")
+            raise OptionError(f"want: {name!r} needs labels, got None; pass labels, or leave {name!r} out of want")
         if STATISTICS[name].needs_reference and not reference:
             raise OptionError(f"want: {name} compares with a reference; pass reference=(hidden, head), or its logits")
         if STATISTICS[name].needs_candidates and not candidates:

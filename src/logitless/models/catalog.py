@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..units import LARGEST
 from .gguf.header import config_fields, file_of
 from .positions import plain, reached
-from .presets import PRESETS
+from .presets import PRESETS, check_known
 from .shapes import ModelShape
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -110,6 +110,7 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
     """The configuration that a name stands for, and the name that errors about it should say. Raises ConfigError."""
     known = ALIASES.get(name.lower(), name.lower())
     if known in CONFIGS:
+        check_known(name)
         return CONFIGS[known], known
     if (file := file_of(name)) is not None:
         return config_fields(file), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
@@ -82,6 +83,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         128_256, 3072, 28, 24, 8, 8192, max_position_embeddings=131_072, rope_parameters=_LLAMA3_ROPE
     ),
 }
+
+
+def check_known(name: str) -> None:
+    """ConfigError where the name of a known model is also that of a model's directory here: either may be meant."""
+    if (Path(name) / "config.json").is_file():
+        raise ConfigError(f"model {name}: a known model and a directory here have this name; ./{name} is the directory")
 
 
 def preset(name: str) -> dict[str, Any]:

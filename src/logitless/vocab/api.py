@@ -42,6 +42,7 @@ from .ranks.agreement import on_all
 from .stats import TokenStats
 
 CROSS_ENTROPY_OPTIONS = ("temperature", "ignore_index", "memory_budget", "backend")
+CROSS_ENTROPY_NAMES = ("weight", "reduction", "label_smoothing", "z_loss", "denominator", *CROSS_ENTROPY_OPTIONS)
 BREAKS = (
     "logitless: token_loss, backend 'quack', a SparseBackward and a quantised head break the graph, expected none of "
     "them with fullgraph=True; leave that out"
@@ -184,7 +185,7 @@ def linear_cross_entropy(
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
 
-    on_all(head, lambda: _check_loss(hidden, head, weight, reduction, label_smoothing, z_loss, options))
+    on_all(head, lambda: _check_loss(hidden, head, labels, weight, reduction, label_smoothing, z_loss, options))
     divisor = on_all(head, lambda: _check_denominator(denominator, reduction, hidden))
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if options.get("backend") == quack_support.NAME:
@@ -280,6 +281,7 @@ def _prepared(
 def _check_loss(
     hidden: Tensor,
     head: LMHead,
+    labels: Tensor,
     weight: Tensor | None,
     reduction: str,
     label_smoothing: float,
@@ -289,6 +291,8 @@ def _check_loss(
     check_reduction(reduction)
     check_cross_entropy(label_smoothing, z_loss)
     _check_names(options)
+    if not isinstance(labels, Tensor):
+        raise DtypeError(f"labels: expected a tensor of integer ids, got {type(labels).__name__}")
     _check_weight(weight, head, hidden, label_smoothing)
     if options.get("backend") == quack_support.NAME:
         quack_support.check_loss(reduction, weight, label_smoothing, z_loss)
@@ -297,8 +301,8 @@ def _check_loss(
 def _check_names(options: Options) -> None:
     for name in options:
         if name not in CROSS_ENTROPY_OPTIONS:
-            near = difflib.get_close_matches(name, CROSS_ENTROPY_OPTIONS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_OPTIONS)}"
+            near = difflib.get_close_matches(name, CROSS_ENTROPY_NAMES, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(CROSS_ENTROPY_NAMES)}"
             raise OptionError(f"linear_cross_entropy: unknown option {name!r}; {hint}")
 
 

@@ -77,7 +77,7 @@ class Explanation:
             f"backend {self.backend}{why}; {parts}{self._second_look()}; "
             f"{self.buffer_bytes / mib:.1f} MiB of slices, {once}{self.saved_bytes / mib:.1f} MiB saved for backward, "
             f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
-            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB"
+            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB in the place of the slices"
         )
 
     def _second_look(self) -> str:

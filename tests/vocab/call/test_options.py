@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import logitless as ll
-from logitless.errors import BackendError, GradientError, OptionError, ShapeError
+from logitless.errors import BackendError, DtypeError, GradientError, OptionError, ShapeError
 from tests.support.vocab.refusing import (
     BIAS,
     HIDDEN,
@@ -38,6 +38,15 @@ def test_unknown_option(got, nearest):
     fragments = (f"{got!r}", f"did you mean {nearest}?")
     refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, **{got: 1}), *fragments)
     refused(OptionError, lambda: ll.explain(*args, **{got: 1}), *fragments)
+
+
+def test_misspelt_arguments_that_are_not_the_passs():
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    for got, meant in (("label_smooting", "label_smoothing"), ("zloss", "z_loss"), ("reductoin", "reduction")):
+        refused(OptionError, lambda got=got: ll.linear_cross_entropy(*args, **{got: 0}), f"did you mean {meant!r}?")
+    refused(OptionError, lambda: ll.linear_cross_entropy(*args, xyz=1), "they are weight, reduction, label_smoothing")
+    refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, input=()), "did you mean 'inputs'?")
+    refused(OptionError, lambda: ll.explain(*args, los=True), "did you mean 'loss'?")
 
 
 def test_unknown_option_like_no_other():
@@ -131,8 +140,16 @@ def test_backend_by_another_name():
 
 @pytest.mark.parametrize("name", ["logprob", "label_logit", "rank"])
 def test_statistics_of_the_label_without_labels(name):
-    fragments = (f"want: {name} is the label's", "labels is None", "pass labels or drop it")
+    fragments = (f"want: {name!r} needs labels", "got None", f"pass labels, or leave {name!r} out of want")
     refused_everywhere(OptionError, fragments, labels=None, want=(name,))
+
+
+def test_a_cross_entropy_without_labels():
+    refused(
+        DtypeError,
+        lambda: ll.linear_cross_entropy(HIDDEN, ll.LMHead(WEIGHT), None),
+        "labels: expected a tensor of integer ids, got NoneType",
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])

@@ -31,7 +31,10 @@ def test_labels_outside_the_vocabulary(wrong, got, grad):
     calls["linear_cross_entropy"] = lambda: ll.linear_cross_entropy(HIDDEN, head, ids(*wrong))
     del calls["explain"]  # reads no labels
     for call in calls.values():
-        refused(LabelError, call, "labels: expected ids in 0..8 or ignore_index=-100", f"got {got}", "fix the ids")
+        hint = f"pass ignore_index={got} if such tokens do not count, else " if got < 0 else ""
+        refused(
+            LabelError, call, "labels: expected ids in 0..8 or ignore_index=-100", f"got {got}", f"{hint}fix the ids"
+        )
 
 
 def test_the_vocabulary_ends_at_vocab_size():

@@ -8,7 +8,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from logitless.errors import ConfigError
-from logitless.workbench.sources.model import load_model, resolve_trained
+from logitless.models.catalog import fields_of
+from logitless.workbench.sources.model import check_model, load_model, resolve, resolve_trained
 from tests.support.workbench.micro import micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
@@ -149,3 +150,45 @@ def test_what_a_forward_returns_is_not_for_its_configuration_to_say(tmp_path, ke
     model = load(tmp_path)
     assert list(model(torch.tensor([[1, 2]]), use_cache=False)) == ["logits"]
     model.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-4b", "smollm2"])
+def test_a_known_name_that_is_a_models_directory_here_too(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    micro_model().save_pretrained(name)
+    for wish in (None, "score with"):
+        with pytest.raises(
+            ConfigError, match=rf"model {name}: a known model and a directory .*; ./{name} is the"
+        ) as said:
+            check_model(name, wish)
+        assert "\n" not in str(said.value)
+    assert resolve(f"./{name}").weights == f"./{name}"
+
+
+def test_a_known_shape_that_is_a_models_directory_here_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    micro_model().save_pretrained("4b")
+    with pytest.raises(ConfigError, match=r"\./4b is the directory"):
+        fields_of("4b")
+    assert fields_of("./4b")[0]["hidden_size"] == micro_model().config.hidden_size
+
+
+def test_a_directory_of_a_presets_name_that_is_no_model_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()
+    assert resolve("tiny").weights is None
+    with pytest.raises(ConfigError, match="got a configuration without weights"):
+        check_model("tiny", "score with")
+
+
+@pytest.mark.parametrize("given", [".", "adapter"])
+def test_a_runs_directory_in_the_place_of_its_model(given, tmp_path):
+    micro_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match=r"no config.json in this directory; did you mean .*model\?$"):
+        check_model(str(tmp_path / given))
+
+
+def test_a_misspelt_packaged_model():
+    with pytest.raises(ConfigError, match=r"--model smolm2: .* got nothing of this name; did you mean smollm2\?$"):
+        check_model("smolm2", "score with")

@@ -14,6 +14,7 @@ from .. import seam
 
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
+TESTED = "trl>=1.16,<1.17"
 OUTPUT = "trl.trainer.utils:FusedCausalLMOutput"
 FUSED = "trl.trainer.utils:add_fused_lm_head"
 USE_ADAPTER = "trl.trainer.utils:use_adapter"
@@ -109,7 +110,7 @@ def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:
     if replay:
         changed += filter(None, map(moved_start, SAMPLING[kind]))
     if changed:
-        raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install trl>=1.16,<1.17 or a newer logitless")
+        raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install {TESTED} or a newer logitless")
 
 
 def moved(name: str) -> str:
@@ -168,5 +169,5 @@ def settings_of(forward: Callable[..., Any]) -> Settings:
         function = getattr(function, "__wrapped__", None)
     raise ConfigError(
         f"trl {version('trl')}: expected model.forward to be what add_fused_lm_head puts there, closing over "
-        f"{', '.join(SETTINGS)}; install right after the trainer is made, with trl>=1.16,<1.17"
+        f"{', '.join(SETTINGS)}; install right after the trainer is made, with {TESTED}"
     )

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
 from ..transformers.lm_head import capturing_hidden, through_head
-from .contract import Settings
+from .contract import OUTPUT, TESTED, Settings
 from .exact_kl import ExactKL
 from .replay import Replay, replayed_scores
 from .scores import IGNORED, Wanted, scores
@@ -25,7 +26,9 @@ from .scores import IGNORED, Wanted, scores
 try:
     from trl.trainer.utils import FusedCausalLMOutput
 except ImportError as error:
-    raise ConfigError(f"trl: expected trl>=1.16,<1.17 with FusedCausalLMOutput, got {error}; install it") from error
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("trl."):
+        raise  # it is not installed, or what it needs is not
+    raise ConfigError(f"trl {version('trl')}: {OUTPUT} is gone; install {TESTED}") from error
 
 # TRL's names of per-token fields, and the statistics they are read off
 STATISTIC_OF = {

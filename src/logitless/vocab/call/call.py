@@ -161,7 +161,10 @@ class Call:
         if least < 0 or most >= rows:
             wrong = least if least < 0 else most
             hint = f" or ignore_index={self.options.ignore_index}" if name == "labels" else ""
-            raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; fix the ids or vocab_size")
+            remedy = "fix the ids or vocab_size"
+            if name == "labels" and wrong < 0:
+                remedy = f"pass ignore_index={wrong} if such tokens do not count, else fix the ids"
+            raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; {remedy}")
 
     def agree(self, more: str = "", *alike: Tensor) -> Call:
         """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all.

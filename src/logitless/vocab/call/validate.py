@@ -28,6 +28,8 @@ from .options import DEFAULTS, CallOptions, Options
 from .rows_of_reference import RowsOfReference, RowSource
 from .sampling_mask import SamplingMask
 
+BESIDE = ("inputs", "reduction", "per", "loss")  # arguments of `token_loss` and `explain`, for who misspells one
+
 
 def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpack[Options]) -> Call:
     """The checked call, its tensors flat; the adapters' products of hidden (`lora.with_lora`) are to come."""
@@ -160,7 +162,7 @@ def _refuse_duals(*tensors: Tensor | None) -> None:
 def _with_defaults(options: Options) -> dict[str, Any]:
     for name in options:
         if name not in DEFAULTS:
-            near = difflib.get_close_matches(name, DEFAULTS, 1)
+            near = difflib.get_close_matches(name, [*DEFAULTS, *BESIDE], 1)
             hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(DEFAULTS)}"
             raise OptionError(f"options: no option is called {name!r}; {hint}")
     return {**DEFAULTS, **options}
@@ -261,7 +263,8 @@ def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -
         hint = "; probability targets are not supported: see losses.soft_targets" if name == "labels" else ""
         raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")
     if tuple(ids.shape) != shape:
-        raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {tuple(ids.shape)}")
+        hint = "; one for each hidden state: shift them by padding with ignore_index" if name == "labels" else ""
+        raise ShapeError(f"{name}: expected shape {shape}, hidden's leading dimensions, got {tuple(ids.shape)}{hint}")
     if ids.device != hidden.device:
         raise DeviceError(f"{name} is on {ids.device}, hidden on {hidden.device}; move one of them")
     return ids.long()

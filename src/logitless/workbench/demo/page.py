@@ -1,4 +1,4 @@
-"""The demo's page: answers and unseen text coloured by probability, perplexity, memory and both curves, offline."""
+"""The demo's page: answers and unseen text coloured by probability, perplexity, memory and loss, offline."""
 
 from __future__ import annotations
 
@@ -51,15 +51,19 @@ def _table(summary: dict[str, Any], kind: str, first: int) -> str:
     return "".join(
         f'<article class="card"><h3>{html.escape(asked[i])}</h3><div class="pair">'
         + "".join(
-            _text(when, first + 2 * row + k, summary[when][kind][i]) for k, when in enumerate(("before", "after"))
+            _text(when, first + 2 * row + k, kind, summary[when][kind][i]) for k, when in enumerate(("before", "after"))
         )
         + "</div></article>"
         for row, i in enumerate(rows)
     )
 
 
-def _text(when: str, number: int, text: dict[str, Any]) -> str:
+def _text(when: str, number: int, kind: str, text: dict[str, Any]) -> str:
+    """A text with what is said beside it: an answer's own perplexity says how sure of itself the model was, no more."""
     said = f"perplexity {text['perplexity']:.3g}"
+    if kind == "answers":
+        ended = text["tokens"][-1]["special"]
+        said = "" if ended else f"cut off after {plural(len(text['tokens']), 'token')}"
     return (
         f'<div><p class="when">{when} <span class="muted">{said}</span></p>'
         f'<p class="text" dir="auto">{samples.spans(number, text)}</p></div>'

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...errors import ConfigError, LogitlessError, OptionError, in_one_line
 from ...models.instances import config_of, with_adapters
 from ...models.nsa.options import options_of, saved_with_nsa
 from ...models.positions import check_reach, reach, scale
-from ...models.presets import PRESETS, preset
+from ...models.presets import PRESETS, check_known, preset
 from ...models.pretrained import PACKAGES
 from ...printable import few
 from ..common.files import parsed
@@ -60,20 +61,25 @@ def check_model(name: str, wish: str | None = None) -> None:
 
     wish: what needs weights; None where a configuration is enough.
     """
+    if name in PRESETS or name in PACKAGES:
+        check_known(name)
     if is_packed(name):
         return check_packed(name)
     path = Path(name)
     known = name in PRESETS or path.exists() or _is_hub_id(name)
-    if path.is_dir():
+    here = path.exists() and name not in PRESETS
+    if here and path.is_dir():
         _check_directory(path, wish)
-    elif path.exists() and not path.is_file():
+    elif here and not path.is_file():
         raise ConfigError(f"--model {name}: expected a file or a folder, got a device or a pipe")
-    elif wish is not None and (not known or name in PRESETS or path.is_file()):
+    elif wish is not None and (not known or name in PRESETS or here):
         expected = f"a directory with weights to {wish}, or a hub id (owner/name)"
         got = "a configuration without weights" if known else "nothing of this name"
+        near = get_close_matches(name.lower(), PACKAGES, n=1)
         others = f"logitless train writes such a directory; {', '.join(PACKAGES)} and GGUF files have weights, too"
+        others = f"did you mean {near[0]}?" if near else others
         raise ConfigError(f"--model {name}: expected {expected}, got {got}; {others}")
-    elif path.is_file():
+    elif here:
         _read_json(path)
     elif not known:
         preset(name)  # raises with the nearest names
@@ -115,7 +121,9 @@ def _is_hub_id(name: str) -> bool:
 
 def _check_directory(path: Path, wish: str | None) -> None:
     if not (path / "config.json").exists():
-        raise ConfigError(f"--model {path}: no config.json in this directory")
+        inside = next((x for x in (path / "model", path.parent / "model") if (x / "config.json").exists()), None)
+        hint = "" if inside is None else f"; did you mean {inside}?"  # a run's directory, or a checkpoint's
+        raise ConfigError(f"--model {path}: no config.json in this directory{hint}")
     if not any(path.glob("*.safetensors")):
         remedy = f"; give {path / 'config.json'} to start from scratch" if wish is None else f" to {wish}"
         raise ConfigError(f"--model {path}: no .safetensors weights{remedy}")
@@ -151,7 +159,8 @@ def _load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # network, JSON and validation errors of several libraries
-        raise ConfigError(f"--model {name}: {in_one_line(error, 300)}") from None
+        local = "" if Path(name).exists() else "no directory of this name, and as a hub id: "
+        raise ConfigError(f"--model {name}: {local}{in_one_line(error, 300)}") from None
 
 
 def _checked(config: Any, name: str) -> Any:
