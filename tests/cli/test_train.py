@@ -94,7 +94,13 @@ def test_names_with_line_breaks_stay_on_their_lines(micro, tmp_path, monkeypatch
 
 def test_memory_has_one_unit(capsys):
     """Of the process and of what is beside it, however much smaller that is."""
-    loss = {"asked": "auto", "method": "dense", "logits_bytes": 9 << 20, "memory_budget_bytes": 1 << 30}
+    loss = {
+        "asked": "auto",
+        "method": "dense",
+        "logits_bytes": 9 << 20,
+        "memory_budget_bytes": 1 << 30,
+        "threshold_bytes": 1 << 30,
+    }
     steps = {name: {"peak_bytes": peak << 20, "loss": 4.5} for name, peak in (("logitless", 45), ("dense", 900))}
     names = ("first_loss", "last_loss", "held_out_loss_before", "held_out_loss_after", "tokens_per_second")
     given = {"model": "m", "parameters": 9, "steps": 1, "training_seconds": 1.0, "tensor_parallel": 1, "loss": loss}

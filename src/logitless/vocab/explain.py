@@ -47,7 +47,7 @@ class Explanation:
     saved_bytes: int  # (N, H) products saved for backward, fp32; which slices a sparse backward leaves out
     head_bytes: int  # its weight as it is stored, of a sharded head the rows here
     gradient_bytes: int  # dhidden, dweight, dbias, and the adapters', while they accumulate: threads' own sums, too
-    dense_bytes: int  # what dense cross-entropy takes
+    dense_bytes: int  # what dense cross-entropy takes in its forward pass
     quantised: str | None = None  # the format of a weight whose slices are dequantised
     traffic: Traffic | None = None  # among the ranks of a sharded head
     skipped_mass: float | None = None  # at most, of each token, by a sparse backward; `flop` counts what it may skip

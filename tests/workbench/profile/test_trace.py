@@ -13,6 +13,7 @@ from logitless.memory import trace
 from logitless.workbench.profile.recording import CATEGORIES, FEW, POINTS
 from logitless.workbench.profile.storages import BLOCK, Tracker, tensors_of
 from tests.support.allocations import peak_new_bytes
+from tests.support.workbench.micro import micro_model
 
 # Fake tensors hold nothing to poison.
 pytestmark = pytest.mark.compiled
@@ -180,6 +181,22 @@ def test_the_streamed_token_loss_on_a_meta_model():
         loss.backward()
     assert [s.name for s in t.recording.stages] == STAGES[:6]
     assert not any(a.shape == (TOKENS, 4096) for a in t.recording.allocations)
+
+
+def test_an_installed_meta_model_is_traced_again():
+    """Nothing of the first trace's loss, which is no number, is looked at in the second."""
+    with torch.device("meta"):
+        model = micro_model()
+    ll.install(model)
+    peaks = []
+    for _ in range(2):
+        with trace(model, batch=(2, 64)) as t:
+            for _ in range(2):
+                ids = torch.zeros(2, 64, dtype=torch.long, device=t.device)
+                model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+        peaks.append(t.peak.nbytes)
+    assert peaks[0] == peaks[1]
 
 
 def test_without_backward():

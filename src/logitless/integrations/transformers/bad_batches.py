@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LabelError, NotFiniteError
+from ...vocab.face import current_sizing
 
 
 class Watch:
@@ -31,7 +32,7 @@ class Watch:
 
     def after(self, loss: Tensor) -> None:
         """Takes note of a loss, (), and looks at it if it is here."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or current_sizing() is not None:  # numbers that do not exist
             return
         self.is_nan = loss.detach().isnan()
         if loss.device.type == "cpu":

@@ -87,10 +87,10 @@ def _loss_method(loss: dict[str, Any], ranks: int) -> str:
     asked = f"{loss['asked']} → " if loss["asked"] == "auto" else ""
     if ranks > 1:
         return f"{asked}{loss['method']}: the head is split over {ranks} ranks"
-    fits = "fit" if loss["logits_bytes"] <= loss["memory_budget_bytes"] else "exceed"
-    needs, budget = loss["logits_bytes"], loss["memory_budget_bytes"]
-    size = one_unit((needs, budget))
-    return f"{asked}{loss['method']}: logits of {size(needs)} {fits} the budget of {size(budget)}"
+    kind = "threshold" if asked and loss["threshold_bytes"] != loss["memory_budget_bytes"] else "budget"
+    needs, most = loss["logits_bytes"], loss["threshold_bytes" if kind == "threshold" else "memory_budget_bytes"]
+    size, fits = one_unit((needs, most)), "fit" if needs <= most else "exceed"
+    return f"{asked}{loss['method']}: logits of {size(needs)} {fits} the {kind} of {size(most)}"
 
 
 def _step_rows(step_memory: dict[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:
