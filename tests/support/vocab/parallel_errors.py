@@ -87,14 +87,15 @@ def unlike_calls(group: Any) -> None:
     for kind in ("sum", "none"):
         one = partial(ll.token_loss, lambda stats: -stats.logprob, hidden, reduction=kind if last else "mean")
         refused(group, lambda: one(mine(group), labels), "the same options")  # noqa: B023
-    refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options")
+    told = "temperature=1.0 on rank", f"temperature=2.0 on rank {size - 1}"
+    refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options", *told)
     unlike = "the same values of temperature, candidates, noise and denominator"
     refused(group, lambda: call(mine(group), denominator=3 + last), unlike)
     for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
         refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
     frozen = mine(group)
     frozen.weight.requires_grad_(not last)
-    refused(group, lambda: call(frozen), "the same options")
+    refused(group, lambda: call(frozen), "the same options", "weight=(torch.float32, (4,), False) on rank")
 
     def released(name: str, version: str) -> None:
         with patch(f"{name}.__version__", version):

@@ -176,6 +176,8 @@ class Call:
         i, options = self.inputs, self.options
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
         heads = [(x.scale, x.softcap, x.vocab_size) for x in (self.head, self.reference) if x is not None]
+        named = [*vars(options).items(), ("scale, softcap, vocab_size", heads), *zip(i._fields, kinds, strict=True)]
+        named.append(("rows of a reference", self.reference_rows is not None))
         mask = self.sampling_mask
         sets = () if mask is None else (mask.token_ids, mask.offsets)
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
@@ -183,7 +185,7 @@ class Call:
             shard=self.shard,
             weight_rows=self.head.weight.shape[0],
             rows=self.head.rows,
-            options=f"{options}|{heads}|{kinds}|{self.reference_rows is not None}|{more}",
+            options="\n".join((*(f"{name}={x}" for name, x in named), more)),
             hidden=i.hidden,
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,

@@ -69,7 +69,7 @@ class RankFacts:
     shard: VocabShard
     weight_rows: int  # this rank's, padding included
     rows: int  # that exist on all ranks
-    options: str  # anything that says which statistics are wanted, and how
+    options: str  # anything that says which statistics are wanted, and how, a line each
     hidden: Tensor  # (N, H)
     valid: Tensor  # () how many tokens are not ignored
     labels: Tensor | None
@@ -117,13 +117,25 @@ def on_all(head: Any, check: Callable[[], Value]) -> Value:
 
 def _refuse(ranks: Ranks, device: torch.device, own: LogitlessError | None) -> NoReturn:
     """Raise the error of the first rank that has one, on all."""
-    words = "" if own is None else f"{type(own).__name__}|{own}"
-    sent = torch.tensor(list(words.encode()[:WORDS].ljust(WORDS)), dtype=torch.uint8, device=device)
-    said = [bytes(row).decode(errors="ignore").rstrip() for row in ranks.gather(sent).tolist()]
+    said = _told(ranks, device, "" if own is None else f"{type(own).__name__}|{own}")
     rank = next(r for r, x in enumerate(said) if x)
     kind, _, text = said[rank].partition("|")
     where = "" if len(set(said)) == 1 else f" (rank {rank} of the {ranks.size} that share the head)"
     raise remote_error(kind, text + where) from own
+
+
+def _told(ranks: Ranks, device: torch.device, words: str) -> list[str]:
+    """The words of every rank, or their first WORDS bytes."""
+    sent = torch.tensor(list(words.encode()[:WORDS].ljust(WORDS)), dtype=torch.uint8, device=device)
+    return [bytes(row).decode(errors="ignore").rstrip() for row in ranks.gather(sent).tolist()]
+
+
+def _unlike(options: list[str]) -> list[str]:
+    """The first line of each rank's that is not the same on all; some mark where that is past what they told."""
+    for lines in zip(*(x.split("\n") for x in options), strict=False):
+        if len(set(lines)) > 1:
+            return list(lines)
+    return [f"others ({rank})" for rank, _ in enumerate(options)]
 
 
 def agree(facts: RankFacts) -> None:
@@ -140,7 +152,7 @@ def agree(facts: RankFacts) -> None:
         ("number of rows in all (total)", columns[4], "give each rank's VocabShard the same total"),
         ("vocabulary", columns[5], "set vocab_size alike"),
         ("hidden size", columns[6], "shard the head's rows, not its columns"),
-        ("options (want, temperature, top_k, budget, ...)", columns[7], "make the same call on every rank"),
+        ("options", columns[7], "make the same call on every rank"),
         ("number of tokens", columns[8], SAME_TOKENS),
         ("number of tokens that count", columns[9], SAME_TOKENS),
         ("labels", columns[11], SAME_TOKENS),
@@ -148,6 +160,8 @@ def agree(facts: RankFacts) -> None:
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:
+            if values is columns[7]:
+                values = _unlike(_told(ranks, table.device, facts.options))
             raise RankError(
                 f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
             )
