@@ -92,7 +92,7 @@ def test_no_output_is_what_the_demo_itself_writes(config, name, tmp_path, capsys
 def test_a_model_without_a_template(config, tmp_path):
     micro_directory(tmp_path)
     micro_model().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="conversations need a chat template"):
+    with pytest.raises(ConfigError, match="the demo expects a chat template, its tokenizer has none"):
         run(replace(config, model=str(tmp_path), output_dir=tmp_path / "out"), Console(quiet=True))
 
 

@@ -61,6 +61,7 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
             color=DENSE,
             fontsize=8,
         )
+    axes.margins(y=0.1)  # room below the lowest number
     axes.set(xlabel="optimizer step", ylabel="nats per token", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from rich.console import Console
 
-from ...errors import OptionError
+from ...errors import ConfigError, OptionError
 from ...integrations.transformers.generation import generate
 from ...integrations.transformers.scoring import score
 from ...models.pretrained import PACKAGES
@@ -50,8 +50,12 @@ def run(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
     quiet()
     source = resolve_trained(config.check().model, "show")
     tokenizer = load_tokenizer(source)
+    if not tokenizer.saved.chat_template:
+        raise ConfigError(
+            f"--model {config.model}: the demo expects a chat template, its tokenizer has none; try smollm2"
+        )
     rows, held = questions()
-    found = [example(row, tokenizer, "the demo's questions") for row in held]  # ConfigError without a chat template
+    found = [example(row, tokenizer, "the demo's questions") for row in held]
     place = _place(config.output_dir)
     say(console, f"{config.model}, before: answering questions and reading answers that it has not seen ...")
     before = _look(config, source.name, tokenizer, found)
