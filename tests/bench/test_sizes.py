@@ -7,12 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import columns, cores, in_turn, scaling, slices, train_step
+from bench import calls_in_columns, columns, cores, in_turn, scaling, slices, train_step
 from bench.cases import Shape
 from bench.harness import THREADS, read_lines
 from docs import tables
 from docs.scaling_tables import scaling as scaling_page
 from logitless.algebra import costs
+from logitless.vocab.backends.eager import backend
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.switches import put_back
 from tests.support.workbench.micro import micro_corpus, micro_directory
@@ -99,6 +100,27 @@ def test_products_of_both_orders_are_timed(tmp_path, monkeypatch):
     assert len(records) == 2 * (4 + 3)
     assert all(0 < r["least"] <= r["most"] for r in records)
     assert {r["tokens"] for r in records if r["columns"]} == {4, 16}
+
+
+def test_calls_are_timed_in_columns_and_in_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calls_in_columns, "HIDDEN", 8)
+    monkeypatch.setattr(calls_in_columns, "VOCAB", 2048)
+    trips = iter([60, 60, 60, 60] + [300, 300, 60, 300] * 3)
+    monkeypatch.setattr(calls_in_columns, "round_trip", lambda: next(trips))
+    asked, usual = [], backend.in_columns
+    monkeypatch.setattr(backend, "in_columns", lambda *given: asked.append(usual(*given)) or asked[-1])
+    calls_in_columns.main(
+        [
+            *("--calls", "kl,trained", "--tokens", "40,64", "--backends", "eager", "--rounds", "1"),
+            *("--threads", "2", "--out", str(tmp_path / "calls.jsonl")),
+        ]
+    )
+    first, *others = read_lines(tmp_path / "calls.jsonl")
+    assert first["near_ratio"] == first["near_columns_s"] / first["near_rows_s"] > 0
+    assert len(others) == 3
+    assert not any(place in str(r) for r in others for place in ("near_ratio", "far_ratio"))
+    assert asked.count(True) == asked.count(False) > 0
+    assert "kl, 64 tokens, eager: cores that moved" in capsys.readouterr().out
 
 
 def test_operations_are_timed_by_where_the_cores_lie(tmp_path, monkeypatch, capsys):
