@@ -14,7 +14,7 @@ from .. import seam
 
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
-TESTED = "trl>=1.16,<1.17"
+TESTED = "trl>=1.16,<1.17"  # what the tests run with
 OUTPUT = "trl.trainer.utils:FusedCausalLMOutput"
 FUSED = "trl.trainer.utils:add_fused_lm_head"
 USE_ADAPTER = "trl.trainer.utils:use_adapter"
