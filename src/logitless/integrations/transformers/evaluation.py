@@ -59,12 +59,16 @@ class Evaluation:
     shifted: bool = True  # a position predicts the token after it; not so in a masked language model
     sums: list[float] = field(default_factory=list)  # tokens, nats, right, within the best TOP_K, nats of entropy
     seen: dict[str, Tensor] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()  # of the batch's labels
 
     def loop(self, own: Callable[..., Any], *given: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
         """The Trainer's own evaluation_loop, and the metrics of its tokens."""
-        self.sums = [0.0] * 5
-        out = own(*given, metric_key_prefix=metric_key_prefix, **more)
-        out.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self.metrics().items()})
+        outer, self.sums = self.sums, [0.0] * 5  # one that evaluates within compute_metrics
+        try:
+            out = own(*given, metric_key_prefix=metric_key_prefix, **more)
+            out.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self.metrics().items()})
+        finally:
+            self.sums = outer
         return out
 
     def metrics(self) -> dict[str, float]:
@@ -83,6 +87,7 @@ class Evaluation:
         self.seen = {}
         if inputs.get("labels") is None:
             return own(loss_only)
+        self.shape = inputs["labels"].shape
         with observed(trainer.model, self._look):
             loss, *_ = own(True)
         if not self.seen:  # a compute_loss of one's own kept the labels from the model
@@ -99,6 +104,8 @@ class Evaluation:
         return F.pad(x[:, :-1], (1, 0)) if self.shifted else x
 
     def _look(self, head: LMHead, hidden: Tensor, targets: Tensor) -> None:
+        if self.seen and targets.shape != self.shape:  # a compute_loss that calls the model for something else, too
+            return
         with torch.no_grad():
             stats = token_stats(
                 hidden, head, targets, want=KEPT, ignore_index=IGNORED, memory_budget=self.memory_budget

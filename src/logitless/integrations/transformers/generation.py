@@ -143,13 +143,14 @@ class Recorder:
                     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **given)
                     outputs = model(**inputs, return_dict=True)
                 given = model._update_model_kwargs_for_generation(outputs, given)
-                self._write(forward.drawn, alive, step)
                 token = forward.drawn.token.long().to(input_ids.device)
                 token = token if pad is None else torch.where(alive, token, pad)
                 input_ids = torch.cat([input_ids, token[:, None]], 1)
-                if self.streamer is not None:
-                    self.streamer.put(token.cpu())
-                alive = alive & ~stopping_criteria(input_ids, None)
+                with forward.left():  # the callbacks may call the model
+                    self._write(forward.drawn, alive, step)
+                    if self.streamer is not None:
+                        self.streamer.put(token.cpu())
+                    alive = alive & ~stopping_criteria(input_ids, None)
         if self.streamer is not None:
             self.streamer.end()
         if self.record is not None:
@@ -188,9 +189,15 @@ class Recorded:
         return draw_tokens(hidden, head, **self.options)
 
     def changed(self, change: Processors, ids: Tensor, z: Tensor) -> Tensor:
-        """`change(ids, z)` with the model as it is elsewhere: guidance calls it for logits of its own."""
-        with replaced(self.model, "forward", self.dense), replaced(self.head, "forward", self.dense_head):
+        """`change(ids, z)`: guidance calls the model for logits of its own."""
+        with self.left():
             return change(ids, z)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """While it lasts, the model is as it is elsewhere."""
+        with replaced(self.model, "forward", self.dense), replaced(self.head, "forward", self.dense_head):
+            yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from .bad_batches import Watch, check_counts
 from .evaluation import Evaluation
 from .lm_head import (
     SHARDED,
+    STATE,
     HiddenCapture,
     capturing_hidden,
     causal_lm,
@@ -33,9 +34,9 @@ from .lm_head import (
 )
 from .masked import IGNORED, check_masked, is_masked, takes_the_mean, targets_of
 from .multi_token import NAME, MultiToken, attach, attached, text_of
+from .trainer import follow, give_back, is_trainer, smoother_of, take_over, trainers_of
 
 Method = Literal["dense", "logitless"]
-STATE = "_logitless"
 OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
 
 
@@ -49,6 +50,7 @@ class Installed:
     names: tuple[str, ...]  # of forward's parameters
     previous: Callable[..., Any] | None  # forward of the instance, where it had one
     on: bool = True
+    lent: bool = False  # the smoothing is that of a Trainer's label smoother
     verified: bool = False  # the model changes its logits as its LMHead says
     watch: Watch = field(default_factory=Watch)
     threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
@@ -117,17 +119,22 @@ def install(
     """
     _check_options(loss, memory_budget, label_smoothing, threshold)
     measured = _has_metrics(metrics, model, loss)
-    trainer, model = (model, model.model) if _is_trainer(model) else (None, model)
+    trainer, model = (model, model.model) if is_trainer(model) else (None, model)
     inner = causal_lm(model)
     _check(inner)
     state: Installed | None = inner.__dict__.get(STATE)
-    if label_smoothing is None:  # what it was
-        label_smoothing = state.smoothing if state is not None and loss != "dense" else 0.0
-    _attach(inner, multi_token, loss, label_smoothing or _smoother(trainer))
+    lent = trainer is None and label_smoothing is None and state is not None and state.lent
+    if label_smoothing is None:  # what it was, but for a Trainer's own, which is that Trainer's alone
+        keeps = state is not None and loss != "dense" and (trainer is None or not state.lent)
+        label_smoothing = state.smoothing if state is not None and keeps else 0.0
+    _attach(inner, multi_token, loss, label_smoothing or smoother_of(trainer))
     if trainer is not None:
         evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None
-        label_smoothing = _take_over(trainer, loss, label_smoothing, evaluation)
-    _put(inner, state, loss, memory_budget, float(label_smoothing), threshold)
+        label_smoothing = take_over(trainer, loss, label_smoothing, evaluation)
+        lent = loss != "dense" and smoother_of(trainer) is not None
+        options = {"loss": loss, "memory_budget": memory_budget, "threshold": threshold, "multi_token": multi_token}
+        follow(trainer, inner, functools.partial(install, label_smoothing=float(label_smoothing), **options))
+    _put(inner, state, loss, memory_budget, float(label_smoothing), threshold).lent = lent
 
 
 def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: Any) -> None:
@@ -146,22 +153,29 @@ def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: An
 
 def _put(
     model: Any, state: Installed | None, loss: Any, budget: int | None, smoothing: float, threshold: int | None
-) -> None:
+) -> Installed:
     """Puts our forward into the model, or changes what the one that is there does."""
     if state is not None and _is_installed(model):
         state.method, state.budget, state.smoothing, state.on = loss, budget, smoothing, True
         state.threshold = threshold
-        return
-    setattr(model, STATE, Installed.of(model, loss, budget, smoothing, threshold))
+        return state
+    state = Installed.of(model, loss, budget, smoothing, threshold)
+    setattr(model, STATE, state)
     model.forward = MethodType(_forward_like(type(model)), model)
+    return state
 
 
 def uninstall(model: Any) -> None:
-    """Gives the model, or the Trainer and its model, back its own forward; nothing happens where none was replaced."""
-    if _is_trainer(model):
-        _give_back(model)
+    """Gives the model, and the Trainers that were installed with it, their own forward and steps back.
+
+    Nothing happens where none was replaced.
+    """
+    if is_trainer(model):
+        give_back(model)
         model = model.model
     inner = causal_lm(model)
+    for trainer in trainers_of(inner):
+        give_back(trainer)
     state: Installed | None = inner.__dict__.get(STATE)
     if state is None:
         return
@@ -169,7 +183,7 @@ def uninstall(model: Any) -> None:
         delattr(inner, NAME)
     # enough where somebody wrapped the installed forward, as accelerate's autocast does
     state.on, state.smoothing = False, 0.0
-    if getattr(inner.__dict__.get("forward"), STATE, False):
+    if getattr(inner.__dict__.get("forward"), "__func__", None) is _forward_like(type(inner)):
         del inner.forward
         if state.previous is not None:
             inner.forward = state.previous
@@ -217,94 +231,8 @@ def _check_options(
         raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='logitless'")
 
 
-@dataclass
-class Kept:
-    """What `install` keeps of a Trainer: what it replaced there."""
-
-    step: Callable[..., Any] | None  # prediction_step of the instance, where it had one
-    smoother: Any = None  # the label smoother, which asks the model for logits rather than for a loss
-    evaluation: Evaluation | None = None  # where its metrics come from statistics
-    loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
-
-
-def _smoother(trainer: Any) -> Any:
-    """The label smoother of a Trainer, also where it is in our hands."""
-    kept: Kept | None = None if trainer is None else trainer.__dict__.get(STATE)
-    return getattr(trainer, "label_smoother", None) or (kept and kept.smoother)
-
-
-def _take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation | None) -> float:
-    """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
-    kept: Kept | None = trainer.__dict__.get(STATE)
-    if kept is None:
-        kept = trainer.__dict__[STATE] = Kept(trainer.__dict__.get("prediction_step"))
-        trainer.prediction_step = MethodType(_prediction_step, trainer)
-    _measure(trainer, evaluation)
-    if loss == "dense":
-        trainer.label_smoother, kept.smoother = kept.smoother or trainer.label_smoother, None
-    elif trainer.label_smoother is not None:
-        kept.smoother, trainer.label_smoother = trainer.label_smoother, None
-    return smoothing if kept.smoother is None else kept.smoother.epsilon
-
-
-def _measure(trainer: Any, evaluation: Evaluation | None) -> None:
-    """Puts the metrics of an evaluation in, or takes them out."""
-    kept: Kept = trainer.__dict__[STATE]
-    if kept.evaluation is not None:
-        del trainer.evaluation_loop
-        if kept.loop is not None:
-            trainer.evaluation_loop = kept.loop
-    kept.evaluation = evaluation
-    if evaluation is not None:
-        kept.loop = trainer.__dict__.get("evaluation_loop")
-        trainer.evaluation_loop = functools.partial(evaluation.loop, trainer.evaluation_loop)
-
-
-def _give_back(trainer: Any) -> None:
-    if STATE not in trainer.__dict__:
-        return
-    _measure(trainer, None)
-    kept: Kept = trainer.__dict__.pop(STATE)
-    trainer.label_smoother = kept.smoother or trainer.label_smoother
-    del trainer.prediction_step
-    if kept.step is not None:
-        trainer.prediction_step = kept.step
-
-
-def _prediction_step(
-    trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-) -> Any:
-    """The Trainer's own step; where it is asked for logits, of the model as it is without us."""
-    kept: Kept = trainer.__dict__[STATE]
-    step = kept.step or functools.partial(type(trainer).prediction_step, trainer)
-    state: Installed | None = causal_lm(trainer.model).__dict__.get(STATE)
-    if kept.evaluation is not None and state is not None:
-        with replaced(state, "method", "logitless"):
-            return kept.evaluation.step(
-                trainer, lambda alone: step(model, inputs, alone, ignore_keys), inputs, prediction_loss_only
-            )
-    if prediction_loss_only or state is None:
-        return step(model, inputs, prediction_loss_only, ignore_keys)
-    smoother = kept.smoother or trainer.label_smoother
-    with replaced(state, "on", False), replaced(trainer, "label_smoother", smoother):
-        return step(model, inputs, prediction_loss_only, ignore_keys)
-
-
-def _is_trainer(model: Any) -> bool:
-    if isinstance(model, nn.Module) or not (hasattr(model, "compute_loss") and hasattr(model, "model")):
-        return False
-    if any(kind.__module__.partition(".")[0] == "trl" for kind in type(model).__mro__):
-        raise ConfigError(
-            f"expected a transformers model or Trainer, got TRL's {type(model).__name__}: "
-            "use logitless.integrations.trl.install(trainer)"
-        )
-    return True
-
-
 def _check(model: Any) -> None:
     """ConfigError unless the model's loss is a cross-entropy of what its one output head returns."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     name = type(model).__name__
     head: Any = output_head(model)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -316,7 +244,15 @@ def _check(model: Any) -> None:
         return
     if not _calls_loss_function(type(model)):
         raise ConfigError(f"{name} computes its loss by itself, expected self.loss_function: use linear_cross_entropy")
+    _check_loss(model)
+
+
+def _check_loss(model: Any) -> None:
+    """ConfigError unless its loss is transformers' cross-entropy."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     if model.loss_function is not ForCausalLMLoss:
+        name = type(model).__name__
         own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
 
@@ -355,7 +291,9 @@ def _forward_like(kind: type) -> Callable[..., Any]:
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    state: Installed = getattr(model, STATE)
+    state: Installed | None = model.__dict__.get(STATE)
+    if state is None:  # uninstalled, where somebody put ours back
+        return type(model).forward(model, *args, **kwargs)
     dense = state.dense(model)
     given = {**dict(zip(state.names, args, strict=False)), **kwargs}
     labels = given.get("labels")
@@ -391,6 +329,9 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
 
 def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
     """The output of a model that calls its loss function."""
+    own = model.__dict__.get("_loss_function")  # set after `install`, or ours, where a hook calls the model again
+    if own is not None and not isinstance(own, functools.partial):
+        _check_loss(model)
     with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
         return dense(**given, return_dict=True)
 

@@ -15,6 +15,7 @@ from ...vocab.face import LMHead, unwrapped
 
 T = TypeVar("T")
 
+STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
 SHARDED = ("full_tensor", "ds_id")  # weights of FSDP2 and ZeRO-3: whole only while the model runs
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
