@@ -43,7 +43,7 @@ def test_each_host_has_a_page_an_example_an_extra_and_its_tests(host):
     (requirement,) = extras[host]
     package = requirement.split("=")[0].rstrip("><").partition("[")[0]
     assert f"\n{package}==" in versions
-    assert f"pip install 'logitless[{host}]'" in page
+    assert f"pip install '.[{host}]'" in page
     assert f"make test-{host}" in page
     assert f"\ntest-{host}: " in (ROOT / "Makefile").read_text()
     assert f"how-to/{host}.md" in (ROOT / "mkdocs.yml").read_text()

@@ -1,4 +1,4 @@
-"""Second uses: another Trainer, another way back, a model made anew, callbacks that call the model, others' wrappers."""
+"""Second uses: another Trainer, another way back, a new model, callbacks that call the model, others' wrappers."""
 
 import functools
 

@@ -123,18 +123,24 @@ def install(
     inner = causal_lm(model)
     _check(inner)
     state: Installed | None = inner.__dict__.get(STATE)
-    lent = trainer is None and label_smoothing is None and state is not None and state.lent
-    if label_smoothing is None:  # what it was, but for a Trainer's own, which is that Trainer's alone
-        keeps = state is not None and loss != "dense" and (trainer is None or not state.lent)
-        label_smoothing = state.smoothing if state is not None and keeps else 0.0
-    _attach(inner, multi_token, loss, label_smoothing or smoother_of(trainer))
+    smoothing, lent = _smoothing(label_smoothing, state, loss, trainer)
+    _attach(inner, multi_token, loss, smoothing)
     if trainer is not None:
-        evaluation = Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None
-        label_smoothing = take_over(trainer, loss, label_smoothing, evaluation)
-        lent = loss != "dense" and smoother_of(trainer) is not None
+        take_over(trainer, loss, Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None)
         options = {"loss": loss, "memory_budget": memory_budget, "threshold": threshold, "multi_token": multi_token}
-        follow(trainer, inner, functools.partial(install, label_smoothing=float(label_smoothing), **options))
-    _put(inner, state, loss, memory_budget, float(label_smoothing), threshold).lent = lent
+        follow(trainer, inner, functools.partial(install, label_smoothing=smoothing, **options))
+    _put(inner, state, loss, memory_budget, smoothing, threshold).lent = lent
+
+
+def _smoothing(given: float | None, state: Installed | None, loss: str, trainer: Any) -> tuple[float, bool]:
+    """The label smoothing, and whether it is a Trainer's: its own, else what is given, else what it was."""
+    smoother = None if loss == "dense" else smoother_of(trainer)
+    if smoother is not None:
+        return float(smoother.epsilon), True
+    if given is not None or state is None or loss == "dense":
+        return float(given or 0.0), False
+    another = trainer is not None and state.lent
+    return (0.0, False) if another else (state.smoothing, state.lent)
 
 
 def _attach(model: Any, multi_token: MultiToken | None, loss: str, smoothing: Any) -> None:

@@ -79,7 +79,7 @@ def smoother_of(trainer: Any) -> Any:
     return getattr(trainer, "label_smoother", None) or (kept and kept.smoother)
 
 
-def take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation | None) -> float:
+def take_over(trainer: Any, loss: str, evaluation: Evaluation | None) -> None:
     """Puts a Trainer's evaluation in our hands, and its label smoother unless the loss is dense."""
     kept: Kept | None = trainer.__dict__.get(KEPT)
     if kept is None:
@@ -90,7 +90,6 @@ def take_over(trainer: Any, loss: str, smoothing: float, evaluation: Evaluation 
         trainer.label_smoother, kept.smoother = kept.smoother or trainer.label_smoother, None
     elif trainer.label_smoother is not None:
         kept.smoother, trainer.label_smoother = trainer.label_smoother, None
-    return smoothing if kept.smoother is None else kept.smoother.epsilon
 
 
 def _measure(trainer: Any, evaluation: Evaluation | None) -> None:
