@@ -186,3 +186,12 @@ def test_what_does_not_fit_is_one_clear_line():
         multi_token_cross_entropy(hiddens, head, labels, denominator=0)
     with pytest.raises(LabelError):
         multi_token_cross_entropy(hiddens, head, labels.clamp(min=0) + V)
+
+
+def test_narrow_integers():
+    hiddens, weight = torch.randn(2, 1, 8, 4), torch.randn(200, 4)
+    labels, places = torch.randint(200, (1, 8)), torch.arange(8)[None]
+    heads = [ll.LMHead(weight)] * 2
+    wide = multi_token_cross_entropy(hiddens, heads, labels, position_ids=places)
+    narrow = multi_token_cross_entropy(hiddens, heads, labels.to(torch.uint8), position_ids=places.to(torch.uint8))
+    assert torch.equal(narrow.loss, wide.loss)

@@ -102,10 +102,11 @@ def _weighted_sum(
 def _shifted(labels: Tensor, by: int, ignore_index: int, position_ids: Tensor | None) -> Tensor:
     """The labels `by` tokens further on: ignored past the end, and where they are of another document."""
     by = min(by, labels.shape[-1])
-    found = F.pad(labels[..., by:], (0, by), value=ignore_index)
+    found = F.pad(labels[..., by:].long(), (0, by), value=ignore_index)
     if position_ids is None:
         return found
-    same = F.pad(position_ids[..., by:], (0, by), value=-1) == position_ids + by
+    places = position_ids.long()
+    same = F.pad(places[..., by:], (0, by), value=-1) == places + by
     return found.masked_fill(~same, ignore_index)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
 from logitless import retrieval
@@ -318,3 +319,17 @@ def test_in_a_compiled_caller_it_is_a_graph_break():
         torch.compile(loss, backend="eager", fullgraph=True)(ops.hidden)
     (got,), (expected,) = (torch.autograd.grad(run(ops.hidden), ops.hidden) for run in (compiled, loss))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_of_a_checkpoint(reentrant):
+    hidden = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(33, 6, dtype=torch.float64, requires_grad=True)
+
+    def pooled(h):
+        return retrieval.max_pool_logits(h, ll.LMHead(weight)).values
+
+    expected = torch.autograd.grad(pooled(hidden).square().sum(), (hidden, weight))
+    checkpoint(pooled, hidden, use_reentrant=reentrant).square().sum().backward()
+    for x, g in zip((hidden, weight), expected, strict=True):
+        torch.testing.assert_close(x.grad, g)

@@ -46,6 +46,7 @@ class Expected:
     token: Tensor | None
 
 
+@torch.compiler.disable(reason="logitless: expected_embedding breaks the graph; leave fullgraph=True out")
 def expected_embedding(
     hidden: Tensor,  # (..., H)
     head: LMHead,

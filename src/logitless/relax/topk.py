@@ -16,6 +16,7 @@ from .terms import Terms
 from .tokens import SoftTokens, check_table, soft_embedding
 
 
+@torch.compiler.disable(reason="logitless: gumbel_topk breaks the graph; leave fullgraph=True out")
 def gumbel_topk(
     hidden: Tensor,  # (..., H)
     head: LMHead,

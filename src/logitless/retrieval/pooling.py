@@ -186,7 +186,7 @@ def _end_to_end(hidden: Tensor, mask: Tensor | None, offsets: Tensor) -> Documen
             f"{ends if len(ends) < 9 else tuple(offsets.shape)}"
         )
     rows = torch.arange(hidden.shape[0], device=hidden.device)
-    return Documents(rows, offsets.diff().tolist(), offsets[:-1].long())
+    return Documents(rows, offsets.diff().tolist(), offsets[:-1].long().clone())  # backward's own
 
 
 def _check_integers(name: str, x: Tensor, hidden: Tensor) -> None:

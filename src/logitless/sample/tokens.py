@@ -31,6 +31,7 @@ from .record import SampleRecord
 from .rules import Rules
 
 
+@torch.compiler.disable(reason="logitless: sample_tokens breaks the graph; leave fullgraph=True out")
 @torch.no_grad()
 def sample_tokens(
     hidden: Tensor,  # (..., H)

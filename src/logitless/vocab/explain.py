@@ -207,7 +207,8 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
 
 def _bytes_beside(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
     """What hidden states' gradient takes while it is formed, slice by slice."""
-    return load(call.options.backend).bytes_beside(call, slices) if price.skips and needs.hidden else 0
+    formed = price.skips and needs.hidden and call.options.backend != quack_support.NAME
+    return load(call.options.backend).bytes_beside(call, slices) if formed else 0
 
 
 def _gradient_bytes(i: Inputs, needs: Needs, itemsize: int) -> int:

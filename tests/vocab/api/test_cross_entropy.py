@@ -324,3 +324,13 @@ def test_no_allocation_of_every_token_times_every_entry(label_smoothing, reducti
     assert traced.largest <= 2**19
     assert traced.peak <= logits / 8
     assert trace_allocations(dense).largest >= logits
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_narrow_labels_in_which_ignore_index_wraps_around(reduction):
+    """-100 is 156 in a byte."""
+    z, w = torch.randn(3, 200, dtype=torch.float64), torch.rand(200, dtype=torch.float64)
+    labels = torch.tensor([156, 1, 199], dtype=torch.uint8)
+    head = ll.LMHead(torch.eye(200, dtype=torch.float64))
+    found = ll.linear_cross_entropy(z, head, labels, weight=w, reduction=reduction)
+    torch.testing.assert_close(found, F.cross_entropy(z, labels.long(), w, reduction=reduction))

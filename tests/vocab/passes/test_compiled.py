@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+import logitless as ll
+from logitless import relax
 from logitless.errors import GradientError
+from logitless.sample import Noise
 from logitless.vocab.api import linear_cross_entropy, token_stats
 from logitless.vocab.call.call import Call, Needs
 from logitless.vocab.call.lora import with_lora
@@ -85,3 +88,51 @@ def test_several_upstream_gradients_at_once_are_refused_in_one_line():
     logprob = torch.compile(run, backend="aot_eager")(ops.hidden.requires_grad_())
     with pytest.raises(GradientError, match="expected one upstream gradient"):
         torch.autograd.grad(logprob, ops.hidden, torch.eye(3), is_grads_batched=True)
+
+
+def test_a_second_derivative_is_refused_where_the_operators_own_backward_runs():
+    """torch's own tracing of backward refuses it by itself; the backend "eager" has none."""
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+
+    def loss(h, w):
+        return ll.linear_cross_entropy(h, ll.LMHead(w), torch.arange(5))
+
+    def entropy(h, w):
+        return ll.token_stats(h, ll.LMHead(w), want=("entropy",)).entropy.sum()
+
+    for function in (loss, entropy):
+        compiled = torch.compile(function, backend="eager")
+        with pytest.raises(GradientError, match="create_graph=True"):
+            torch.autograd.grad(compiled(hidden, weight), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("what", ["sampled", "nucleus", "soft", "expected", "draft", "top_k", "softcap"])
+def test_other_sizes_and_numbers_than_the_first(what):
+    """A second batch size, which dynamo then takes for a variable, and options that are arguments."""
+    weight, many = torch.randn(33, 6), torch.randn(70, 6)
+
+    def noise(n):
+        return Noise(torch.arange(n), torch.zeros(n, dtype=torch.int64))
+
+    def function(h, number):
+        head = ll.LMHead(weight)
+        if what == "sampled":
+            return ll.sample_tokens(h, head, noise=noise(h.shape[0])).logprob
+        if what == "nucleus":
+            return ll.sample_tokens(h, head, noise=noise(h.shape[0]), top_p=0.9).logprob
+        if what == "soft":
+            return relax.gumbel_topk(h, head, 1.0, k=4).weights.sum(-1)  # 1, whatever is drawn
+        if what == "expected":
+            return relax.expected_embedding(h, head, weight, noise=noise(h.shape[0])).embedding
+        if what == "draft":
+            draft = ll.LMHead(weight, token_ids=torch.arange(33) * 2)
+            return ll.token_stats(h, draft, want=("kl",), reference=(h * 1.1, ll.LMHead(many))).kl
+        if what == "top_k":
+            return ll.token_stats(h, head, want=("entropy",), top_k=number).top_k_logits.sum(-1)
+        return ll.token_stats(h, ll.LMHead(weight, softcap=float(number)), want=("entropy",)).entropy
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    for n, number in ((7, 2), (9, 3), (5, 4), (12, 5)):
+        h = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+        torch.testing.assert_close(compiled(h, number), function(h, number))

@@ -102,6 +102,19 @@ class Call:
         """Bytes of slices: the call's own, or what its device has room for."""
         return self.options.memory_budget or default_budget(self.inputs.hidden.device)
 
+    def held(self) -> list[tuple[str, Tensor]]:
+        """The tensors that backward reads beside `inputs`, by the arguments that they came in."""
+        found: list[tuple[str, Tensor]] = []
+        if self.sampling_mask is not None:
+            found += [("sampling_mask", x) for x in (self.sampling_mask.token_ids, self.sampling_mask.offsets)]
+        if self.reference_rows is not None and isinstance(self.reference_rows.source, Tensor):
+            found.append(("reference", self.reference_rows.source))
+        for name, head in (("head", self.head), ("reference", self.reference)):
+            if head is not None and not isinstance(head.weight, Tensor):
+                whole = getattr(head.weight.format, "weight", None)  # of which it is some rows, beside a draft's head
+                found += [(name, x) for x in (*head.weight.parts, whole) if isinstance(x, Tensor)]
+        return found
+
     def without_tensors(self) -> Call:
         """What backward keeps of the call: the inputs are autograd's to keep."""
         nothing: Any = None

@@ -25,7 +25,7 @@ class RowsOfReference:
             part = self.source[:, entries]
             return part[tokens if isinstance(tokens, slice) else tokens.to(part.device)]
         if isinstance(tokens, slice):
-            tokens = torch.arange(tokens.start, tokens.stop)
+            tokens = torch.arange(tokens.start, tokens.stop, device="cpu")
         part = self.source(tokens, entries)
         expected = tokens.shape[0], entries.stop - entries.start
         if not isinstance(part, Tensor) or tuple(part.shape) != expected:

@@ -54,8 +54,8 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     checked = CallOptions(
         want=want,
         temperature=temperature,
-        ignore_index=o["ignore_index"],
-        top_k=o["top_k"],
+        ignore_index=int(o["ignore_index"]),
+        top_k=int(o["top_k"]),
         jsd_beta=float(o["jsd_beta"]),
         memory_budget=int(o["memory_budget"] or 0),
         backend=backend,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...algebra.costs import Price, price_of
 from ...algebra.stats import has_gradient
+from ...errors import GradientError
 from ...upstream import check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
@@ -54,9 +55,26 @@ def _drivers(call: Call) -> Any:
     return engine if call.sampling_mask is None else kept
 
 
+class Held:
+    """The tensors that a call holds itself: autograd looks after its inputs alone."""
+
+    def __init__(self, call: Call) -> None:
+        self.versions = [(name, x, x._version) for name, x in call.held() if not x.is_inference()]
+
+    def check(self) -> None:
+        """Raise GradientError where one has been written to since the forward pass."""
+        for name, x, version in self.versions:
+            if x._version != version:
+                raise GradientError(
+                    f"{name}: expected its tensor {tuple(x.shape)} as it was in the forward pass, got one that was "
+                    "modified in place since; call backward first, or pass a clone"
+                )
+
+
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
+        ctx.held = Held(call)
         out, saved = _drivers(call).values(call, price, save=True)
         names.extend(out)
         ctx.call, ctx.price, ctx.needs, ctx.names = call.without_tensors(), price, needs, names
@@ -70,6 +88,7 @@ class _Stats(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         check_upstream(grads, NO_SECOND_DERIVATIVE)
+        ctx.held.check()
         tensors = ctx.saved_tensors
         call = ctx.call.with_tensors(Inputs(*tensors[: len(Inputs._fields)]))
         saved = Saved.of(ctx.saved_names, list(tensors[len(Inputs._fields) :]))
@@ -95,7 +114,7 @@ class FormedLoss:
     """A loss whose gradient exists already: given away once, formed by `again` afterwards."""
 
     def __init__(self, call: Call, total: GradientBuffers, again: Callable[[Call], GradientBuffers]) -> None:
-        self.call, self.again = call.without_tensors(), again
+        self.call, self.again, self.held = call.without_tensors(), again, Held(call)
         self.total: GradientBuffers | None = total
 
     def gradients(self, inputs: Inputs, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,6 +122,7 @@ class FormedLoss:
         total, self.total = self.total, None
         if total is not None:
             return total.result(upstream)
+        self.held.check()
         call = self.call.with_tensors(inputs)
         total = self.again(call)
         if call.options.sparse is not None:

@@ -16,12 +16,12 @@ from ...algebra.costs import Price
 from ...algebra.online_softmax import total_names
 from ...algebra.stats import has_gradient, sums_of
 from ...errors import GradientError
-from ...upstream import ONE_AT_A_TIME
+from ...upstream import ONE_AT_A_TIME, check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from ..call.options import CallOptions
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
-from .autograd import stats_price
+from .autograd import NO_SECOND_DERIVATIVE, stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
@@ -69,7 +69,7 @@ def _key(call: Call) -> str:
 
 
 def _of_head(name: str, head: LMHead) -> str:
-    return f"{name}={float(head.scale)},{head.softcap or 0.0},{head.vocab_size or 0}"
+    return f"{name}={float(head.scale)},{float(head.softcap or 0.0)},{head.vocab_size or 0}"
 
 
 def _call_of(key: str, inputs: Inputs) -> Call:
@@ -225,6 +225,8 @@ def _stats_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 
 
 def _stats_grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if not torch.compiler.is_compiling():
+        check_upstream(grads, NO_SECOND_DERIVATIVE)
     upstream = grads[: ctx.n_outputs]
     given = [g is not None and g.is_floating_point() for g in upstream]
     result = torch.ops.logitless.stats_backward(
@@ -284,6 +286,8 @@ def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]
 
 
 def _cross_entropy_grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    if not torch.compiler.is_compiling():
+        check_upstream((grads[0],), NO_SECOND_DERIVATIVE)
     scaled = [(x * grads[0]).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return _spread(scaled, ctx.flags, ctx.n_tensors, ctx.present), *([None] * 6)
 

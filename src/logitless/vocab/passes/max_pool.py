@@ -51,14 +51,15 @@ class Documents:
 
         tokens: of a chunk, unless one document has more; most: of its documents. Those without tokens are left out.
         """
-        device, counts = self.rows.device, torch.tensor(self.counts, dtype=torch.int64)
+        device, counts = self.rows.device, torch.tensor(self.counts, dtype=torch.int64, device="cpu")
         starts = counts.cumsum(0) - counts
         order = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
         at = 0
         while at < order.shape[0]:
             longest = int(counts[order[at]])
             some = order[at : at + max(1, min(most, tokens // longest))]
-            places = torch.minimum(torch.arange(longest)[None, :], counts[some, None] - 1) + starts[some, None]
+            each = torch.arange(longest, device="cpu")[None, :]
+            places = torch.minimum(each, counts[some, None] - 1) + starts[some, None]
             yield some.to(device), self.rows[places.to(device)]
             at += some.shape[0]
 
@@ -257,8 +258,8 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         check_upstream(grads, NO_SECOND_DERIVATIVE)
-        count = len(Inputs._fields)
-        inputs, kept = Inputs(*ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        count, saved = len(Inputs._fields), ctx.saved_tensors  # read once, as a checkpoint asks
+        inputs, kept = Inputs(*saved[:count]), saved[count:]
         call, documents, upstream = ctx.call.with_tensors(inputs), ctx.documents, grads[0]
         if upstream is None:
             return (None,) * (3 + count)

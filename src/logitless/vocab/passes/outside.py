@@ -5,24 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...algebra.costs import Price
 from ..call.call import Call, Inputs
 from ..call.lora import lora_b_of
+from ..head.lm_head import LMHead
 from .engine import values
 
 
-@torch.no_grad()
 def with_outside(call: Call) -> Call:
     """The call with its reference's log-sum-exp over the entries that the head lacks, where it lacks some."""
     i, outside = call.inputs, call.outside
-    if outside is None or i.ref_hidden is None:
-        return call
-    labels = None
+    return call if outside is None or i.ref_hidden is None else _looked_at(call, outside, i.ref_hidden)
+
+
+@torch.compiler.disable(reason="logitless: a draft's head beside a reference breaks the graph")
+@torch.no_grad()
+def _looked_at(call: Call, outside: LMHead, ref_hidden: Tensor) -> Call:
+    i, labels = call.inputs, None
     if i.labels is not None:  # which say what is ignored
         labels = torch.where(i.labels == call.options.ignore_index, call.options.ignore_index, 0)
     inputs = Inputs(
-        hidden=i.ref_hidden,
+        hidden=ref_hidden,
         bias=outside.bias,
         lora_hidden=i.ref_lora_hidden,
         lora_b=lora_b_of(outside),
