@@ -64,6 +64,16 @@ def test_what_wraps_the_forward_later_stays(trainer):
     assert not isinstance(fused(trainer), TokenOutput)
 
 
+def test_a_refused_second_install_leaves_what_wraps_the_forward(trainer):
+    install(trainer)
+    ours = trainer.model.forward
+    trainer.model.forward = wrapped = lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.raises(OptionError):
+        install(trainer, top_k=10**6)
+    assert trainer.model.forward is wrapped
+    assert isinstance(fused(trainer), TokenOutput)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [

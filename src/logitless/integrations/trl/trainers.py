@@ -137,10 +137,12 @@ class Change:
     fused: Fused | None = None
     had: bool = False
     own: Any = None
+    put: bool = False  # and not taken out again, but for where somebody has wrapped it
 
     def apply(self) -> None:
-        self.had, self.own = self.name in vars(self.owner), vars(self.owner).get(self.name)
-        setattr(self.owner, self.name, self.value)
+        if not self.put:
+            self.had, self.own, self.put = self.name in vars(self.owner), vars(self.owner).get(self.name), True
+            setattr(self.owner, self.name, self.value)
         if self.fused is not None:
             self.fused.on = True
 
@@ -149,6 +151,7 @@ class Change:
             self.fused.on = False  # enough where somebody has wrapped it since, as accelerate's autocast does
         if vars(self.owner).get(self.name) is not self.value:
             return
+        self.put = False
         if self.had:
             setattr(self.owner, self.name, self.own)
         else:
