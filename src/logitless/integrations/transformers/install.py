@@ -25,6 +25,7 @@ from .lm_head import (
     SHARDED,
     STATE,
     HiddenCapture,
+    alone,
     capturing_hidden,
     causal_lm,
     forward_with,
@@ -327,7 +328,7 @@ def _asks(value: Any) -> bool:
 def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any]) -> Any:
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
-    with capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
+    with alone(model), capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
         full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
     output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
     return output if as_dict else output.to_tuple()

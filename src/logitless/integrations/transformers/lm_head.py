@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,30 @@ STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
 SHARDED = ("full_tensor", "ds_id")  # weights of FSDP2 and ZeRO-3: whole only while the model runs
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """While it lasts, other threads wait where they would compute with this model's head otherwise than it does.
+
+    What they call the model for as it is goes on: stand-ins are of the thread that put them there.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _lock:
+        lock = _LOCKS.setdefault(causal_lm(model), threading.RLock())
+    with lock:
+        yield
+
+
+def this_thread() -> int:
+    """Its number; 0 in a graph, which one thread runs."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -59,11 +85,11 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
     within the forward of the wrapped model (`forward_with`): a second call frees what FSDP2 grouped with the head.
     Raises ConfigError, and what `compute` raises.
     """
-    inner = causal_lm(model)
-    head = output_head(inner)
-    own = unwrapped(head)
+    inner, thread = causal_lm(model), this_thread()
 
     def forward(hidden: Tensor, **given: Any) -> T:
+        if this_thread() != thread:
+            return usual(hidden, **given)
         if given:
             raise ConfigError(
                 f"the output head was called with {', '.join(given)}, expected hidden states alone; "
@@ -81,8 +107,12 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
             inner.__dict__[OBSERVER](found, *given_to)
         return compute(found, *given_to)
 
-    with replaced(own, "forward", forward):
-        return head(hidden)
+    with alone(inner):
+        head = output_head(inner)
+        own = unwrapped(head)
+        usual = own.forward
+        with replaced(own, "forward", forward):
+            return head(hidden)
 
 
 def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T]) -> T:
@@ -96,10 +126,11 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.
     Labels in the batch are left out. Raises ConfigError.
     """
-    inner = causal_lm(model)
-    dense = inner.forward
+    inner, thread = causal_lm(model), this_thread()
 
     def forward(*args: Any, **kwargs: Any) -> T:
+        if this_thread() != thread:
+            return dense(*args, **kwargs)
         with capturing_hidden(inner) as seen:
             dense(*args, **kwargs)
         return end(inner, seen.hidden())
@@ -108,8 +139,10 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
         given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
     whole: Any = model._modules.get("_orig_mod", model)
-    with replaced(inner, "forward", forward):
-        return whole(**given)
+    with alone(inner):
+        dense = inner.forward
+        with replaced(inner, "forward", forward):
+            return whole(**given)
 
 
 @contextmanager
@@ -127,14 +160,17 @@ class HiddenCapture:
 
     def __init__(self, owner: nn.Module, name: str, vocab: int, probed: bool) -> None:
         self.owner, self.name, self.vocab, self.probed = owner, name, vocab, probed
-        self.head = owner._modules[name]
+        self.thread = this_thread()
+        self.head: Any = owner._modules[name]
         self.seen: Tensor | None = None
         self.probe: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, *given: Any, **more: Any) -> Tensor:
+        if this_thread() != self.thread:
+            return self.head(hidden, *given, **more)
         self.seen = hidden
         self.put_back()
         if self.probed:
@@ -154,16 +190,17 @@ class HiddenCapture:
 @contextmanager
 def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture]:
     """While it lasts, the causal LM's head computes nothing: what it is called with is captured."""
-    head = output_head(model)
-    owner, name = next(
-        (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
-    )
-    stand_in = HiddenCapture(owner, name, model.config.get_text_config().vocab_size, probed)
-    owner._modules[name] = stand_in  # type: ignore[assignment]
-    try:
-        yield stand_in
-    finally:
-        stand_in.put_back()
+    with alone(model):
+        head = output_head(model)
+        owner, name = next(
+            (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
+        )
+        stand_in = HiddenCapture(owner, name, model.config.get_text_config().vocab_size, probed)
+        owner._modules[name] = stand_in  # type: ignore[assignment]
+        try:
+            yield stand_in
+        finally:
+            stand_in.put_back()
 
 
 @contextmanager
