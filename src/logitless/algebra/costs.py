@@ -16,7 +16,7 @@ CPU_TILE = 1 << 20  # elements of a slice's logits that stay in a CPU's caches
 CPU_WHOLE_ROWS = 256, 1024  # tokens whose whole rows are kept at a time on a CPU, at least and at most
 VECTOR = 16  # tokens that a CPU's operations on logits in columns take at once
 BLOCK = 32  # entries of logits in columns that are added up at a time: they stay in a first-level cache meanwhile
-READ_IN_COLUMNS = 129, 512  # tokens that a CPU multiplies faster so, at least and at most: see `read_in_columns`
+READ_IN_COLUMNS = 136, 512  # tokens that a CPU multiplies faster so, at least and at most: see `read_in_columns`
 WHOLE_WIDTH = 2048  # entries at a time of rows that are kept whole
 STREAM_TOKENS = {"cpu": 2048, "gpu": 4096}
 WHOLE_TENSORS = 12  # (batch, steps, vocabulary) tensors of a rollout over the whole vocabulary that live at once
@@ -179,10 +179,10 @@ def slices_of(
 def read_in_columns(tokens: int) -> bool:
     """Whether a CPU's threads read logits that do not stay in columns: fewer are transposed, more as fast in rows.
 
-    docs/decisions/0044
+    Only whole halves of vectors of tokens gain by it. docs/decisions/0044
     """
     least, most = READ_IN_COLUMNS
-    return least <= tokens <= most
+    return least <= tokens <= most and 2 * tokens % VECTOR == 0
 
 
 def cpu_rows(row: int, room: int) -> int:
