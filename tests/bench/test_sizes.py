@@ -144,7 +144,9 @@ def test_calls_in_turn_are_told_apart_by_where_the_cores_lie(tmp_path, monkeypat
     methods = list(record["methods"].values())
     assert len(methods) == 6
     assert [("near_s" in m, "far_s" in m) for m in methods] == [(True, True)] * 5 + [(False, True)]
-    assert all(m["least_s"] == min(m.get("near_s", math.inf), m["far_s"]) for m in methods)
+    least = [min(m.get("near_s", math.inf), m["far_s"]) for m in methods]
+    assert [m["least_s"] for m in methods[:-1]] == least[:-1]
+    assert methods[-1]["least_s"] <= least[-1]  # of the call, too, during which the cores were moved
     for to_bare in ("to_bare", "near_to_bare", "far_to_bare"):
         assert min(m[to_bare] for m in methods if to_bare in m) <= 1.0
     assert "x bare, near " in capsys.readouterr().out

@@ -51,7 +51,7 @@ def draw(noise, **options):
             r"expected no token_ids, .* LMHead\(target\.weight\[token_ids\]\)",
             lambda: LMHead(np.zeros((7, 3), np.float32), token_ids=np.arange(7)),
         ),
-        (OptionError, "labels is None", lambda: token_stats(HIDDEN, HEAD)),
+        (OptionError, "needs labels, got None", lambda: token_stats(HIDDEN, HEAD)),
         (OptionError, "0..7", lambda: linear_topk(HIDDEN, HEAD, 8)),
         (OptionError, "k: expected .* 1 or more, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),
         (OptionError, "positive number", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),

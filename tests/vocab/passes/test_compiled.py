@@ -106,7 +106,7 @@ def test_a_second_derivative_is_refused_where_the_operators_own_backward_runs():
             torch.autograd.grad(compiled(hidden, weight), hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("what", ["sampled", "nucleus", "soft", "expected", "draft", "top_k", "softcap"])
+@pytest.mark.parametrize("what", ["sampled", "nucleus", "soft", "expected", "draft", "top_k", "softcap", "scale"])
 def test_other_sizes_and_numbers_than_the_first(what):
     """A second batch size, which dynamo then takes for a variable, and options that are arguments."""
     weight, many = torch.randn(33, 6), torch.randn(70, 6)
@@ -129,6 +129,9 @@ def test_other_sizes_and_numbers_than_the_first(what):
             return ll.token_stats(h, draft, want=("kl",), reference=(h * 1.1, ll.LMHead(many))).kl
         if what == "top_k":
             return ll.token_stats(h, head, want=("entropy",), top_k=number).top_k_logits.sum(-1)
+        if what == "scale":
+            lora = ll.LowRank(weight[:2], weight[:, :2], float(number))
+            return ll.token_stats(h, ll.LMHead(weight, scale=number / 3, adapters=(lora,)), want=("entropy",)).entropy
         return ll.token_stats(h, ll.LMHead(weight, softcap=float(number)), want=("entropy",)).entropy
 
     torch._dynamo.reset()

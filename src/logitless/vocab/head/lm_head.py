@@ -66,7 +66,7 @@ class LMHead:
         _check_adapters(self.adapters, self.weight)
         if self.vocab_size is not None:
             object.__setattr__(self, "vocab_size", _check_vocab_size(self.vocab_size, self.padded_rows))
-        if not isinstance(self.scale, Real) or not -math.inf < self.scale < math.inf:
+        if not isinstance(self.scale, Real) or not -math.inf < float(self.scale) < math.inf:
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
             raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")

@@ -42,7 +42,7 @@ class LowRank:
             raise ShapeError(f"LowRank: expected a (rank, hidden) and b (vocab, rank) of a rank ≥ 1, got {a} and {b}")
         if self.a.device != self.b.device:
             raise DeviceError(f"LowRank: a is on {self.a.device}, b on {self.b.device}; move one")
-        if not isinstance(self.scaling, Real) or not -math.inf < self.scaling < math.inf:
+        if not isinstance(self.scaling, Real) or not -math.inf < float(self.scaling) < math.inf:
             raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
         if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
