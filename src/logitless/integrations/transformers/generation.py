@@ -26,7 +26,7 @@ from .generation_options import (
     require,
     with_stop_strings,
 )
-from .lm_head import alone, capturing_hidden, causal_lm, output_head, replaced, this_thread, through_head
+from .lm_head import alone, capturing_hidden, causal_lm, output_head, replaced, standing_in, through_head
 
 OnStep = Callable[[SampleRecord], None]
 
@@ -203,15 +203,14 @@ class Recorded:
 @contextmanager
 def recorded(model: Any) -> Iterator[Recorded]:
     """While it lasts, the model's forward is a `Recorded` one, within the hooks of its call."""
-    thread = this_thread()
     with alone(model):
         state = Recorded(model)
 
         @functools.wraps(state.dense)  # transformers reads its signature
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return state(*args, **kwargs) if this_thread() == thread else state.dense(*args, **kwargs)
+            return state(*args, **kwargs)
 
-        with replaced(model, "forward", forward):
+        with standing_in(model, forward):
             yield state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -85,11 +86,9 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
     within the forward of the wrapped model (`forward_with`): a second call frees what FSDP2 grouped with the head.
     Raises ConfigError, and what `compute` raises.
     """
-    inner, thread = causal_lm(model), this_thread()
+    inner = causal_lm(model)
 
     def forward(hidden: Tensor, **given: Any) -> T:
-        if this_thread() != thread:
-            return usual(hidden, **given)
         if given:
             raise ConfigError(
                 f"the output head was called with {', '.join(given)}, expected hidden states alone; "
@@ -109,9 +108,7 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
 
     with alone(inner):
         head = output_head(inner)
-        own = unwrapped(head)
-        usual = own.forward
-        with replaced(own, "forward", forward):
+        with standing_in(unwrapped(head), forward):
             return head(hidden)
 
 
@@ -126,11 +123,9 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.
     Labels in the batch are left out. Raises ConfigError.
     """
-    inner, thread = causal_lm(model), this_thread()
+    inner = causal_lm(model)
 
     def forward(*args: Any, **kwargs: Any) -> T:
-        if this_thread() != thread:
-            return dense(*args, **kwargs)
         with capturing_hidden(inner) as seen:
             dense(*args, **kwargs)
         return end(inner, seen.hidden())
@@ -141,7 +136,7 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     whole: Any = model._modules.get("_orig_mod", model)
     with alone(inner):
         dense = inner.forward
-        with replaced(inner, "forward", forward):
+        with standing_in(inner, forward):
             return whole(**given)
 
 
@@ -216,6 +211,19 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
             own[name] = before
         else:
             del own[name]
+
+
+@contextmanager
+def standing_in(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, this thread's calls of the module run `forward`, and other threads' what they ran before."""
+    usual, thread = module.forward, this_thread()
+
+    @functools.wraps(forward)
+    def of_this_thread(*args: Any, **kwargs: Any) -> Any:
+        return (forward if this_thread() == thread else usual)(*args, **kwargs)
+
+    with replaced(module, "forward", forward if torch.compiler.is_compiling() else of_this_thread):
+        yield
 
 
 @contextmanager

@@ -50,9 +50,7 @@ def _table(summary: dict[str, Any], kind: str, first: int) -> str:
     rows = [i for name, i in _pairs(summary) if name == kind]
     return "".join(
         f'<article class="card"><h3>{html.escape(asked[i])}</h3><div class="pair">'
-        + "".join(
-            _text(when, first + 2 * row + k, kind, summary[when][kind][i]) for k, when in enumerate(("before", "after"))
-        )
+        + "".join(_text(when, first + 2 * row + k, kind, summary[when][kind][i]) for k, when in enumerate(WHEN))
         + "</div></article>"
         for row, i in enumerate(rows)
     )
