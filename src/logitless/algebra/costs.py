@@ -391,7 +391,7 @@ class Traffic:
         return (ranks - 1) * self.gathered + 2 * (ranks - 1) * self.summed // max(1, ranks)
 
 
-AGREEMENT = 128  # bytes of the agreement across ranks on the call that they make
+AGREEMENT = 176  # bytes of the agreement across ranks on the call that they make
 
 
 def traffic_of(

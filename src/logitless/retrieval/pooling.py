@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
-from ..vocab.face import Call, Documents, LMHead, flatten, max_pool, max_pool_kept, on_all, stand_in, with_lora
+from ..vocab.face import Call, Documents, LMHead, agreed, flatten, max_pool, max_pool_kept, on_all, with_lora
 from .sparse import SparseRows
 
 
@@ -135,7 +135,7 @@ def _pooled(
 
     call, documents = on_all(head, arguments)
     if head.shard is not None:
-        stand_in(call).agree(f"max_pool_logits {above} {top_k}", documents.rows, documents.first)
+        call = agreed(call, f"max_pool_logits {above} {top_k}", documents.rows, documents.first)
     call = with_lora(call)
     if above is None and top_k is None:
         return MaxPooled(*max_pool(call, documents))

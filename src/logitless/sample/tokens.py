@@ -17,13 +17,13 @@ from ..vocab.face import (
     LMHead,
     Noise,
     Pass,
+    agreed,
     capturing,
     first_on_all,
     flatten,
     full_precision,
     load,
     on_all,
-    stand_in,
     with_lora,
 )
 from .draw import Change, recorded
@@ -112,7 +112,7 @@ def draw_tokens(
     call, budget = _halved(call, rules.retained(keep, head.rows))
     if head.shard is not None:
         options = (*_written(rules), keep, noise is None, change is None)
-        stand_in(call).agree(f"sample {options}", temperatures, *(noise or ()))
+        call = agreed(call, f"sample {options}", temperatures, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
     run = Pass(with_lora(call), Price("values", 1, materialised=True), wide=True)

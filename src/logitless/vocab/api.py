@@ -16,7 +16,7 @@ from ..algebra.options import check_cross_entropy, check_reduction
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from .call import quack_support
 from .call.call import Call
-from .call.lora import stand_in, with_lora
+from .call.lora import agreed, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
@@ -273,7 +273,7 @@ def _prepared(
         call = replace(call, inputs=call.inputs._replace(class_weights=weight.detach().to(call.compute)))
     if head.shard is not None and not torch.compiler.is_compiling():
         named = str([x for x in alike if not isinstance(x, Tensor)])
-        stand_in(call).agree(named, *(x for x in alike if isinstance(x, Tensor)))
+        call = agreed(call, named, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
     return with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
 

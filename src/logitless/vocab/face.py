@@ -12,7 +12,7 @@ from .backends.logits import exp_
 from .backends.rows import add_at, dot, scatter, weighted
 from .call.call import Call
 from .call.choice import CANDIDATES
-from .call.lora import lora_b_of, lora_hidden_of, stand_in, with_lora
+from .call.lora import agreed, lora_b_of, lora_hidden_of, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
@@ -52,6 +52,7 @@ __all__ = [
     "TokenStats",
     "VocabShard",
     "add_at",
+    "agreed",
     "at_a_time",
     "best_of_all",
     "capturing",
@@ -85,7 +86,6 @@ __all__ = [
     "search_of",
     "sizing",
     "spread",
-    "stand_in",
     "summed",
     "token_loss",
     "token_stats",

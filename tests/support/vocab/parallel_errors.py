@@ -97,6 +97,19 @@ def unlike_calls(group: Any) -> None:
     frozen.weight.requires_grad_(not last)
     refused(group, lambda: call(frozen), "the same options", "weight=(torch.float32, (4,), False) on rank")
 
+    adapter = ll.LowRank(torch.ones(2, H) * (1 + last), torch.ones(len(mine(group).weight), 2))
+    one, scaled = replace(mine(group), adapters=(adapter,)), replace(adapter, a=torch.ones(2, H), scaling=1.0 + last)
+    refused(group, lambda: call(one), "the same adapters' a", "sums 8 on rank", "only b is split")
+    refused(group, lambda: call(replace(one, adapters=(scaled,))), "scaling and dropout of adapters=[(1.0, 0.0)] on")
+    beside = {"want": ("kl",), "reference": (hidden * (1 + last), mine(group))}
+    refused(group, lambda: ll.token_stats(hidden, mine(group), **beside), "the same hidden states of the reference")
+
+    def budgeted() -> None:
+        with patch("logitless.vocab.call.call.default_budget", lambda device: 1 << (20 + last)):
+            call(mine(group))
+
+    refused(group, budgeted, "the same options", "memory_budget=1048576 on rank")
+
     def released(name: str, version: str) -> None:
         with patch(f"{name}.__version__", version):
             call(mine(group))
@@ -154,6 +167,12 @@ def bad_shards(group: Any) -> None:
         wide = distribute_tensor(torch.randn(V, H), flat, [Shard(1)])
         refused(group, lambda: ll.LMHead(wide), "sharded as (Shard(dim=1),)", kind=ConfigError)
         tall = distribute_tensor(torch.randn(V, H), flat, [Shard(0)])
+        kept, labels = distribute_tensor(torch.randn(N, H), flat, [Replicate()]), torch.arange(N)
+        message = "hidden is a DTensor with (Replicate(),), expected a plain tensor; pass hidden.full_tensor()"
+        refused(group, lambda: ll.token_stats(kept, mine(group), labels), message, kind=ConfigError)
+        split = distribute_tensor(labels, flat, [Shard(0)])
+        attempt = partial(ll.linear_cross_entropy, torch.randn(N, H), mine(group), split)
+        refused(group, attempt, "labels is a DTensor", "labels.to_local()", kind=ConfigError)
         refused(group, lambda: ll.LMHead(tall, torch.ones(V)), "bias must be a DTensor", kind=ConfigError)
     refused(group, lambda: shard(None, 0, V), "a process group that this rank is in", kind=ConfigError)
     refused(group, lambda: shard(group, 0, V, dim="tp"), "dimension 'tp'", "no named dimension", kind=ConfigError)

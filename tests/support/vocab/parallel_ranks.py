@@ -1,7 +1,7 @@
 """What `test_parallel.py` runs on every rank: heads whose rows are split, beside the dense oracle of the whole head."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 from unittest.mock import patch
 
@@ -168,6 +168,23 @@ def losses(group: Any) -> None:
     compared(each.sum() / 5, -dense["logprob"][keep].sum() / 5)
 
 
+def two_heads(group: Any) -> None:
+    """A loss has its gradients again after a call of a head that is split otherwise, on other ranks than this one."""
+    splits = {2: ((3, 20), (23, 0)), 4: ((1, 9, 0, 13), (1, 0, 9, 13), (1, 9, 13, 0))}[dist.get_world_size(group)]
+    for (sizes, later), budget in product(permutations(splits, 2), (1, 1 << 12)):
+        one, other = (Split(operands(v=V, lead=(40,), bias=False), group, x) for x in (sizes, later))
+        loss, _ = (
+            ll.linear_cross_entropy(x.ops.hidden, x.head, x.ops.labels, memory_budget=budget) for x in (one, other)
+        )
+        leaves = one.ops.leaves
+        dense = torch.nn.functional.cross_entropy(one.ops.hidden @ one.ops.weight.T, one.ops.labels)
+        wanted = dict(zip(leaves, torch.autograd.grad(dense, list(leaves.values())), strict=True))
+        for _ in range(2):
+            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+            for name, grad in one.whole(dict(zip(leaves, grads, strict=True))).items():
+                assert_near_in_norm(grad, wanted[name], 1e-10, f"d {name}", floor=1e-12)
+
+
 def rounding(group: Any) -> None:
     """fp32 and bf16 operands: as near to the oracle as one process is; gradients of bf16 are rounded once."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -251,6 +268,7 @@ CASES: dict[str, Case] = {
     "sampling masks": sampling_masks,
     "hard rows": hard_rows,
     "losses": losses,
+    "two heads": two_heads,
     "rounding": rounding,
     "traffic": traffic,
     **parallel_tokens.CASES,

@@ -1,5 +1,6 @@
 """What a head refuses, and weights that are not all there."""
 
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
@@ -68,6 +69,12 @@ def test_weights_that_are_not_all_there(kind, fragments):
     refused(ConfigError, lambda: ll.LMHead.of(linear), *fragments)
 
 
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "_mkldnn"])
+def test_weights_that_are_not_dense(kind):
+    weight = WEIGHT.to_mkldnn() if kind == "_mkldnn" else WEIGHT.to_sparse(layout=getattr(torch, kind))
+    refused(ConfigError, lambda: ll.LMHead(weight), f"LMHead: weight is {kind}, expected a dense tensor", "to_dense()")
+
+
 def test_a_weight_that_zero3_keeps_elsewhere():
     weight = torch.empty(0)
     weight.ds_numel = V * H
@@ -81,8 +88,59 @@ def test_hooks_that_may_change_the_logits():
         refused(ConfigError, lambda x=linear: ll.LMHead.of(x), f"a forward {kind} of {__name__}, which may change")
         handle.remove()
         ll.LMHead.of(linear)
-    linear = prune.l1_unstructured(nn.Linear(H, V), "weight", 0.3)  # whose hook makes the weight that is read
-    assert torch.equal(ll.LMHead.of(linear).weight, linear.weight)
+
+
+def test_a_forward_that_was_replaced():
+    linear = nn.Linear(H, V)
+    usual = linear.forward
+    linear.forward = lambda hidden: 2 * usual(hidden)
+    refused(ConfigError, lambda: ll.LMHead.of(linear), f"a replaced forward of {__name__}, which may change")
+    linear.forward = usual
+    ll.LMHead.of(linear)
+
+
+def test_hooks_of_accelerate():
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Doubled(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    moves = hooks.AlignDevicesHook("cpu")
+    for hook in (Doubled(), hooks.SequentialHook(moves, Doubled())):
+        hooked = hooks.add_hook_to_module(nn.Linear(H, V), hook)
+        refused(ConfigError, lambda: ll.LMHead.of(hooked), f"a replaced forward of {__name__}")  # noqa: B023
+    ll.LMHead.of(hooks.add_hook_to_module(nn.Linear(H, V), moves))
+
+
+def test_hooks_in_a_compiled_function():
+    linear = nn.Linear(H, V)
+    linear.register_forward_hook(lambda module, given, output: 2 * output)
+
+    @torch.compile(backend="eager")
+    def loss(hidden, labels):
+        return ll.linear_cross_entropy(hidden, ll.LMHead.of(linear), labels)
+
+    refused(ConfigError, lambda: loss(torch.randn(2, H), torch.zeros(2, dtype=torch.int64)), f"hook of {__name__}")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_hooks_that_make_the_weight():
+    """It is what the layer's next call would multiply with, not what its last one did, and leads to its gradients."""
+    hidden, labels = torch.randn(6, H), torch.randint(V, (6,))
+    for make in (nn.utils.weight_norm, nn.utils.spectral_norm, lambda x: prune.l1_unstructured(x, "weight", 0.3)):
+        linear = make(nn.Linear(H, V)).eval()
+        for _ in range(2):
+            with torch.no_grad():
+                for x in linear.parameters():
+                    x.mul_(torch.rand_like(x))
+            losses = (
+                ll.linear_cross_entropy(hidden, ll.LMHead.of(linear), labels),
+                nn.functional.cross_entropy(linear(hidden), labels),
+            )
+            ours, dense = (torch.autograd.grad(x, list(linear.parameters())) for x in losses)
+            for x, y in zip((losses[0], *ours), (losses[1], *dense), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_whole_numbers_of_any_kind():
@@ -90,6 +148,16 @@ def test_whole_numbers_of_any_kind():
         head = ll.LMHead(WEIGHT, vocab_size=size)
         assert type(head.vocab_size) is int
         assert head.rows == 4
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, Fraction])
+def test_transforms_of_any_kind(kind):
+    """A narrow number or a fraction computes as the float that it is."""
+    weight, a, b, hidden = (torch.randn(shape, dtype=torch.float64) for shape in ((V, H), (2, H), (V, 2), (6, H)))
+    labels, adapter = torch.randint(V, (6,)), ll.LowRank(a, b, scaling=kind(0.25), dropout=kind(0))
+    loss = ll.linear_cross_entropy(hidden, ll.LMHead(weight, None, kind(1.5), kind(5), adapters=(adapter,)), labels)
+    z = 5 * torch.tanh(1.5 * hidden @ (weight + 0.25 * b @ a).T / 5)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(z, labels), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale"])

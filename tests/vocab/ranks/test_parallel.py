@@ -53,6 +53,6 @@ def test_entries_of_other_ranks_burden_no_single_row():
 def test_what_leaves_a_rank():
     """Gathered bytes go to each of the others, of the rings that add up twice all but one part leaves each rank."""
     told = traffic_of(("logprob", "entropy"), 100, chunks=2, widths=(64, 8))
-    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 128 + 100 * 4 * 4, 100 * 72 * 4)
+    assert (told.collectives, told.gathered, told.summed) == (1 + 2 + 2, 176 + 100 * 4 * 4, 100 * 72 * 4)
     assert told.sent(4) == 3 * told.gathered + 2 * 3 * told.summed // 4
     assert told.sent(1) == 0

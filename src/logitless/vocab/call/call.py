@@ -180,7 +180,7 @@ class Call:
             raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; {remedy}")
 
     def agree(self, more: str = "", *alike: Tensor) -> Call:
-        """Make sure that the ranks that share the head make this very call. Raises RankError, the same on all.
+        """The call, once the ranks that share the head have made sure that all make it. Raises RankError on all.
 
         more, alike: options and tensors of the caller that are not the call's own.
         """
@@ -188,8 +188,11 @@ class Call:
             return self
         i, options = self.inputs, self.options
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
-        heads = [(x.scale, x.softcap, x.vocab_size) for x in (self.head, self.reference) if x is not None]
-        named = [*vars(options).items(), ("scale, softcap, vocab_size", heads), *zip(i._fields, kinds, strict=True)]
+        heads = [x for x in (self.head, self.reference) if x is not None]
+        adapters = [x for head in heads for x in head.adapters]
+        named = [*(vars(options) | {"memory_budget": self.budget}).items(), *zip(i._fields, kinds, strict=True)]
+        named.append(("scale, softcap, vocab_size", [(x.scale, x.softcap, x.vocab_size) for x in heads]))
+        named.append(("scaling and dropout of adapters", [(x.scaling, x.dropout) for x in adapters]))
         named.append(("rows of a reference", self.reference_rows is not None))
         mask = self.sampling_mask
         sets = () if mask is None else (mask.token_ids, mask.offsets)
@@ -200,12 +203,13 @@ class Call:
             rows=self.head.rows,
             options="\n".join((*(f"{name}={x}" for name, x in named), more)),
             hidden=i.hidden,
+            ref_hidden=i.ref_hidden,
+            factors=[x.a for x in adapters],
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
             given=[x for x in (i.temperature, i.candidates, *sets, *alike) if x is not None],
         )
-        agree(facts)
-        return self
+        return replace(self, head=self.head.with_shard(self.shard.agreed(agree(facts))))
 
     @property
     def shard(self) -> VocabShard | None:

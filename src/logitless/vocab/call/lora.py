@@ -33,6 +33,11 @@ def with_lora(call: Call, reference: LMHead | None = None) -> Call:
     return replace(call, inputs=inputs)
 
 
+def agreed(call: Call, more: str = "", *alike: Tensor) -> Call:
+    """The call, before `with_lora`, once the ranks have agreed on it; more, alike: as `Call.agree` takes them."""
+    return replace(call, head=stand_in(call).agree(more, *alike).head)
+
+
 def stand_in(call: Call) -> Call:
     """The call with an empty `lora_hidden` that requires a gradient where the real one would."""
     hidden, lora_b = call.inputs.hidden, call.inputs.lora_b

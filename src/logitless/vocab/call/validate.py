@@ -18,6 +18,7 @@ from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFi
 from ..devices import autocast_dtype, capturing
 from ..head.draft import split
 from ..head.lm_head import LMHead
+from ..head.shard import is_dtensor
 from ..head.sparse import BOUNDED
 from ..sizing import current_sizing
 from . import quack_support
@@ -36,6 +37,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     _refuse_functorch()
     o = _with_defaults(options)
     lead = _check_hidden("hidden", hidden, head)
+    _refuse_dtensors(hidden=hidden, labels=labels, **{name: o[name] for name in ("temperature", "candidates")})
     _refuse_duals(hidden, head.weight_tensor, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
     want = check_want(o["want"], labels is not None, o["reference"] is not None, o["candidates"] is not None)
@@ -204,6 +206,16 @@ def _beside(call: Call, ref_hidden: Tensor, given: LMHead) -> Call:
             shard=head.shard,
         )
     return replace(call, inputs=inputs, reference=reference, outside=outside if call.sampling_mask is None else None)
+
+
+def _refuse_dtensors(**given: Any) -> None:
+    """ConfigError where a token's operand is a DTensor, which no collective of the pass knows of."""
+    for name, x in given.items():
+        if is_dtensor(x):
+            raise ConfigError(
+                f"{name} is a DTensor with {tuple(x.placements)}, expected a plain tensor; pass {name}.full_tensor(), "
+                f"or {name}.to_local() where each rank has tokens of its own"
+            )
 
 
 def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError
 from .low_rank import LowRank
-from .peft import class_of, parts_of, unwrapped
+from .peft import WRAPPERS, class_of, parts_of, unwrapped
 
 MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVIDES = ("logits_scaling",)
@@ -36,11 +36,12 @@ REFUSED = {
     "mobilebert": "joins two matrices into its head",
     **dict.fromkeys(("esm", "luke", "lxmert", "bridgetower", "perceiver"), "adds a bias that is not its head's"),
 }
-# Whose forward hooks on a head gather its weight, make, move or watch it, and leave the logits as they are.
-HARMLESS_HOOKS = (
+# Whose hooks and forwards on a head gather its weight, make, move or watch it, and leave the logits as they are.
+HARMLESS = (
     "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "deepspeed", "accelerate", "transformers", "trl",
     "logitless",
 )  # fmt: skip
+MAKES_WEIGHT = "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune"  # hooks that do
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ def parts_of_model(module: nn.Module) -> ModelHead:
                 f"LMHead.of: {type(module).__name__} is no nn.Linear and has no get_output_embeddings(); "
                 "pass LMHead(weight, bias)"
             )
-        _refuse_hooks(module)
+        _prepare(module)
         weight, bias, adapters = parts_of(module)
         return ModelHead(weight, bias, adapters)
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
-    _refuse_hooks(layer)
+    _prepare(layer)
     weight, bias, adapters = parts_of(unwrapped(layer))
     scale, softcap, rows = _transforms(module)
     rows = None if rows is None or rows >= weight.shape[0] else rows
@@ -83,26 +84,41 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
-def _refuse_hooks(layer: nn.Module) -> None:
-    """ConfigError where a forward hook may change what the head is called with or returns."""
-    if torch.compiler.is_compiling():
-        return  # a graph cannot ask where a function was written
+def _prepare(layer: nn.Module) -> None:
+    """Let hooks make the layer's weight; ConfigError where others may change what it is called with or returns."""
     for part in layer.modules():
-        for kind, hooks in (("pre-hook", part._forward_pre_hooks), ("hook", part._forward_hooks)):
-            for hook in hooks.values():
-                whose = _origin(hook)
-                if not any(whose == known or whose.startswith(f"{known}.") for known in HARMLESS_HOOKS):
-                    raise ConfigError(
-                        f"LMHead.of: the output head has a forward {kind} of {whose}, which may change its logits; "
-                        "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
-                    )
+        own = _own_forward(part)
+        changes = [("a forward pre-hook", hook) for hook in part._forward_pre_hooks.values()]
+        changes += [("a forward hook", hook) for hook in part._forward_hooks.values()]
+        changes += [("a replaced forward", forward) for forward in own]
+        for kind, what in changes:
+            whose = _origin(what)
+            if not any(whose == known or whose.startswith(f"{known}.") for known in HARMLESS):
+                raise ConfigError(
+                    f"LMHead.of: the output head has {kind} of {whose}, which may change its logits; "
+                    "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
+                )
+        for hook in part._forward_pre_hooks.values():
+            if not own and _origin(hook).startswith(MAKES_WEIGHT):  # which else the layer's call, under way, has done
+                hook(part, ())
 
 
-def _origin(hook: Any) -> str:
-    """The module that a hook was written in."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", "") or ""
+def _own_forward(part: nn.Module) -> list[Any]:
+    """What an instance runs in the place of its class's forward: accelerate's hooks stand there, each of its class."""
+    forward = part.__dict__.get("forward")
+    put_back = getattr(forward, "__func__", None) is type(part).forward
+    if forward is None or put_back or type(part).__name__ in WRAPPERS:
+        return []
+    hook = part.__dict__.get("_hf_hook")
+    return [forward] if hook is None else [type(x) for x in getattr(hook, "hooks", (hook,))]
+
+
+@torch.compiler.assume_constant_result
+def _origin(what: Any) -> str:
+    """The module that a function or class was written in."""
+    while isinstance(what, functools.partial):
+        what = what.func
+    return getattr(what, "__module__", "") or ""
 
 
 def _transforms(model: Any) -> tuple[float, float | None, int | None]:

@@ -17,7 +17,7 @@ from .from_model import parts_of_model
 from .low_rank import LowRank, check_whole
 from .packed import quantised
 from .quantised import Weight
-from .shard import VocabShard, is_dtensor, localised
+from .shard import VocabShard, is_dtensor, local_part, localised
 from .sparse import SparseBackward
 
 
@@ -70,6 +70,8 @@ class LMHead:
             raise OptionError(f"LMHead: scale must be a finite number, got {self.scale}")
         if self.softcap is not None and not (isinstance(self.softcap, Real) and 0 < self.softcap < math.inf):
             raise OptionError(f"LMHead: softcap must be positive or None, got {self.softcap}")
+        object.__setattr__(self, "scale", float(self.scale))
+        object.__setattr__(self, "softcap", None if self.softcap is None else float(self.softcap))
         _check_token_ids(self.token_ids, self.rows, self.weight)
         if self.sparse is not None and not isinstance(self.sparse, SparseBackward):
             raise OptionError(f"LMHead: sparse must be a SparseBackward or None, got {type(self.sparse).__name__}")
@@ -110,6 +112,12 @@ class LMHead:
         object.__setattr__(other, "bias", bias)
         return other
 
+    def with_shard(self, shard: VocabShard) -> LMHead:
+        """The head with what the ranks have agreed on."""
+        other = copy(self)
+        object.__setattr__(other, "shard", shard)
+        return other
+
     def _localise(self) -> None:
         """Put a DTensor's local rows in its place."""
         if not is_dtensor(self.weight) or self.shard is not None:
@@ -139,7 +147,8 @@ class LMHead:
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
-        it does not know (DoRA, other adapters, trained quantised, sharded, with forward hooks), which it never ignores.
+        it does not know (DoRA, other adapters, trained quantised, sharded, with forward hooks or a replaced forward),
+        which it never ignores. A weight that a hook makes (weight_norm, spectral_norm, prune) is made anew.
         """
         parts = parts_of_model(module)
         return cls(
@@ -166,7 +175,7 @@ def _localised_adapter(x: LowRank) -> LowRank:
         placements: Any = a.placements  # pyright: ignore[reportAttributeAccessIssue]
         if any(type(each).__name__ != "Replicate" for each in placements):
             raise ConfigError(f"LowRank: a is sharded as {tuple(placements)}, expected Replicate(); redistribute it")
-        a = a.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        a = local_part(a)
     return replace(x, a=a, b=localised("LowRank: b", b)[0] if is_dtensor(b) else b)
 
 

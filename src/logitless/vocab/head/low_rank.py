@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
@@ -46,6 +47,8 @@ class LowRank:
             raise OptionError(f"LowRank: scaling must be a finite number, got {self.scaling}")
         if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
             raise OptionError(f"LowRank: dropout must be a share in 0 ≤ p < 1, got {self.dropout}")
+        object.__setattr__(self, "scaling", float(self.scaling))
+        object.__setattr__(self, "dropout", float(self.dropout))
 
 
 def check_whole(name: str, x: Tensor) -> None:
@@ -55,5 +58,8 @@ def check_whole(name: str, x: Tensor) -> None:
             f"{name} is sharded (FSDP2, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
             "module's own forward, as logitless.install does, or gather the parameter first"
         )
+    if x.layout is not torch.strided:
+        kind = str(x.layout).removeprefix("torch.")
+        raise ConfigError(f"{name} is {kind}, expected a dense tensor; pass x.to_dense()")
     if hasattr(type(x), "__tensor_flatten__"):
         raise ConfigError(f"{name} is a {type(x).__name__}, expected a plain tensor; dequantise it first")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ...errors import ConfigError, OptionError
@@ -12,6 +14,23 @@ from ...errors import ConfigError, OptionError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which existing rows every rank holds."""
+
+    offsets: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def widest(self) -> int:
+        return max(1, *self.rows)
+
+    @property
+    def holding(self) -> list[int]:
+        """The ranks that hold rows, in the order of these: of equal logits the lower id comes first."""
+        return sorted((r for r, n in enumerate(self.rows) if n), key=lambda r: self.offsets[r])
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +52,19 @@ class VocabShard:
     total: int
     dim: str | None = None
     process_group: ProcessGroup = field(init=False, repr=False)
+    layout: Layout | None = field(default=None, init=False, repr=False)  # of the call that the ranks have agreed on
 
     def __post_init__(self) -> None:
         for name, x in (("offset", self.offset), ("total", self.total)):
             if isinstance(x, bool) or not isinstance(x, int) or x < 0:
                 raise OptionError(f"VocabShard: {name} must be a number of rows, got {x!r}")
         object.__setattr__(self, "process_group", process_group("VocabShard", self.group, self.dim))
+
+    def agreed(self, layout: Layout) -> VocabShard:
+        """The shard in a call of ranks that hold these rows."""
+        other = copy(self)
+        object.__setattr__(other, "layout", layout)
+        return other
 
     @property
     def name(self) -> str:
@@ -74,6 +100,12 @@ def is_dtensor(x: object) -> bool:
     return type(x).__name__ == "DTensor" and hasattr(x, "placements")
 
 
+def local_part(x: Any) -> Tensor:
+    """What a DTensor has here; it leads to the DTensor's gradient in whatever mode the head is made."""
+    with torch.enable_grad():
+        return x.to_local()
+
+
 def localised(name: str, x: Any) -> tuple[Tensor, VocabShard]:
     """A DTensor's local rows, differentiable, and which they are. Raises ConfigError."""
     from torch.distributed import get_rank, get_world_size
@@ -86,4 +118,4 @@ def localised(name: str, x: Any) -> tuple[Tensor, VocabShard]:
         )
     group = mesh.get_group()
     total, each = x.shape[0], -(-x.shape[0] // get_world_size(group))  # as torch.chunk splits
-    return x.to_local(), VocabShard(group, min(total, each * get_rank(group)), total)
+    return local_part(x), VocabShard(group, min(total, each * get_rank(group)), total)

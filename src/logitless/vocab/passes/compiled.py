@@ -194,7 +194,8 @@ def _stats_backward(
     names = [name for name, there in zip(outputs(said.call), given, strict=True) if there]
     call, valid = computing_all(said.call)
     upstream = blank_ignored(dict(zip(names, grads, strict=True)), valid)
-    return said.own(gradients(call.valid_alone(), said.price, saved, upstream, said.needs))
+    call = call.agree().valid_alone()  # on which rows each rank has: a graph keeps tensors alone
+    return said.own(gradients(call, said.price, saved, upstream, said.needs))
 
 
 @_stats_backward.register_fake

@@ -13,41 +13,20 @@ import torch
 from torch import Tensor
 
 from ...errors import LogitlessError, RankError, remote_error
-from ..head.shard import VocabShard
+from ..head.shard import Layout, VocabShard
 from .collectives import Ranks
 
 ROUNDING = 0.02  # of the hidden states' norm: what their sums may differ by on ranks that computed them alike
-FACTS, REFUSES = 16, 10  # numbers that a rank says of a call, and where it says that it cannot make it
+FACTS, REFUSES = 22, 10  # numbers that a rank says of a call, and where it says that it cannot make it
 WORDS = 1024  # bytes of its reason
 PRIME = 2**31 - 1  # bits of round numbers are multiples of high powers of two, whose sums overflow to 0
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which existing rows every rank holds."""
-
-    offsets: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def widest(self) -> int:
-        return max(1, *self.rows)
-
-    @property
-    def holding(self) -> list[int]:
-        """The ranks that hold rows, in the order of these: of equal logits the lower id comes first."""
-        return sorted((r for r, n in enumerate(self.rows) if n), key=lambda r: self.offsets[r])
-
-
-_LAYOUTS: dict[tuple[str, int, int, int], Layout] = {}  # by shard and existing rows: backward asks again
-
-
 def layout_of(shard: VocabShard, rows: int) -> Layout:
     """The layout that the ranks have agreed on, or before they meet the even one. rows: that exist in all."""
-    known = _LAYOUTS.get((shard.name, shard.offset, shard.total, rows))
-    if known is not None:
-        return known
+    if shard.layout is not None:
+        return shard.layout
     each = -(-shard.total // Ranks(shard.process_group).size)
     offsets = tuple(range(0, max(1, shard.total), max(1, each)))
     return Layout(offsets, tuple(max(0, min(each, rows - offset)) for offset in offsets))
@@ -71,6 +50,8 @@ class RankFacts:
     rows: int  # that exist on all ranks
     options: str  # anything that says which statistics are wanted, and how, a line each
     hidden: Tensor  # (N, H)
+    ref_hidden: Tensor | None  # (N, H')
+    factors: list[Tensor]  # (R, H), the adapters' a, of both heads
     valid: Tensor  # () how many tokens are not ignored
     labels: Tensor | None
     given: list[Tensor]  # temperatures, candidates, noise
@@ -82,10 +63,24 @@ class RankFacts:
         whole = [_release(own), _release(torch.__version__), self.shard.offset, self.weight_rows]
         whole += [self.shard.total, self.rows, h.shape[1], zlib.crc32(self.options.encode()), h.shape[0]]
         values = [_mark([] if self.labels is None else [self.labels], h.device), _mark(self.given, h.device)]
-        real = [h.sum(dtype=torch.float64), h[: 1 + h.shape[0] // 2].sum(dtype=torch.float64)]
-        real.append(torch.linalg.vector_norm(h, dtype=torch.promote_types(h.dtype, torch.float32)).double())
-        bits = torch.stack(real).view(torch.int64)
+        real = [_sums(x, h.device) for x in ([h], _present(self.ref_hidden), self.factors)]
+        bits = torch.cat(real).view(torch.int64)
         return torch.cat([torch.tensor(whole, device=h.device), self.valid[None], bits.new_zeros(1), *values, bits])
+
+
+def _present(x: Tensor | None) -> list[Tensor]:
+    return [] if x is None else [x]
+
+
+def _sums(tensors: list[Tensor], device: torch.device) -> Tensor:  # (3,)
+    """Of all numbers: their sum, that of the first half of each tensor's rows, and their norm."""
+    found = torch.zeros(3, dtype=torch.float64, device=device)
+    for x in tensors:
+        x = x.detach()
+        halves = x.sum(dtype=torch.float64), x[: 1 + x.shape[0] // 2].sum(dtype=torch.float64)
+        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).double()
+        found = torch.stack([found[0] + halves[0], found[1] + halves[1], torch.hypot(found[2], norm)])
+    return found
 
 
 def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
@@ -138,7 +133,7 @@ def _unlike(options: list[str]) -> list[str]:
     return [f"others ({rank})" for rank, _ in enumerate(options)]
 
 
-def agree(facts: RankFacts) -> None:
+def agree(facts: RankFacts) -> Layout:
     """Make sure that all ranks make the same call on shards that fit: one small collective, the same error on all."""
     ranks = Ranks(facts.shard.process_group)
     table = ranks.gather(facts.numbers())
@@ -166,10 +161,10 @@ def agree(facts: RankFacts) -> None:
                 f"head: expected the same {name} on every rank of its group, got {_by_rank(values)}; {hint}"
             )
     _check_shards(columns[2], columns[3], facts.shard.total)
-    _check_hidden(reals)
+    for at, (name, hint) in enumerate(ALIKE.items()):
+        _check_alike(name, hint, [row[3 * at : 3 * at + 3] for row in reals])
     rows = [max(0, min(n, facts.rows - offset)) for offset, n in zip(columns[2], columns[3], strict=True)]
-    layout = Layout(tuple(columns[2]), tuple(rows))
-    _LAYOUTS[facts.shard.name, facts.shard.offset, facts.shard.total, facts.rows] = layout
+    return Layout(tuple(columns[2]), tuple(rows))
 
 
 SAME_TOKENS = (
@@ -195,7 +190,14 @@ def _check_shards(offsets: tuple[int, ...], rows: tuple[int, ...], total: int) -
         at, before = stop, rank
 
 
-def _check_hidden(sums: list[list[float]]) -> None:
+ALIKE = {  # numbers that ranks compute alike but for rounding, and what to do where they have not
+    "hidden states": SAME_TOKENS,
+    "hidden states of the reference": SAME_TOKENS,
+    "adapters' a": "draw them from one seed, or send one rank's to all: only b is split over the vocabulary",
+}
+
+
+def _check_alike(name: str, hint: str, sums: list[list[float]]) -> None:
     scale = max(norm for *_, norm in sums)
     if not math.isfinite(scale):
         return  # a diverged model has an error of its own
@@ -203,8 +205,8 @@ def _check_hidden(sums: list[list[float]]) -> None:
         each = [row[part] for row in sums]
         if max(each) - min(each) > ROUNDING * scale:
             raise RankError(
-                "head: expected the same hidden states on every rank of its group, got sums "
-                f"{_by_rank([f'{x:.6g}' for x in each])}; {SAME_TOKENS}"
+                f"head: expected the same {name} on every rank of its group, got sums "
+                f"{_by_rank([f'{x:.6g}' for x in each])}; {hint}"
             )
 
 
