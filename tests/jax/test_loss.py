@@ -84,6 +84,23 @@ def test_no_temporary_of_the_logits_size(loss, trained):
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * MEMORY + head_gradient
 
 
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"])
+@pytest.mark.parametrize("loss", ["loss", "stats"])
+def test_no_policy_of_checkpoints_keeps_logits(loss, policy):
+    hidden, head, labels = jnp.ones((N, H)), LMHead(jnp.ones((V, H))), jnp.zeros((N,), int)
+
+    def total(hidden, head):
+        if loss == "loss":
+            return linear_cross_entropy(hidden, head, labels, memory_budget=MEMORY)
+        return token_stats(hidden, head, labels, want=("logprob", "entropy"), memory_budget=MEMORY).entropy.sum()
+
+    remade = jax.checkpoint(total, policy=getattr(jax.checkpoint_policies, policy))
+    memory, plain = (_memory(jax.grad(f, argnums=(0, 1)), hidden, head) for f in (remade, total))
+    assert memory.temp_size_in_bytes < 1.1 * plain.temp_size_in_bytes + 4 * V * H
+    ours, wanted = (jax.grad(f, argnums=(0, 1))(hidden, head) for f in (remade, total))
+    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
+
+
 def test_dense_shows_that_the_measure_can_fail():
     def dense(hidden, weight):
         return -jax.nn.log_softmax(hidden @ weight.T)[:, 0].mean()

@@ -14,6 +14,7 @@ pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[
     "name",
     [
         "tokens_and_vocabulary",
+        "what_varies_alone",
         pytest.param("tokens_for_any_number_of_devices", marks=pytest.mark.slow),
         pytest.param("every_device_has_the_same_bits", marks=pytest.mark.slow),
         pytest.param("vocabulary_alone", marks=pytest.mark.slow),

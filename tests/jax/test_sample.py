@@ -207,6 +207,28 @@ def test_while_loop_and_vmap():
     assert float(kept[1].perplexity) > 1
 
 
+def test_a_record_of_no_entries_from_ragged_chunks():
+    record = sample_tokens(jnp.ones((7, 4)), LMHead(jnp.eye(33, 4)), temperature=0, keep=0, memory_budget=1000)
+    assert record.topk_ids.shape == (7, 0)
+    assert record.token.tolist() == [0] * 7
+
+
+def test_without_jit():
+    hidden, head = jnp.ones((3, 4)), LMHead(jax.random.normal(jax.random.key(0), (33, 4)))
+    usual = sample_tokens(hidden, head, Noise(1, 0), top_p=0.9)
+    with jax.disable_jit():
+        record = sample_tokens(hidden, head, Noise(1, 0), top_p=0.9)
+    assert record.token.tolist() == usual.token.tolist()
+
+
+def test_the_temperature_has_no_gradient():
+    def share(temperature):
+        head = LMHead(jnp.eye(33, 4))
+        return sample_tokens(jnp.ones((3, 4)), head, Noise(1, 0), temperature=temperature).behaviour_logprob.sum()
+
+    assert jax.grad(share)(0.7) == 0
+
+
 def test_no_temporary_of_the_logits_size():
     hidden, head = jnp.ones((512, 64)), LMHead(jnp.ones((8192, 64)))
     run = jax.jit(lambda h, w, n: sample_tokens(h, w, n, top_p=0.9, memory_budget=1 << 21))

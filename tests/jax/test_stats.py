@@ -142,8 +142,32 @@ def test_vmap_and_while_loop_give_the_same():
 
 def test_labels_that_cannot_be_checked_give_nan():
     head = LMHead(jnp.eye(3))
-    stats = jax.jit(lambda labels: token_stats(jnp.ones((2, 3)), head, labels))(jnp.array([1, 3]))
+    found = jax.jit(lambda labels: token_stats(jnp.ones((2, 3)), head, labels, want=("logprob", "rank")))
+    stats = found(jnp.array([1, 3]))
     assert np.isnan(stats.logprob).tolist() == [False, True]
+    assert (stats.rank > 0).tolist() == [True, False]  # no rank that a share of the best ones would count
+
+
+@pytest.mark.parametrize("wrong", [np.array([1, 2**32 - 100], np.uint32), np.array([1, 2**32 + 1])])
+def test_labels_that_int32_cannot_hold_are_no_others(wrong):
+    with jax.enable_x64(True):
+        run = jax.jit(lambda labels: token_stats(jnp.ones((2, 3)), LMHead(jnp.eye(3)), labels).logprob)
+        found, kept = np.asarray(run(wrong)), np.asarray(run(np.array([1, -100])))
+    assert np.isnan(found).tolist() == [False, True]
+    assert kept[1] == 0
+
+
+def test_another_temperature_compiles_nothing():
+    def compiled(temperature):
+        seen = []
+        jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: seen.append(event))
+        stats = token_stats(jnp.ones((2, 3)), LMHead(jnp.eye(3)), jnp.array([1, 2]), temperature=temperature)
+        jax.monitoring.clear_event_listeners()
+        np.testing.assert_allclose(stats.logprob, -np.log(3), rtol=1e-6)
+        return sum("backend_compile" in event for event in seen)
+
+    assert compiled(0.5) > 0
+    assert compiled(0.6) == 0
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0, 1e8])

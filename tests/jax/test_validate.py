@@ -37,6 +37,10 @@ def draw(noise, **options):
     return sample_tokens(HIDDEN, HEAD, noise, **({"keep": 3} | options))
 
 
+def of_z_loss(x):
+    return linear_cross_entropy(HIDDEN, HEAD, LABELS, z_loss=x)
+
+
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
@@ -89,6 +93,21 @@ def draw(noise, **options):
         (ShapeError, "positions that broadcast", lambda: draw(Noise(1, jnp.zeros(3, int)))),
         (DtypeError, "seeds as integers", lambda: draw(Noise(1.5, 0))),
         (NotFiniteError, "diverged", lambda: sample_tokens(HIDDEN * jnp.nan, HEAD, temperature=0, keep=1)),
+        (OptionError, "32 bits", lambda: token_stats(HIDDEN, HEAD, LABELS, ignore_index=2**31)),
+        (OptionError, "of Python's, got Array", lambda: token_stats(HIDDEN, HEAD, LABELS, jsd_beta=jnp.float32(0.3))),
+        (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.int32(0))),
+        (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator="a")),
+        (OptionError, "z_loss: .* before tracing", lambda: jax.jit(lambda x: of_z_loss(x))(0.1)),
+        (OptionError, "positive number of bytes", lambda: token_stats(HIDDEN, HEAD, LABELS, memory_budget=0.5)),
+        (
+            ShapeError,
+            r"candidates: .*'K'\), got \(\)",
+            lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=np.int32(3)),
+        ),
+        (OptionError, r"Noise\(seeds, positions\)", lambda: draw(jnp.arange(4))),
+        (OptionError, "seeds of 64 bits", lambda: draw(Noise(2**64, 0))),
+        (OptionError, "whole numbers in a tuple", lambda: draw(NOISE, forbidden=3)),
+        (OptionError, "whole numbers in a tuple", lambda: draw(NOISE, forbidden=(1.7,))),
         (LabelError, "0..6 or ignore_index=-100, got 7", lambda: token_stats(HIDDEN, HEAD, LABELS + 7)),
         (LabelError, "got -1", lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=LABELS[:, None] - 1)),
     ],

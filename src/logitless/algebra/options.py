@@ -36,15 +36,17 @@ def check_numbers(rows: int, top_k: int, jsd_beta: float, memory_budget: float |
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= rows:
         raise OptionError(f"top_k: expected a whole number in 0..{rows} (the vocabulary), got {top_k!r}")
     if not isinstance(jsd_beta, Real) or not 0 < jsd_beta < 1:
-        raise OptionError(f"jsd_beta: expected 0 < beta < 1, got {jsd_beta}; at the ends use kl or reverse_kl")
-    if memory_budget is not None and not (isinstance(memory_budget, Real) and 0 < memory_budget < math.inf):
+        got = f"{jsd_beta!r}; at the ends use kl or reverse_kl"
+        raise OptionError(f"jsd_beta: expected 0 < beta < 1, a number of Python's, got {got}")
+    if memory_budget is not None and not (isinstance(memory_budget, Real) and 1 <= memory_budget < math.inf):
         raise OptionError(f"memory_budget: expected a positive number of bytes or None, got {memory_budget!r}")
 
 
-def check_ignore_index(ignore_index: int) -> None:
+def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
     """Raise OptionError for an ignore_index that no label can be."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral) or not -(2**63) <= ignore_index < 2**63:
-        raise OptionError(f"ignore_index: expected an integer of 64 bits, got {ignore_index!r}")
+    most, whole = 2 ** (bits - 1), isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
+    if not whole or not -most <= ignore_index < most:
+        raise OptionError(f"ignore_index: expected an integer of {bits} bits, got {ignore_index!r}")
 
 
 def _is_number(x: object) -> bool:

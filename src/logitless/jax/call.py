@@ -19,7 +19,6 @@ class Options:
     """The options of a call that are known before tracing."""
 
     want: tuple[str, ...]
-    temperature: float = 1.0  # of all tokens, unless each has its own
     ignore_index: int = -100
     top_k: int = 0
     jsd_beta: float = 0.5
@@ -53,7 +52,7 @@ class Tokens(NamedTuple):
 
     hidden: Array  # (N, H)
     labels: Array | None = None  # (N,)
-    temperature: Array | None = None  # (N,)
+    temperature: Array | None = None  # (N,), 1 unless given
     candidates: Array | None = None  # (N, K)
     ref_hidden: Array | None = None  # (N, H')
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ from jax import Array, lax
 from ..algebra.options import check_cross_entropy, check_reduction
 from .call import Call, Options
 from .head import LMHead
-from .passes.engine import Stats, cotangents, loss_and_gradients, values
+from .mesh import varies, varying
+from .passes.engine import Stats, cotangents, differentiable_once, loss_and_gradients, values
 from .stats import stats_of
-from .validate import check_denominator, checked_call
+from .validate import check_denominator, check_known, checked_call
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ def linear_cross_entropy(
     that count, a constant: where tokens are sharded too, pass the number on all devices and add the losses up.
     The other options are those of `token_stats`. Returns fp32 (fp64 for fp64 inputs); a mean over no token is 0.
     Raises what `token_stats` raises. Memory: the materialised slices of a chunk of tokens within the budget, and the
-    gradients, the head's in fp32; without a gradient slices within the budget, 1 GEMM.
+    gradients, the head's in fp32; without a gradient slices within the budget, 1 GEMM. Under `jax.vmap` all that for
+    each example at once, in a `lax.scan` the gradients of each step: give leading dimensions, `jax.checkpoint` a step.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """
     check_reduction(reduction)
+    check_known(label_smoothing=label_smoothing, z_loss=z_loss)
     check_cross_entropy(label_smoothing, z_loss)
     token_loss = CrossEntropy(float(label_smoothing), float(z_loss))
     options = Options(token_loss.want, ignore_index=ignore_index, memory_budget=memory_budget, axis_name=axis_name)
@@ -81,6 +84,7 @@ def linear_cross_entropy(
     if divisor is None:
         count = (call.tokens.labels != ignore_index).sum() if reduction == "mean" else 1
         divisor = jnp.maximum(count, 1).astype(call.compute_dtype)
+    call = replace(call, tokens=varying(call.tokens, varies(divisor)))
     return _loss(token_loss, call, 1 / lax.stop_gradient(divisor))
 
 
@@ -92,7 +96,7 @@ def _loss(token_loss: CrossEntropy, call: Call, scale: Array) -> Array:
 
 def _forward(token_loss: CrossEntropy, call: Call, scale: Array) -> tuple[Array, Any]:
     loss, gradients = loss_and_gradients(token_loss, call, scale)
-    return loss.sum() * scale, (call, gradients)
+    return loss.sum() * scale, (call, jax.tree.map(differentiable_once, gradients))
 
 
 def _backward(token_loss: CrossEntropy, residual: Any, upstream: Array) -> tuple[Call, None]:
@@ -100,4 +104,4 @@ def _backward(token_loss: CrossEntropy, residual: Any, upstream: Array) -> tuple
     return cotangents(call, dh, dw, db, upstream), None
 
 
-_loss.defvjp(_forward, _backward)
+_loss.defvjp(_forward, _backward, optimize_remat=True)  # so that no policy of jax.checkpoint looks inside

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ..algebra.rules import Order, Rules
 from ..errors import NotFiniteError, OptionError, ShapeError
 from .call import Call, Options
 from .head import LMHead
+from .mesh import varies, varying
 from .passes.accumulate import accumulate
 from .passes.chunk import Chunk
 from .passes.engine import by_chunks
@@ -71,6 +73,7 @@ def sample_tokens(
     call = _sampling_call(hidden, head, options, rules, keep)
     call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
     each, keys = _each_temperature(temperature, lead, call.compute_dtype), _keys(noise, rules, lead)
+    call = replace(call, tokens=varying(call.tokens, varies((each, keys))))
     n = math.prod(lead)
     if n == 0:
         return SampleRecord.empty(lead, keep=keep, vocab_size=call.vocab_size, dtype=call.compute_dtype)
@@ -104,6 +107,8 @@ def _sample(rules: Rules | None, keep: int, call: Call, temperature: Array, keys
 
 
 def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(ids, Iterable) or not all(isinstance(i, Integral) for i in ids):
+        raise OptionError(f"forbidden: expected whole numbers in a tuple, known before tracing, got {ids!r}")
     ids = tuple(int(i) for i in ids)
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong or len(set(ids)) >= vocab_size:
@@ -122,13 +127,21 @@ def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: 
         numbers = any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.integer, jnp.floating))
         if not numbers or not ((values >= 0) & np.isfinite(values)).all():
             raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
-    array = jnp.asarray(temperature, dtype)
+    array = lax.stop_gradient(jnp.asarray(temperature, dtype))
     try:
         return jnp.broadcast_to(array, lead)
     except ValueError:
         raise ShapeError(
             f"temperature: expected a number or a shape that broadcasts to {lead}, got {array.shape}"
         ) from None
+
+
+def _check_key(key: Any) -> None:
+    """OptionError unless it is a key of `jax.random`, typed or in its words."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    if not typed and (key.dtype != jnp.uint32 or key.ndim != 1):
+        got = f"an array of {key.dtype} {key.shape}"
+        raise OptionError(f"noise: expected one jax.random key, got {got}; seeds go in as Noise(seeds, positions)")
 
 
 def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...]) -> Keys:
@@ -139,5 +152,6 @@ def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...
         expected = "Noise(seeds, positions) or a jax.random key"
         raise OptionError(f"noise: expected {expected}, got {noise!r}; only temperature=0 does without")
     elif not isinstance(noise, Noise):
+        _check_key(noise)
         noise = Noise.draw(noise, lead)
     return noise.expand(lead)

@@ -14,7 +14,7 @@ from ..algebra.stats import STATISTICS
 from ..errors import OptionError
 from .call import Call, Options
 from .head import LMHead
-from .passes.engine import Stats, gradients, values
+from .passes.engine import Stats, differentiable_once, gradients, values
 from .passes.logits_grad import SPARSE
 from .validate import checked_call
 
@@ -85,9 +85,11 @@ def token_stats(
     axis of `jax.shard_map` that the heads' rows are sharded over. want and the numbers above but temperature are known
     before tracing. Returns fp32 (fp64 for fp64 inputs) arrays of shape (...), differentiable once with respect to
     hidden, weight and bias; temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit,
-    where ids cannot be checked, an id outside of the vocabulary gives NaN. 1 GEMM, 4 with gradients; one more per look
-    at a reference. Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
-    Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32.
+    where ids cannot be checked, an id outside of the vocabulary gives NaN (rank 0; as a candidate it leaves the tail as
+    it is). 1 GEMM, 4 with gradients; one more per look at a reference.
+    Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
+    Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32. Under `jax.vmap` all that
+    for each example at once: give leading dimensions instead.
     """
     options = Options(
         want,
@@ -159,7 +161,7 @@ def _stats(call: Call) -> Stats:
 
 def _forward(call: Call) -> tuple[Stats, Any]:
     out, saved = values(call, save=True)
-    return out, (call, saved)
+    return out, (call, jax.tree.map(differentiable_once, saved))
 
 
 def _backward(residual: Any, upstream: Stats) -> tuple[Call]:
@@ -171,4 +173,4 @@ def _has_gradient(name: str) -> bool:
     return name in SPARSE or (name in STATISTICS and STATISTICS[name].coefficients is not None)
 
 
-_stats.defvjp(_forward, _backward)
+_stats.defvjp(_forward, _backward, optimize_remat=True)  # so that no policy of jax.checkpoint looks inside

@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.options import check_numbers, check_want
+from ..algebra.options import check_ignore_index, check_numbers, check_want
 from ..errors import ConfigError, DtypeError, LabelError, OptionError, ShapeError
-from .call import Call, Options, Tokens
+from .call import Call, Options, Tokens, compute_dtype
 from .head import LMHead
 from .mesh import varies
 
@@ -41,16 +41,18 @@ def checked_call(
     check_numbers(vocab_size, options.top_k, options.jsd_beta, options.memory_budget)
     if not isinstance(options.ignore_index, Integral):
         raise OptionError(f"ignore_index: expected a whole number known before tracing, got {options.ignore_index!r}")
+    check_ignore_index(options.ignore_index, bits=32)
     if labels is not None:
         labels = _check_ids("labels", labels, lead, vocab_size, options.ignore_index).reshape(n)
     if candidates is not None:
         width = jnp.shape(candidates)[-1:]
+        if not width:
+            raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got ()")
         candidates = _check_ids("candidates", candidates, (*lead, *width), vocab_size).reshape(n, *width)
-    number, each = _check_temperature(temperature, lead)
+    each = _check_temperature(temperature, lead, compute_dtype(hidden))
     options = replace(
         options,
         want=want,
-        temperature=number,
         ignore_index=int(options.ignore_index),
         jsd_beta=float(options.jsd_beta),
         memory_budget=options.budget,
@@ -71,8 +73,12 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
     if isinstance(denominator, Real) and not 0 < denominator < math.inf:
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
+    if not hasattr(denominator, "dtype") and not isinstance(denominator, Real):
+        raise OptionError(f"denominator: expected a positive number, got {denominator!r}")
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
+    if not isinstance(denominator, Tracer) and not bool(np.asarray(denominator) > 0):
+        raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
 
 
@@ -155,18 +161,32 @@ def _check_ids(name: str, ids: Array, shape: Lead, vocab_size: int, ignore_index
             raise LabelError(
                 f"{name}: expected ids in 0..{vocab_size - 1}{hint}, got {wrong[0]}; fix the ids or vocab_size"
             )
-    return jnp.asarray(ids).astype(jnp.int32)
+    ids = jnp.asarray(ids)
+    held, narrow = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
+    if held.max > narrow.max:  # a number that int32 cannot hold is no id that it would become
+        known = (ids >= 0) & (ids < vocab_size)
+        if ignore_index is not None and held.min <= ignore_index:
+            known = known | (ids == ignore_index)
+        ids = jnp.where(known, ids, vocab_size)
+    return ids.astype(jnp.int32)
 
 
-def _check_temperature(temperature: float | Array, lead: Lead) -> tuple[float, Array | None]:
-    """(the number, None), or for an array (1, one for each token)."""
+def check_known(**numbers: Any) -> None:
+    """Raise OptionError for numbers that a trace would have to know."""
+    for name, x in numbers.items():
+        if isinstance(x, Tracer):
+            raise OptionError(f"{name}: expected a number known before tracing, got a traced one; make it static")
+
+
+def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype) -> Array | None:
+    """One for each token; None where it is 1. A number is an array, too, so that another compiles nothing anew."""
     if isinstance(temperature, Real):
         if not 0 < temperature < math.inf:
             raise OptionError(f"temperature: expected a positive number or array, got {temperature!r}")
-        return float(temperature), None
+        return None if temperature == 1 else jnp.full(math.prod(lead), temperature, dtype)
     each = lax.stop_gradient(_floating("temperature", temperature))
     if not isinstance(each, Tracer) and not bool((np.asarray(each) > 0).all()):
         raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
     if each.ndim > len(lead) or any(a not in (1, b) for a, b in zip(each.shape[::-1], lead[::-1], strict=False)):
         raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {each.shape}")
-    return 1.0, jnp.broadcast_to(each, lead).reshape(math.prod(lead))
+    return jnp.broadcast_to(each, lead).reshape(math.prod(lead))

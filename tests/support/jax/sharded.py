@@ -132,6 +132,27 @@ def tokens_for_any_number_of_devices():
             check((best.logits, best.ids), (expected.topk_logits[:, :5], expected.topk_ids[:, :5]))
 
 
+def what_varies_alone():
+    """Seeds of its own for each device, or a denominator, beside the same tokens on all."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    hidden, head, labels, _ = operands(v=23, padded=23)
+
+    def draw(seeds, hidden, head):
+        return sample_tokens(hidden, head, Noise(seeds, jnp.arange(6)), top_p=0.9).token[None]
+
+    def scaled(count, hidden, head, labels):
+        return jax.grad(lambda h: linear_cross_entropy(h, head, labels, denominator=count[0]))(hidden)[None]
+
+    seeds, counts = jnp.arange(4), jnp.arange(1.0, 5)
+    run = jax.shard_map(draw, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+    check(jax.jit(run)(seeds, hidden, head), jnp.stack([draw(seeds[i : i + 1], hidden, head)[0] for i in range(4)]))
+    run = jax.shard_map(scaled, mesh=mesh, in_specs=(P("d"), P(), P(), P()), out_specs=P("d"))
+    each = jnp.concatenate([scaled(counts[i : i + 1], hidden, head, labels) for i in range(4)])
+    check(
+        jax.jit(run)(counts, hidden, head, labels), jnp.broadcast_to(each.sum(0), each.shape)
+    )  # of tokens that all have
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()

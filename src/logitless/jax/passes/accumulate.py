@@ -55,6 +55,8 @@ def accumulate(chunk: Chunk, materialise: bool = False) -> Accumulated:
     start = dict(_empty(chunk, zeros).items()), zeros if "zsum" in options.sums else None, _no_entries(chunk, zeros)
     (sums, zsum, topk), slices = lax.scan(step, start, chunk.slices())
     totals = finish(merge_devices(Accumulation(**sums), options.axis_name), chunk.label_logits, jnp)
+    if totals.rank is not None and chunk.label_logits is not None:  # above a NaN is nothing
+        totals.rank = jnp.where(jnp.isnan(chunk.label_logits[0]), 0, totals.rank)
     if zsum is not None:
         zsum = zsum if options.axis_name is None else lax.psum(zsum, options.axis_name)
         totals.mean_logit = zsum / chunk.call.vocab_size

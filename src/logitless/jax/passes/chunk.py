@@ -65,7 +65,7 @@ class Chunk:
         """The chunk of all tokens of `call`, those that no chunk before had being `fresh`."""
         tokens, compute = call.tokens, call.compute_dtype
         valid = fresh if tokens.labels is None else fresh & (tokens.labels != call.options.ignore_index)
-        temperature = call.options.temperature if tokens.temperature is None else tokens.temperature
+        temperature = 1.0 if tokens.temperature is None else tokens.temperature
 
         def clean(h: Array) -> Array:  # what an ignored token holds reaches nobody
             return jnp.where(valid[:, None], h, jnp.zeros_like(h))

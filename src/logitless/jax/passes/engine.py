@@ -82,7 +82,7 @@ def cotangents(call: Call, dh: Array, dw: Array, db: Array | None, factor: Array
     """The gradients times `factor` as the operands' own; labels, temperature and the reference have none."""
 
     def finished(gradient: Array, primal: Array) -> Array:  # each alone: one that nobody asks for is not computed
-        return _differentiable_once(summed_like(gradient.astype(factor.dtype) * factor, primal))
+        return differentiable_once(summed_like(gradient.astype(factor.dtype) * factor, primal))
 
     head = call.head
     bias = None if db is None or head.bias is None else finished(db, head.bias)
@@ -91,12 +91,12 @@ def cotangents(call: Call, dh: Array, dw: Array, db: Array | None, factor: Array
 
 
 @jax.custom_jvp
-def _differentiable_once(gradient: Array) -> Array:
-    """`gradient`, which cannot be differentiated again: that would keep the logits of all slices."""
+def differentiable_once(gradient: Array) -> Array:
+    """What is or makes a gradient, and cannot be differentiated again: that would keep the logits of all slices."""
     return gradient
 
 
-@_differentiable_once.defjvp
+@differentiable_once.defjvp
 def _second_derivative(primals: Any, tangents: Any) -> Any:
     raise GradientError(
         "logitless.jax: expected one derivative, got a second one, which is not defined; use dense logits for it"
@@ -154,7 +154,7 @@ def by_chunks(step: Callable[..., Any], size: int, carry: Any, tokens: Any) -> t
         again = y.shape[0] * size - n  # tokens of the last chunk that the one before had
         if not again:
             return y.reshape(n, *y.shape[2:])
-        return jnp.concatenate([y[:-1].reshape(-1, *y.shape[2:]), y[-1, again:]])
+        return jnp.concatenate([y[:-1].reshape((y.shape[0] - 1) * size, *y.shape[2:]), y[-1, again:]])
 
     carry, out = lax.scan(body, carry, jnp.arange(windows(size, n), dtype=jnp.int32))
     return carry, jax.tree.map(joined, out)

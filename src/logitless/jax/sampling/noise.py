@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ...errors import DtypeError, ShapeError
+from ...errors import DtypeError, OptionError, ShapeError
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -91,7 +91,7 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
         """One round."""
         a, b, c, d = words
         (p, q), (r, s) = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
-        k, l = (k + i.astype(jnp.uint32) * jnp.uint32(w) for k, w in zip(key, WEYL, strict=True))
+        k, l = (k + jnp.asarray(i, jnp.uint32) * jnp.uint32(w) for k, w in zip(key, WEYL, strict=True))
         return r ^ b ^ k, s, p ^ d ^ l, q
 
     return lax.fori_loop(0, ROUNDS, step, tuple(x | none for x in counter))
@@ -116,7 +116,10 @@ def _gumbel_of(words: Array) -> Array:
 
 def _words(name: str, x: Any, lead: tuple[int, ...]) -> tuple[Array, Array]:
     """The low and the high words of integers, of the tokens' shape."""
-    x = np.asarray(x, np.int64) if type(x) is int else x
+    if type(x) is int:
+        if not -(2**63) <= x < 2**64:
+            raise OptionError(f"noise: expected {name} of 64 bits, got {x}")
+        x = np.asarray(x % 2**64, np.uint64)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
         raise DtypeError(f"noise: expected {name} as integers, got {getattr(x, 'dtype', type(x).__name__)}")
     shape = np.shape(x)

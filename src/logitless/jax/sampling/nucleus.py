@@ -49,7 +49,7 @@ def _largest(holds: Callable[[Array], Array], like: Array, bits: int) -> Array:
 
     def step(i: Array, found: Array) -> Array:
         """One bit more."""
-        tried = found | (one << (bits - 1 - i).astype(like.dtype))
+        tried = found | (one << jnp.asarray(bits - 1 - i, like.dtype))
         return jnp.where(holds(tried), tried, found)
 
     return lax.fori_loop(0, bits, step, like & 0)
