@@ -70,6 +70,15 @@ def test_an_error_is_one_line_without_control_characters(name, capsys):
     assert not {"\x1b", "\u202e"} & set(error)
 
 
+def test_a_file_is_there_though_the_tables_reader_has_left(tmp_path):
+    def left(console):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        deliver({"loss": 1.5}, tmp_path / "summary.json", left)
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": 1.5}
+
+
 def test_numbers_that_are_none_are_null_on_standard_output(capsys):
     """NaN and Infinity are no JSON, which a reader in another language refuses."""
     deliver({"loss": math.nan, "rows": [math.inf, 1.5]}, Path("-"), lambda console: console.print("a table"))

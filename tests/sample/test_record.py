@@ -67,11 +67,18 @@ def test_writing_steps_into_a_preallocated_record():
     assert whole.to_arrow().num_rows == 6
 
 
+@pytest.mark.parametrize(("other", "message"), [({"keep": 3}, "keep=4, .* got 3"), ({"vocab_size": 9}, "got 9")])
+def test_writing_a_part_of_another_record(other, message):
+    options = {"keep": 4, "vocab_size": V}
+    with pytest.raises(OptionError, match=message):
+        SampleRecord.empty((2, 4), **options).write(0, SampleRecord.empty((4,), **options | other))
+
+
 def test_arrow_and_parquet(drawn, tmp_path):
     _, record = drawn
     pyarrow.parquet.write_table(record.to_arrow(), tmp_path / "record.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "record.parquet")
-    assert table.schema.metadata[b"vocab_size"] == b"60"
+    assert table.schema.metadata == {b"vocab_size": b"60", b"processed": b"false"}
     assert table["sequence"].to_pylist() == [0, 0, 0, 1, 1, 1]
     assert table["position"].to_pylist() == [0, 1, 2, 0, 1, 2]
     assert table["token"].to_pylist() == record.token.flatten().tolist()

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitless.printable import UNSAFE, shown
-from logitless.sample.text import name_of, pieces, raw_name, shown_alone
+from logitless.sample.text import byte_count, name_of, pieces, raw_name, shown_alone
 from tests.support.sample.texts import HARD, byte_tokenizer
 
 
@@ -64,6 +64,16 @@ def test_spaces_that_decoding_strips(by_words):
 
 def test_names_of_bytes(by_bytes):
     assert [name_of(by_bytes, i) for i in by_bytes("é \n")["input_ids"]] == ["\\xc3", "\\xa9", "␣", "\\n"]
+
+
+def test_bytes_wherever_tokens_end(by_bytes, by_words):
+    text = "é😀 日本"
+    ids = by_bytes(text)["input_ids"]
+    assert [byte_count(by_bytes, ids[:i]) for i in range(len(ids) + 1)] == list(range(len(text.encode()) + 1))
+    assert byte_count(by_bytes, [ids[0], by_bytes.eos_token_id, ids[1]]) == 2  # what a document ends with is no text
+    assert byte_count(by_bytes, []) == 0
+    euro = by_words.convert_tokens_to_ids(["▁the", "<0xE2>", "<0x82>", "<0xAC>", "▁cat", "</s>"])
+    assert [byte_count(by_words, euro[:i]) for i in range(7)] == [0, 3, 4, 5, 6, 10, 10]
 
 
 def test_nothing_acts():

@@ -21,8 +21,8 @@ def deliver(
     from .screen import Screen
 
     to_stdout = to is not None and str(to) == "-"
+    if to is not None and not to_stdout and not is_written:  # before a reader of the table can have left
+        write_json(to, summary)
     show(Screen(stderr=to_stdout))
     if to_stdout:
         print(strict_json(summary, indent=2), flush=True)  # here, where a reader that left is an error with a place
-    elif to is not None and not is_written:
-        write_json(to, summary)

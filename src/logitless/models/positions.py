@@ -105,11 +105,13 @@ def scale(config: Any, scaling: str) -> None:
         text.max_position_embeddings = math.floor(longest * factor)
 
 
-def check_reach(config: Any, context_length: int, name: str, by_option: bool = True) -> None:
+def check_reach(
+    config: Any, context_length: int, name: str, by_option: bool = True, given: str = "--context-length"
+) -> None:
     """OptionError when a context is longer than the model's positions; it says which scaling would do.
 
-    by_option: whether the caller has --context-length and --rope-scaling; otherwise it has lengths of a prompt and of a
-    completion, and the model's own config.json is the place to scale.
+    by_option: whether the caller has --rope-scaling; otherwise the model's own config.json is the place to scale.
+    given: the options whose length it is.
     """
     longest = reach(config)
     if longest is None or context_length <= longest:
@@ -128,7 +130,4 @@ def check_reach(config: Any, context_length: int, name: str, by_option: bool = T
         remedy = f"raise the factor of its config's rope_parameters {factor} times"
     else:
         remedy = "they are a table of weights, which cannot be stretched"
-    given = f"--context-length {context_length}"
-    if not by_option:
-        given = f"--prompt-length and --completion-length, together {context_length}"
-    raise OptionError(f"{given}: {name} has positions up to {longest}; {remedy}")
+    raise OptionError(f"{given} {context_length}: {name} has positions up to {longest}; {remedy}")

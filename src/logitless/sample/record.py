@@ -72,7 +72,11 @@ class SampleRecord(Derived):
         return cls(**made)
 
     def write(self, index: Any, part: SampleRecord) -> None:
-        """Put `part` at an index of (...), as in `record.write((slice(None), t), step)`."""
+        """Put `part` at an index of (...), as in `record.write((slice(None), t), step)`. Raises OptionError."""
+        for name in ("keep", "vocab_size"):
+            ours, theirs = getattr(self, name), getattr(part, name)
+            if ours != theirs:
+                raise OptionError(f"record.write: expected a part with {name}={ours}, the record's, got {theirs}")
         for name in names():
             getattr(self, name)[index] = getattr(part, name)
 
@@ -135,7 +139,8 @@ class SampleRecord(Derived):
         """A table with a row per written token, in order.
 
         Columns: `sequence` and `position` int32 (the flattened index of all dimensions but the last, and the last),
-        every field of the record, `topk_*` as lists of k; the schema's metadata has vocab_size. Raises ConfigError.
+        every field of the record, `topk_*` as lists of k; the schema's metadata has vocab_size and processed. Raises
+        ConfigError.
         """
         try:
             import pyarrow as pa
@@ -157,7 +162,8 @@ class SampleRecord(Derived):
                 arrays[name] = pa.FixedSizeListArray.from_arrays(values, self.keep)
             elif x.dim() == 1:
                 arrays[name] = values
-        return pa.table(arrays).replace_schema_metadata({"vocab_size": str(self.vocab_size)})
+        about = {"vocab_size": str(self.vocab_size), "processed": str(self.processed).lower()}
+        return pa.table(arrays).replace_schema_metadata(about)
 
     def top_logprobs(self, decode: Callable[[int], str]) -> list[dict[str, Any]]:
         """`choices[].logprobs.content` of OpenAI's chat completions: raw log-probs, a dict per written token.

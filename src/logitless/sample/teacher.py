@@ -98,7 +98,8 @@ class TeacherRecord:
         _check_file(self.path)
         with _explained(self.path):
             self.file = pq.ParquetFile(self.path, page_checksum_verification=True, memory_map=True)
-        schema = self.file.schema_arrow
+            schema = self.file.schema_arrow
+            _ = schema.names  # which pyarrow decodes now
         self.about = about = _about(schema, self.path)
         self.kind: Literal["hidden", "topk"] = about.get("store", "topk")
         self.stored: str = about["hidden_dtype"] if self.kind == "hidden" else "topk"
@@ -246,5 +247,5 @@ def _explained(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None

@@ -89,6 +89,20 @@ def raw_name(tokenizer: Any, token: int) -> str:
     return text
 
 
+def byte_count(tokenizer: Any, ids: Sequence[int]) -> int:
+    """How many bytes of text tokens stand for, also where they begin or end within a character; special ones for none."""
+    special = set(tokenizer.all_special_ids)
+    ids = [i for i in ids if i not in special]
+    text = _decoded(tokenizer, ids)
+    if BROKEN not in text:
+        return len(text.encode())
+    stored, table = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)], _byte_alphabet()
+    if all(letter in table for name in stored for letter in name):
+        return sum(map(len, stored))
+    rest = [i for i, name in zip(ids, stored, strict=True) if not BYTE.fullmatch(name)]
+    return len(ids) - len(rest) + len(_decoded(tokenizer, rest).encode())
+
+
 def shown_alone(text: str) -> str:
     """Text that is safe to print on one line, its outer spaces visible: `␣the`, `␣×7`."""
     marked = shown("".join(MARKS.get(letter, letter) for letter in text))

@@ -100,6 +100,15 @@ def reordered(order: Callable[[int], list[int]]) -> Damage:
     return unsized(lambda x: x.take(order(len(x))))
 
 
+def letter(name: bytes, other: int) -> Damage:
+    """Another letter in the middle of a column's name, wherever the file has it."""
+
+    def damage(path: Path) -> None:
+        path.write_bytes(path.read_bytes().replace(name, name[:2] + bytes([other]) + name[3:]))
+
+    return damage
+
+
 def head_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}.head.safetensors")
 
@@ -238,6 +247,7 @@ OF_BEST = {
     "all and a little more": (one("logsumexp", lambda x: x - 9), MASS),
     "each below 1, together above": (each("topk_logits", lambda x: [5.0] * KEEP), MASS),
 }
+OF_ANY["a name that is no text"] = (letter(b"position", 0xE7), "not a readable parquet file")
 CASES = [
     pytest.param(kind, *given, id=f"{kind}: {name}")
     for kind, damages in (

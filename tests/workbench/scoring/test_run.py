@@ -362,7 +362,7 @@ def _interrupt(*_: object) -> None:
 def test_nothing_to_score(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:1: empty"):
-        run(config(micro, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+        run(config(micro, tmp_path / "a.jsonl", tmp_path / "a.parquet", documents=tmp_path / "documents.jsonl"))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="no document in it"):
         run(config(micro, tmp_path / "folder", tmp_path / "a.parquet"))
@@ -435,7 +435,7 @@ def test_nothing_else_is_among_the_parts(micro, tmp_path, option, name):
     [
         ({"keep": 260}, OptionError, "--keep must be at most the vocabulary, here 259, got 260"),
         ({"keep": -1}, OptionError, "--keep must be 0 or more"),
-        ({"context_length": 65}, OptionError, "positions up to 64"),
+        ({"context_length": 65}, OptionError, "^--context-length 65: .* has positions up to 64"),
         ({"context_length": 8, "stride": 9}, OptionError, "--stride must be at most --context-length, here 8"),
         ({"batch_tokens": 0}, OptionError, "--batch-tokens must be at least 1"),
         ({"data": None}, OptionError, "--data is missing"),

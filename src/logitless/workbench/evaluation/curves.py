@@ -53,9 +53,11 @@ class Spectrum:
         self.unit = unit
         self.count = np.zeros((2, KEYS), dtype=np.int64)  # wrong, right
         self.total = np.zeros((2, KEYS))
+        self.most = 0.0
 
     def add(self, values: np.ndarray, correct: np.ndarray) -> None:
         values = np.maximum(values, 0).astype(np.float32)
+        self.most = max(self.most, float(values.max(initial=0)))
         keys = values.view(np.uint32) >> 15
         for side in (0, 1):
             here = correct == bool(side)
@@ -75,7 +77,9 @@ class Spectrum:
         return {f"mean_where_{side}": float(t.sum() / n.sum()) if n.sum() else None for side, n, t in sums}
 
     def quantile(self, share: float) -> float:
-        """The mean of the numbers that share the key of the one with `share` of all at or below it."""
+        """The mean of the numbers that share the key of the one with `share` of all at or below it; of all, the most."""
+        if share == 1:
+            return self.most
         count, total = self.count.sum(0), self.total.sum(0)
         key = int(np.searchsorted(np.cumsum(count), share * count.sum()))
         key = min(key, int(np.flatnonzero(count)[-1]))

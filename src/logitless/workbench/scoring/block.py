@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
+from ...sample.text import byte_count
 from ..sources.chat import example
 from ..sources.corpus import Row
 from ..sources.model import ModelSource
@@ -159,7 +160,7 @@ def _known(
         why, scored[rows] = NOT_FINITE[strange[0]], False
     whole = tokens.said is None  # of a conversation the bytes are those of the answers alone
     other = columns["token"][rows][~scored[rows] if whole else scored[rows]].tolist()
-    size = len(scorer.subject.tokenizer.saved.decode(other).encode())
+    size = byte_count(scorer.subject.tokenizer.saved, other)
     size = len(piece.text.encode()) - size if whole else size
     with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
     nats = -float(with_scores["logprob"].sum(dtype=np.float64))

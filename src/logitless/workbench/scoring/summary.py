@@ -115,7 +115,9 @@ def merged(
         write_whole(documents, lambda path: _merge_with_lines(path, parts, count, metadata, sums))
     if not sums.total["scored"]:
         parts.remove()
-        config.place.unlink()
+        for place in (config.place, documents):
+            if place is not None:
+                place.unlink(missing_ok=True)
         if sums.not_finite:
             models = " and ".join(f"--{name} {getattr(config, name)}" for name in sorted(sums.not_finite, reverse=True))
             raise NotFiniteError(f"{models}: the scores of {plural(sums.documents, 'document')} are not finite")

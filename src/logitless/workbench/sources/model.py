@@ -192,15 +192,18 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     return tokenizer
 
 
-def reaching(source: ModelSource, length: int, scaling: str | None = None) -> Any:
+def reaching(
+    source: ModelSource, length: int, scaling: str | None = None, given: str = "--context-length"
+) -> Any:
     """The source's configuration, for sequences of `length` tokens; OptionError when its positions end before.
 
     scaling: such as yarn:4, "" for none; None where the command has no --rope-scaling, which an error then leaves out.
+    given: the options whose length it is.
     """
     wanted = deepcopy(source.config)
     if scaling:
         scale(wanted, scaling)
-    check_reach(wanted, length, source.name, by_option=scaling is not None)
+    check_reach(wanted, length, source.name, by_option=scaling is not None, given=given)
     return wanted
 
 
@@ -211,16 +214,17 @@ def load_model(
     attention: str = "auto",
     length: int = 1,
     scaling: str | None = None,
+    given: str = "--context-length",
     seed: int = 0,
 ) -> Any:
     """The transformers model on the CPU, for sequences of `length` tokens; new weights are of the seed.
 
-    dtype, attention: as --dtype and --attention say it; scaling: as `reaching` takes it. Raises LogitlessError, also
-    for a checkpoint that lacks weights of the model, or has more of its layers.
+    dtype, attention: as --dtype and --attention say it; scaling, given: as `reaching` takes them. Raises
+    LogitlessError, also for a checkpoint that lacks weights of the model, or has more of its layers.
     """
     from transformers import set_seed
 
-    wanted = reaching(source, length, scaling)
+    wanted = reaching(source, length, scaling, given)
     set_seed(seed)
     model, unused = _transformers_model(source, wanted, dtype, attention)
     model = _sparse(source, attention, model)
@@ -232,12 +236,14 @@ def build(config: RunOptions, source: ModelSource) -> Any:
     """The model to train, loaded as `config` says, in less memory and with adapters where asked."""
     from ...models.long_context import lightened
 
+    two = config.rope_scaling is None  # of a prompt and of a completion
     model = load_model(
         source,
         dtype=config.dtype,
         attention=config.attention,
         length=config.context_length,
         scaling=config.rope_scaling,
+        given="--prompt-length and --completion-length, together" if two else "--context-length",
         seed=config.seed,
     )
     model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
