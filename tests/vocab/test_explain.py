@@ -6,7 +6,7 @@ import torch
 import logitless as ll
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
-from tests.support.vocab.comparing import operands
+from tests.support.vocab.comparing import PAIRED, operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
 N, H, V = 64, 32, 2048
@@ -14,7 +14,7 @@ TRAINABLE = [("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
 
 
 def problem(trainable, want, dtype=torch.float32):
-    ops = operands((N,), H, V, dtype=dtype, reference="kl" in want).training(*trainable)
+    ops = operands((N,), H, V, dtype=dtype, reference=bool(set(PAIRED) & set(want))).training(*trainable)
     if ops.ref is not None:  # as wide as the policy, so that its product costs the same
         ops.ref.hidden, ops.ref.weight = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype)
     return ops
@@ -25,13 +25,16 @@ def backward(outputs, ops):
         torch.autograd.grad(sum(x.sum() for x in outputs), list(ops.leaves.values()))
 
 
+WANTED = [("logprob",), ("logprob", "entropy"), ("logprob", "entropy", "kl"), ("jsd",), ("max_logit", "label_logit")]
+
+
 @not_interpreted
 @pytest.mark.parametrize(
     ("budget", "dtype"), [(None, torch.float32), (200_000, torch.float32), (200_000, torch.bfloat16)]
 )
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
-@pytest.mark.parametrize("want", [("logprob",), ("logprob", "entropy"), ("logprob", "entropy", "kl")], ids=str)
+@pytest.mark.parametrize("want", WANTED, ids=str)
 def test_flop_and_bytes(want, trainable, loss, budget, dtype, backend):
     ops = problem(trainable, want, dtype)
     call = (ops.hidden, ops.head, ops.labels)

@@ -75,12 +75,13 @@ def price_of(
     if not (hidden_grad or weight_grad or bias_grad):
         return Price("values", products, materialised=whole)
     backward = int(hidden_grad) + int(weight_grad)
+    bases = bases_of(want)
+    everywhere = bool(bases) or (softcap and "zsum" in sums)
     if loss:
-        return Price("in-forward", products + backward, materialised=True)
+        return Price("in-forward", products + backward * everywhere, materialised=everywhere or whole)
     if not one_hots and all(STATISTICS[name].coefficients is None for name in want):
         return Price("values", products, materialised=whole)
-    bases = bases_of(want)
-    if not bases and not (softcap and "zsum" in sums):
+    if not everywhere:
         return Price("one-hot", products, materialised=whole)
     accumulable = bases <= ACCUMULATES and len(bases) <= 2 and not (softcap and "zsum" in sums)
     if accumulable and not weight_grad and not bias_grad:
@@ -128,7 +129,7 @@ def tiles_of(want: tuple[str, ...], *, softcap: bool = False, top_k: int = 0) ->
     tiles = 3 + bool(top_k or sums & {"argmax", "r"})  # logits, differences, weights; squares or sorted rows
     tiles += 3 * ("ref" in sums) + 2 * softcap  # the reference's logits, the gap and its products; tanh's derivative
     tiles += 2 * ("tail" in sums)
-    tiles += 7 * looks_twice(sums)  # probabilities, their ratio, and what shares are made of
+    tiles += 7 * looks_twice(sums) + 2 * ("jsd" in sums)  # probabilities, their ratio, and what shares are made of
     kinds = (sums & {"kl_mixture", "reverse_kl_mixture"}, sums & {"excess"}, sums & {"ahead"})
     return tiles + 6 * max(0, sum(map(bool, kinds)) - 1)  # which all live at once
 

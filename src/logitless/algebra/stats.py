@@ -206,15 +206,16 @@ def second_look(sums: frozenset[str], p: Array, q: Array, d: Array, beta: float,
     if any(name in sums for name in ("jsd", "kl_mixture", "reverse_kl_mixture")):
         a = xp.expm1(-xp.abs(d))
         log_p, log_q = mixture_logs(d, beta, xp, a)
-        zero = xp.zeros_like(p)
+        zero = xp.zeros_like(p[..., :1])
         of_p, of_q = xp.where(p > 0, p * log_p, zero), xp.where(q > 0, q * log_q, zero)
         if "jsd" in sums:
             out["jsd"] = (1 - beta) * of_p + beta * of_q
-        more = -xp.sign(d) * xp.maximum(p, q) * a  # p - q
-        if "kl_mixture" in sums:
-            out["kl_mixture"] = of_p - beta * more
-        if "reverse_kl_mixture" in sums:
-            out["reverse_kl_mixture"] = of_q + (1 - beta) * more
+        if "kl_mixture" in sums or "reverse_kl_mixture" in sums:
+            more = -xp.sign(d) * xp.maximum(p, q) * a  # p - q
+            if "kl_mixture" in sums:
+                out["kl_mixture"] = of_p - beta * more
+            if "reverse_kl_mixture" in sums:
+                out["reverse_kl_mixture"] = of_q + (1 - beta) * more
     if "excess" in sums:
         out["excess"] = p * excess(d, beta, xp)
     if "acceptance" in sums:

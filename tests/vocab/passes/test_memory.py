@@ -64,6 +64,35 @@ def test_token_stats(want, trainable, budget, backend):
     assert_lean(step, ops, budget, waiting=N * LEAST_ROOM * (4 + 8))  # values and ids beside the best entries
 
 
+@pytest.mark.parametrize("want", [("logprob",), ("jsd",)], ids=str)
+def test_a_loss_without_a_gradient_keeps_no_slice(want, backend):
+    """As many tokens at a time as stay in caches, of two heads whose whole rows no budget here holds."""
+    ops = problem(reference=True).training()
+    options = {"want": want, "reference": ops.reference, "memory_budget": 2**16, "backend": backend}
+
+    def step():
+        with torch.no_grad():
+            return ll.token_loss(lambda s: getattr(s, want[0]), ops.hidden, ops.head, ops.labels, **options)
+
+    step()
+    assert trace_allocations(step).peak <= 2**17 + PER_TOKEN
+
+
+@pytest.mark.parametrize("want", [("logprob",), ("self_certainty",)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_converted_slices_are_there_once(dtype, want):
+    """Of a few tokens a slice of the head in fp32 is nearly all that there is: one at a time, of half of the budget."""
+    ops = operands((4,), 256, V, dtype=dtype).training()
+    options = {"want": want, "memory_budget": 2**20, "backend": "eager"}
+
+    def step():
+        with torch.no_grad():
+            return ll.token_stats(ops.hidden, ops.head, ops.labels, **options)
+
+    step()
+    assert trace_allocations(step).peak <= 1.1 * 2**20
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -52,7 +52,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 LOG2E = math.log2(math.e)
 WIDTH = 2048  # entries at a time of rows that are looked at for one of them
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
-SUMMED = 4096  # rows of a weight that are converted at a time
+SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
 PIECE = 2048  # columns at a time
 
@@ -365,17 +365,26 @@ def _is_chained(out: Tensor) -> bool:
 
 
 def weight_sum(
-    weight: Weight, compute: torch.dtype, autocast: torch.dtype | None = None, weights: Tensor | None = None
+    weight: Weight,
+    compute: torch.dtype,
+    budget: int,
+    autocast: torch.dtype | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Σ_v W_v, or Σ_v weights_v·W_v, (H,), of the rows as the products see them; in slices where they are converted."""
+    """Σ_v W_v, or Σ_v weights_v·W_v, (H,), of the rows as the products see them.
+
+    Where they are converted, as many at a time as half of the budget holds.
+    """
     weight = weight.detach()
     if isinstance(weight, Tensor) and weight.dtype == compute and autocast is None:
         return weight.sum(0) if weights is None else torch.mv(weight.t(), weights)
     cast = autocast or weight.dtype
     total = torch.zeros(weight.shape[1], dtype=compute, device=weight.device)
-    for start in range(0, weight.shape[0], SUMMED):
-        part = plain(weight[start : start + SUMMED]).to(cast).to(compute)
-        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + SUMMED])
+    rows = max(1, min(SUMMED, budget // (2 * compute.itemsize * weight.shape[1])))
+    for start in range(0, weight.shape[0], rows):
+        part = plain(weight[start : start + rows]).to(cast).to(compute)
+        total += part.sum(0) if weights is None else torch.mv(part.t(), weights[start : start + rows])
+        del part  # before the next one is made
     return total
 
 

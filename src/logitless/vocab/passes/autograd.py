@@ -136,7 +136,7 @@ def formed_again(needs: Needs, stat_grads: dict[str, Tensor], together: Together
     def known(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: call.rows(g, rows) for name, g in stat_grads.items()}
 
-    return loss_gradients(call, needs, known, together)[0]
+    return loss_gradients(call, loss_price(call, needs), needs, known, together)[0]
 
 
 class _Attach(torch.autograd.Function):

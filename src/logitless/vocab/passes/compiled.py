@@ -21,7 +21,7 @@ from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, comp
 from ..call.options import CallOptions
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
-from .autograd import NO_SECOND_DERIVATIVE, stats_price
+from .autograd import NO_SECOND_DERIVATIVE, loss_price, stats_price
 from .engine import Saved, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
@@ -260,7 +260,7 @@ def _cross_entropy(
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
     evaluate = CrossEntropy.of(call, given, valid)
-    total, _ = loss_gradients(call, said.needs, evaluate)
+    total, _ = loss_gradients(call, loss_price(call, said.needs), said.needs, evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 

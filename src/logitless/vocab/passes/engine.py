@@ -90,9 +90,10 @@ class Pass:
         if self._sums is None:
             call, rows = self.call, self.call.head.local_rows
             weights = call.inputs.class_weights
-            self._sums = [weight_sum(call.head.weight[:rows], call.compute, call.options.autocast, weights)]
-            if call.inputs.lora_b is not None:
-                self._sums.append(weight_sum(call.inputs.lora_b[:rows], call.compute, None, weights))
+            weight, lora_b, sizes = call.head.weight[:rows], call.inputs.lora_b, (call.compute, call.budget)
+            self._sums = [weight_sum(weight, *sizes, call.options.autocast, weights)]
+            if lora_b is not None:
+                self._sums.append(weight_sum(lora_b[:rows], *sizes, None, weights))
         return self._sums
 
     def accumulate(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Accumulated:
@@ -302,13 +303,12 @@ class Together:
 
 @exact
 def loss_gradients(
-    call: Call, needs: Needs, evaluate: Evaluate, together: Together | None = None
+    call: Call, price: Price, needs: Needs, evaluate: Evaluate, together: Together | None = None
 ) -> tuple[GradientBuffers, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 
-    Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
+    price: a loss's. Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
     """
-    price = Price("in-forward" if needs.any else "values", 0, materialised=True)
     run = Pass(call, price, together=0 if together is None else together.most)
     total = _begun(run, needs)
     stat_grads: dict[str, Tensor] = {}
@@ -330,8 +330,8 @@ def _evaluate_chunks(
     total: GradientBuffers,
     stat_grads: dict[str, Tensor],
 ) -> None:
-    """`loss_gradients` of chunks whose whole rows stay until their gradient is formed."""
-    keep = "weights" if p_alone(run.call) else "logits"
+    """`loss_gradients` of chunks, whose whole rows stay until their gradient is formed, where one is."""
+    keep = None if not run.price.materialised else "weights" if p_alone(run.call) else "logits"
     for rows, chunk in chunks:
         found = run.accumulate(chunk, keep=keep)
         part = read(run.call, chunk, found)

@@ -15,7 +15,7 @@ from ...losses import supervised
 from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
-from .autograd import FormedLoss, attach, formed_again, stats, stats_price
+from .autograd import FormedLoss, attach, formed_again, loss_price, stats, stats_price
 from .engine import Together, loss_gradients
 from .seen import Seen, seen_of
 
@@ -95,7 +95,7 @@ def _finish(
     together: Together | None = None,
 ) -> Tensor:
     with torch.no_grad():
-        total, stat_grads = loss_gradients(call, needs, evaluate, together)
+        total, stat_grads = loss_gradients(call, loss_price(call, needs), needs, evaluate, together)
         formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, together))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total

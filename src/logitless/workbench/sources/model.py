@@ -192,9 +192,7 @@ def load_tokenizer(source: ModelSource) -> TextTokenizer:
     return tokenizer
 
 
-def reaching(
-    source: ModelSource, length: int, scaling: str | None = None, given: str = "--context-length"
-) -> Any:
+def reaching(source: ModelSource, length: int, scaling: str | None = None, given: str = "--context-length") -> Any:
     """The source's configuration, for sequences of `length` tokens; OptionError when its positions end before.
 
     scaling: such as yarn:4, "" for none; None where the command has no --rope-scaling, which an error then leaves out.

@@ -109,7 +109,7 @@ def test_a_second_look_is_compiled(fresh, masked):
 def test_columns_are_compiled_in_whole_blocks(want, more, fresh):
     """Some tokens whose logits a gradient needs again, and a last slice of 41 entries, which is read plainly."""
     ops = operands((13,), 7, 2048 + 41, dtype=torch.float32, reference=True, bias=False, **more)
-    compare_loss(ops.training("hidden", "weight"), want, backend="compiled", memory_budget=500_000)
+    compare_loss(ops.training("hidden", "weight"), want, backend="compiled", memory_budget=600_000)
     assert {columns for _, columns, *_ in fresh} == {True}
     assert kernels.count() == len(fresh) == (3 if "jsd" in want else 2)
 

@@ -191,6 +191,7 @@ class EagerBackend(Backend):
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         run, columns = self.running(chunk, bases), in_columns(chunk, keep)
         for i, v in enumerate(chunk.vocabulary()):
+            run.w = ()  # the slice before, where it was converted, goes first
             run.w = chunk.policy.operand(v)
             tile = chunk.logits(v, run.w, str(i) if keep else "", columns)
             run.add(tile, keep)
