@@ -90,7 +90,7 @@ def raw_name(tokenizer: Any, token: int) -> str:
 
 
 def byte_count(tokenizer: Any, ids: Sequence[int]) -> int:
-    """How many bytes of text tokens stand for, also where they begin or end within a character; special ones for none."""
+    """How many bytes of text tokens stand for, also where they begin or end within a character; special ones: none."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in ids if i not in special]
     text = _decoded(tokenizer, ids)

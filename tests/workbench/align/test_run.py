@@ -159,7 +159,10 @@ def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
     assert tokenizer.decode(first["chosen_ids"]) == "cd</s>"
     assert sum(i in marks for i in first["prompt_ids"]) == 3
     assert first["chosen_ids"][-1] == marks[1]
+    longest = len(first["prompt_ids"]) + len(first["chosen_ids"])
     if form == "pairs":
+        rows = 2 * start.batch_size * longest  # of the texts that there are, not of the longest allowed
+        assert steps(tmp_path / "run")[-1]["memory/dense_would_need_bytes"] == rows * len(tokenizer) * 8
         assert tokenizer.decode(first["rejected_ids"]) == "x</s>"
         assert steps(tmp_path / "run")[-1]["rewards/accuracies"] == 1
 

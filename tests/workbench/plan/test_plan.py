@@ -70,7 +70,8 @@ def test_a_quantised_head():
     assert sizes(replace(stored, tensor_parallel=2))["quantised head"] == after["quantised head"] // 2
     assert after["slices of the logits"] <= stored.memory_budget
     assert flags(stored) == {}
-    for wrong in ({"lora_rank": 0}, {"model": SHAPE}, {"algorithm": "grade"}):
+    replace(stored, reward_shape=SHAPE, critic_shape=SHAPE).check()  # whose heads are none
+    for wrong in ({"lora_rank": 0}, {"model": SHAPE, "reward_shape": shape}, {"algorithm": "grade"}):
         with pytest.raises(OptionError, match="needs a frozen head of its own"):
             replace(stored, **wrong).check()
     assert {name: HEAD_FORMATS[name.lower()] for name in ("Q8_0", "Q6_K", "Q4_K")} == {

@@ -41,7 +41,7 @@ from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
 from .data import MOST_PAIRS, MOST_ROWS, ROWS_FILE, check_enough, load, prompt_ids, rows_of, save, with_rejected
 from .report import SCHEMA, numbers, plot
-from .trainers import Alignment, after_epochs, check_available, dense_bytes, trainer_of
+from .trainers import Alignment, after_epochs, check_available, dense_bytes, longest_pair, trainer_of
 
 
 def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
@@ -162,7 +162,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
     after = AfterLastStep(held_out.conclude)
-    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, config.context_length), after]
+    longest = config.completion_length if config.kind.rollouts else longest_pair(trainer.train_dataset)
+    trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, longest), after]
     explain_failures(trainer, config.report_to)
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):
         trainer.add_callback(callback)

@@ -158,6 +158,12 @@ def check_available(config: AlignConfig) -> None:
         rewards_of(config)
 
 
+def longest_pair(rows: Any) -> int:
+    """Tokens of the longest sequence among a trainer's pairs, prompt and answer."""
+    sides = zip(rows["prompt_ids"], rows["chosen_ids"], rows["rejected_ids"], strict=True)
+    return max(len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in sides)
+
+
 def dense_bytes(config: AlignConfig, vocab_size: int, itemsize: int, longest: int) -> int:
     """What dense logits of one forward pass with gradient would need, with their log-softmax.
 

@@ -77,7 +77,7 @@ class Spectrum:
         return {f"mean_where_{side}": float(t.sum() / n.sum()) if n.sum() else None for side, n, t in sums}
 
     def quantile(self, share: float) -> float:
-        """The mean of the numbers that share the key of the one with `share` of all at or below it; of all, the most."""
+        """The mean of the numbers that share the key of the one with `share` of all at or below it; the most of all."""
         if share == 1:
             return self.most
         count, total = self.count.sum(0), self.total.sum(0)

@@ -111,7 +111,7 @@ class Setting:
             raise OptionError("--offload-activations needs --gradient-checkpointing: it moves what that keeps")
         if self.mlp_tiles > 1 and self.model.moe_layers:
             raise OptionError(f"--mlp-tiles needs dense MLPs: {self.model.name} has layers that route")
-        if self.quantised_head and (not self.lora_rank or shape.tied or self.kind.soft_tokens):
+        if self.quantised_head and (not self.lora_rank or self.model.tied or self.kind.soft_tokens):
             raise OptionError(
                 f"--head-format {self.head_format} needs a frozen head of its own, so --lora-rank and an untied model, "
                 "and no soft tokens; leave it out"
