@@ -343,8 +343,9 @@ def low_rank_flop(
 
     backward: how many of the two factors get gradients.
     """
-    looks = 2 if price.method == "recompute" else 1
-    after = {"in-forward": backward, "recompute": backward, "basis": len(price.bases)}.get(price.method, 0)
+    looks = 1 + (price.method == "recompute") + price.looks_again
+    formed = backward if price.materialised else 0
+    after = {"in-forward": formed, "recompute": backward, "basis": len(price.bases)}.get(price.method, 0)
     own = (looks + after) * gemm_flop(n_tokens, rank, vocab_size)
     return own + looks * gemm_flop(n_tokens, reference_rank, vocab_size)
 
