@@ -113,17 +113,6 @@ def test_hooks_of_accelerate():
     ll.LMHead.of(hooks.add_hook_to_module(nn.Linear(H, V), moves))
 
 
-def test_hooks_in_a_compiled_function():
-    linear = nn.Linear(H, V)
-    linear.register_forward_hook(lambda module, given, output: 2 * output)
-
-    @torch.compile(backend="eager")
-    def loss(hidden, labels):
-        return ll.linear_cross_entropy(hidden, ll.LMHead.of(linear), labels)
-
-    refused(ConfigError, lambda: loss(torch.randn(2, H), torch.zeros(2, dtype=torch.int64)), f"hook of {__name__}")
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_hooks_that_make_the_weight():
     """It is what the layer's next call would multiply with, not what its last one did, and leads to its gradients."""

@@ -86,6 +86,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _prepare(layer: nn.Module) -> None:
     """Let hooks make the layer's weight; ConfigError where others may change what it is called with or returns."""
+    if torch.compiler.is_compiling():
+        return  # a graph cannot ask where a function was written
     for part in layer.modules():
         own = _own_forward(part)
         changes = [("a forward pre-hook", hook) for hook in part._forward_pre_hooks.values()]
@@ -113,7 +115,6 @@ def _own_forward(part: nn.Module) -> list[Any]:
     return [forward] if hook is None else [type(x) for x in getattr(hook, "hooks", (hook,))]
 
 
-@torch.compiler.assume_constant_result
 def _origin(what: Any) -> str:
     """The module that a function or class was written in."""
     while isinstance(what, functools.partial):
