@@ -74,6 +74,7 @@ def test_bytes_wherever_tokens_end(by_bytes, by_words):
     assert byte_count(by_bytes, []) == 0
     euro = by_words.convert_tokens_to_ids(["▁the", "<0xE2>", "<0x82>", "<0xAC>", "▁cat", "</s>"])
     assert [byte_count(by_words, euro[:i]) for i in range(7)] == [0, 3, 4, 5, 6, 10, 10]
+    assert [byte_count(by_words, euro[1:i]) for i in range(1, 4)] == [0, 1, 2]
 
 
 def test_nothing_acts():

@@ -97,9 +97,9 @@ def byte_count(tokenizer: Any, ids: Sequence[int]) -> int:
     if BROKEN not in text:
         return len(text.encode())
     stored, table = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)], _byte_alphabet()
-    if all(letter in table for name in stored for letter in name):
-        return sum(map(len, stored))
     rest = [i for i, name in zip(ids, stored, strict=True) if not BYTE.fullmatch(name)]
+    if len(rest) == len(ids) and all(letter in table for name in stored for letter in name):
+        return sum(map(len, stored))
     return len(ids) - len(rest) + len(_decoded(tokenizer, rest).encode())
 
 

@@ -245,6 +245,16 @@ def traffic(group: Any) -> None:
         assert (told.gathered, told.summed) == tuple(sum(sizes) for sizes in seen.values())
         seen = {name: [] for name in seen}
 
+    uneven = Split(ops, group, (2048 - 64 * (size - 1), *[64] * (size - 1))).head
+    for _ in range(2):  # `explain` knows the shards of a head that ranks have met on
+        told = ll.explain(ops.hidden, uneven, ops.labels, loss=True, memory_budget=1 << 18).traffic
+        with patch.object(Ranks, "_call", counted):
+            loss = ll.linear_cross_entropy(ops.hidden, uneven, ops.labels, memory_budget=1 << 18)
+            torch.autograd.grad(loss, ops.hidden)
+        sent, seen = sum(map(len, seen.values())), {name: [] for name in seen}
+    assert told is not None
+    assert told.collectives == sent
+
     def step() -> None:
         ll.linear_cross_entropy(one.ops.hidden, one.head, one.ops.labels, memory_budget=1 << 16).backward()
 

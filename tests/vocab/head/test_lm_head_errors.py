@@ -113,6 +113,41 @@ def test_hooks_of_accelerate():
     ll.LMHead.of(hooks.add_hook_to_module(nn.Linear(H, V), moves))
 
 
+def test_hooks_in_a_compiled_function():
+    linear = nn.Linear(H, V)
+    linear.register_forward_hook(lambda module, given, output: 2 * output)
+
+    @torch.compile(backend="eager")
+    def loss(hidden, labels):
+        return ll.linear_cross_entropy(hidden, ll.LMHead.of(linear), labels)
+
+    refused(ConfigError, lambda: loss(torch.randn(2, H), torch.zeros(2, dtype=torch.int64)), f"hook of {__name__}")
+
+
+def test_a_forward_that_was_compiled():
+    linear = nn.Linear(H, V)
+    linear.forward = torch.compile(linear.forward, backend="eager")
+    assert ll.LMHead.of(linear).weight is linear.weight
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_steps_of_a_weight_that_a_hook_makes_in_a_compiled_function():
+    linear, hidden, labels = nn.utils.weight_norm(nn.Linear(H, V)), torch.randn(6, H), torch.randint(V, (6,))
+
+    @torch.compile(backend="aot_eager")
+    def loss(hidden, labels):
+        return ll.linear_cross_entropy(hidden, ll.LMHead.of(linear), labels)
+
+    for _ in range(3):
+        ours = loss(hidden, labels)
+        ours.backward()
+        torch.testing.assert_close(ours, nn.functional.cross_entropy(linear(hidden), labels))
+        with torch.no_grad():
+            for x in linear.parameters():
+                x -= 0.5 * x.grad
+                x.grad = None
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_hooks_that_make_the_weight():
     """It is what the layer's next call would multiply with, not what its last one did, and leads to its gradients."""

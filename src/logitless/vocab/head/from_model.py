@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
@@ -86,8 +86,6 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _prepare(layer: nn.Module) -> None:
     """Let hooks make the layer's weight; ConfigError where others may change what it is called with or returns."""
-    if torch.compiler.is_compiling():
-        return  # a graph cannot ask where a function was written
     for part in layer.modules():
         own = _own_forward(part)
         changes = [("a forward pre-hook", hook) for hook in part._forward_pre_hooks.values()]
@@ -108,6 +106,8 @@ def _prepare(layer: nn.Module) -> None:
 def _own_forward(part: nn.Module) -> list[Any]:
     """What an instance runs in the place of its class's forward: accelerate's hooks stand there, each of its class."""
     forward = part.__dict__.get("forward")
+    if hasattr(forward, "_torchdynamo_orig_callable"):  # of torch.compile(layer.forward)
+        forward = inspect.unwrap(forward)
     put_back = getattr(forward, "__func__", None) is type(part).forward
     if forward is None or put_back or type(part).__name__ in WRAPPERS:
         return []

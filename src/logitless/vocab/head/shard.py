@@ -61,9 +61,10 @@ class VocabShard:
         object.__setattr__(self, "process_group", process_group("VocabShard", self.group, self.dim))
 
     def agreed(self, layout: Layout) -> VocabShard:
-        """The shard in a call of ranks that hold these rows."""
+        """The shard in a call of ranks that hold these rows; this one remembers them for `explain`."""
         other = copy(self)
-        object.__setattr__(other, "layout", layout)
+        for shard in (self, other):
+            object.__setattr__(shard, "layout", layout)
         return other
 
     @property
