@@ -106,10 +106,11 @@ def _prepare(layer: nn.Module) -> None:
 def _own_forward(part: nn.Module) -> list[Any]:
     """What an instance runs in the place of its class's forward: accelerate's hooks stand there, each of its class."""
     forward = part.__dict__.get("forward")
+    if forward is None or type(part).__name__ in WRAPPERS:
+        return []
     if hasattr(forward, "_torchdynamo_orig_callable"):  # of torch.compile(layer.forward)
         forward = inspect.unwrap(forward)
-    put_back = getattr(forward, "__func__", None) is type(part).forward
-    if forward is None or put_back or type(part).__name__ in WRAPPERS:
+    if getattr(forward, "__func__", None) is type(part).forward:
         return []
     hook = part.__dict__.get("_hf_hook")
     return [forward] if hook is None else [type(x) for x in getattr(hook, "hooks", (hook,))]
