@@ -1,6 +1,5 @@
 """The compiled backend: eager's formulas to the last digits, compiled once for all sizes, plain where it cannot be."""
 
-import multiprocessing
 import threading
 import warnings
 
@@ -12,6 +11,7 @@ from logitless.errors import BackendError
 from logitless.vocab.backends.compiled import kernels
 from logitless.vocab.backends.eager.formulas import without_maximum
 from logitless.vocab.call import choice, compiled_support, validate
+from tests.support import forked
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import EVERYTHING, assert_near_in_norm, compare, compare_loss, operands
 
@@ -180,26 +180,10 @@ def test_several_threads_compile_once(fresh):
         torch.testing.assert_close(each, expected)
 
 
-def _in_child(queue, ops):
-    torch.set_num_threads(1)  # as each worker of a DataLoader does: OpenMP's threads do not survive a fork
-    queue.put([x.tolist() for x in stats_of(ops, backend="compiled")])
-
-
 @needs_a_compiler
 def test_a_forked_worker_uses_what_its_parent_compiled():
-    ops = problem()
-    expected = stats_of(ops, backend="compiled")
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX's word for them, where a test imported it
-        child = context.Process(target=_in_child, args=(queue, ops))
-        child.start()
-    got = queue.get(timeout=60)
-    child.join(60)
-    assert child.exitcode == 0
-    assert got == [x.tolist() for x in expected]
+    status, written = forked.module("tests.support.vocab.forked_worker")
+    assert status == 0, written
 
 
 def test_a_failed_compilation_is_told_once_and_computed_plainly(fresh, monkeypatch):
