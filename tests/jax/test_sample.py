@@ -213,6 +213,13 @@ def test_a_record_of_no_entries_from_ragged_chunks():
     assert record.token.tolist() == [0] * 7
 
 
+def test_forbidden_ids_of_any_array():
+    options = {"temperature": 0, "keep": 1}
+    hidden, head = jnp.ones((1, 4)), LMHead(jnp.eye(9, 4))
+    for ids in ((0, 1), [0, 1], np.arange(2), jnp.arange(2)):
+        assert sample_tokens(hidden, head, forbidden=ids, **options).token.tolist() == [2]
+
+
 def test_without_jit():
     hidden, head = jnp.ones((3, 4)), LMHead(jax.random.normal(jax.random.key(0), (33, 4)))
     usual = sample_tokens(hidden, head, Noise(1, 0), top_p=0.9)

@@ -206,7 +206,7 @@ def second_look(sums: frozenset[str], p: Array, q: Array, d: Array, beta: float,
     if any(name in sums for name in ("jsd", "kl_mixture", "reverse_kl_mixture")):
         a = xp.expm1(-xp.abs(d))
         log_p, log_q = mixture_logs(d, beta, xp, a)
-        zero = xp.zeros_like(p[..., :1])
+        zero = xp.zeros_like(p[..., :1])  # a number in its place is made anew for each `where`, on a GPU by a launch
         of_p, of_q = xp.where(p > 0, p * log_p, zero), xp.where(q > 0, q * log_q, zero)
         if "jsd" in sums:
             out["jsd"] = (1 - beta) * of_p + beta * of_q

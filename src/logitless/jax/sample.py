@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
+from operator import index
 from typing import Any
 
 import jax
@@ -106,9 +106,11 @@ def _sample(rules: Rules | None, keep: int, call: Call, temperature: Array, keys
 
 
 def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(ids, Iterable) or not all(isinstance(i, Integral) for i in ids):
-        raise OptionError(f"forbidden: expected whole numbers in a tuple, known before tracing, got {ids!r}")
-    ids = tuple(int(i) for i in ids)
+    try:
+        ids = tuple(map(index, ids))
+    except TypeError:
+        expected = "whole numbers in a tuple, known before tracing"
+        raise OptionError(f"forbidden: expected {expected}, got {ids!r}") from None
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong or len(set(ids)) >= vocab_size:
         got = wrong[0] if wrong else "all of them"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,8 +39,7 @@ def checked_call(
     ref_hidden, ref_head = _check_reference(reference, lead, vocab_size, options.axis_name)
     want = check_want(options.want, labels is not None, reference is not None, candidates is not None)
     check_numbers(vocab_size, options.top_k, options.jsd_beta, options.memory_budget)
-    if not isinstance(options.ignore_index, Integral):
-        raise OptionError(f"ignore_index: expected a whole number known before tracing, got {options.ignore_index!r}")
+    check_known(ignore_index=options.ignore_index)
     check_ignore_index(options.ignore_index, bits=32)
     if labels is not None:
         labels = _check_ids("labels", labels, lead, vocab_size, options.ignore_index).reshape(n)

@@ -98,14 +98,14 @@ class TeacherRecord:
         _check_file(self.path)
         with _explained(self.path):
             self.file = pq.ParquetFile(self.path, page_checksum_verification=True, memory_map=True)
-            schema = self.file.schema_arrow
-            _ = schema.names  # which pyarrow decodes now
+        schema = self.file.schema_arrow
         self.about = about = _about(schema, self.path)
         self.kind: Literal["hidden", "topk"] = about.get("store", "topk")
         self.stored: str = about["hidden_dtype"] if self.kind == "hidden" else "topk"
         self.columns = ["logsumexp", *COLUMNS[self.stored]]
         width = about["hidden_size"] * STORED[self.stored].itemsize if self.kind == "hidden" else 0
-        check_kinds(schema, [*PLACES, *self.columns], width, self.path)
+        with _explained(self.path):  # names that are no text
+            check_kinds(schema, [*PLACES, *self.columns], width, self.path)
         self.vocab_size: int = about.get("vocab_size") or 0
         self.entries = self.vocab_size or MOST_ENTRIES
         self.tokenizer, self.text, self.bos = about.get("tokenizer"), about.get("text"), about.get("bos")

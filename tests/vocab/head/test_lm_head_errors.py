@@ -111,6 +111,10 @@ def test_hooks_of_accelerate():
         hooked = hooks.add_hook_to_module(nn.Linear(H, V), hook)
         refused(ConfigError, lambda: ll.LMHead.of(hooked), f"a replaced forward of {__name__}")  # noqa: B023
     ll.LMHead.of(hooks.add_hook_to_module(nn.Linear(H, V), moves))
+    pruned = hooks.add_hook_to_module(prune.l1_unstructured(nn.Linear(H, V), "weight", 0.3), moves)
+    with torch.no_grad():
+        pruned.weight_orig.mul_(2)
+    assert torch.equal(ll.LMHead.of(pruned).weight, pruned.weight_orig * pruned.weight_mask)
 
 
 def test_hooks_in_a_compiled_function():

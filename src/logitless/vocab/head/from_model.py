@@ -88,6 +88,7 @@ def _prepare(layer: nn.Module) -> None:
     """Let hooks make the layer's weight; ConfigError where others may change what it is called with or returns."""
     for part in layer.modules():
         own = _own_forward(part)
+        under_way = any(_origin(forward).startswith("logitless") for forward in own)  # the layer's call: hooks have run
         changes = [("a forward pre-hook", hook) for hook in part._forward_pre_hooks.values()]
         changes += [("a forward hook", hook) for hook in part._forward_hooks.values()]
         changes += [("a replaced forward", forward) for forward in own]
@@ -99,12 +100,12 @@ def _prepare(layer: nn.Module) -> None:
                     "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
                 )
         for hook in part._forward_pre_hooks.values():
-            if not own and _origin(hook).startswith(MAKES_WEIGHT):  # which else the layer's call, under way, has done
+            if not under_way and _origin(hook).startswith(MAKES_WEIGHT):
                 hook(part, ())
 
 
 def _own_forward(part: nn.Module) -> list[Any]:
-    """What an instance runs in the place of its class's forward: accelerate's hooks stand there, each of its class."""
+    """What an instance runs in the place of its class's forward, and the classes of the hooks that accelerate runs."""
     forward = part.__dict__.get("forward")
     if forward is None or type(part).__name__ in WRAPPERS:
         return []
@@ -113,7 +114,7 @@ def _own_forward(part: nn.Module) -> list[Any]:
     if getattr(forward, "__func__", None) is type(part).forward:
         return []
     hook = part.__dict__.get("_hf_hook")
-    return [forward] if hook is None else [type(x) for x in getattr(hook, "hooks", (hook,))]
+    return [forward, *(type(x) for x in getattr(hook, "hooks", (hook,)) if x is not None)]
 
 
 def _origin(what: Any) -> str:

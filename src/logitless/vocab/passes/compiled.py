@@ -69,7 +69,7 @@ def _key(call: Call) -> str:
 
 
 def _of_head(name: str, head: LMHead) -> str:
-    return f"{name}={float(head.scale)},{float(head.softcap or 0.0)},{head.vocab_size or 0}"
+    return f"{name}={head.scale},{head.softcap or 0.0},{head.vocab_size or 0}"
 
 
 def _call_of(key: str, inputs: Inputs) -> Call:

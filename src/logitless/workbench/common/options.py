@@ -193,6 +193,8 @@ class RunOptions:
     trust_config: bool = False
     """Also run code of the modules that --config, or the run that --resume goes on with, names as its rewards."""
 
+    length_options = "--prompt-length and --completion-length, together"  # that `context_length` comes from
+
     # How the model's body is computed: options of `train` alone.
     attention = "auto"
     mlp_tiles = 1

@@ -19,6 +19,8 @@ class TrainConfig(RunOptions):
     Sizes count tokens unless they say otherwise. Raises OptionError from `check`.
     """
 
+    length_options = "--context-length"
+
     model: ModelName = "tiny"
     """A preset such as tiny or qwen3-0.6b, a config.json, a local transformers directory, a hub id (owner/name), a GGUF
     file, or smollm2, a pretrained model that a package carries."""

@@ -234,14 +234,13 @@ def build(config: RunOptions, source: ModelSource) -> Any:
     """The model to train, loaded as `config` says, in less memory and with adapters where asked."""
     from ...models.long_context import lightened
 
-    two = config.rope_scaling is None  # of a prompt and of a completion
     model = load_model(
         source,
         dtype=config.dtype,
         attention=config.attention,
         length=config.context_length,
         scaling=config.rope_scaling,
-        given="--prompt-length and --completion-length, together" if two else "--context-length",
+        given=config.length_options,
         seed=config.seed,
     )
     model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
