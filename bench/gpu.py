@@ -1,9 +1,10 @@
 """One run on a machine with a GPU: correctness, then the whole table against the peers that are installed.
 
-    bench/gpu.sh [check|table|extras|tune|all] [--out FILE] [--rows loss,values] [--seconds 480] [--tiny]
+    bench/gpu.sh [check|table|profile|extras|tune|all] [--out FILE] [--rows loss,values] [--seconds 480] [--tiny]
     bench/gpu.sh --from FILE
 
-`all` is check and table; `tune` writes launch sizes. Each ends by itself soon after `--seconds`, naming what is left.
+`all` is check and table; `profile` says where the time of a call goes; `tune` writes launch sizes. Each ends by itself
+soon after `--seconds`, naming what is left.
 The result is one JSON-lines file (GPU, driver and versions inside), and beside it one plot where matplotlib is there.
 A result is in the file as soon as it is found: `--from` shows those of a run that was killed. The exit status is 1
 where one of ours is wrong, failed or was not run, a case of the check included, and 2 where all are right and a target
@@ -16,6 +17,7 @@ interpreter where TRITON_INTERPRET=1: a check of the benchmark.
 import argparse
 import faulthandler
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import Shape
-from bench.gpu_measure import GRACE, Apart, Subject, gpu_environment
+from bench.gpu_measure import GRACE, MOST_SECONDS, Apart, Subject, gpu_environment
 from bench.gpu_rows import FASTER, IN_A_GRAPH, MIB, RIVAL, ROWS, Row, methods
 from bench.gpu_timing import Bench, Record
 from bench.harness import MB, read_lines, write_line
@@ -34,10 +36,10 @@ from bench.peers import Method
 from bench.run import describe
 
 CHECK_SHARE = 0.3  # of the seconds of `all`
-CHECK_PROCESSES = 4  # on a GPU, where most of the time goes into compiling kernels on one core
+CHECK_PROCESSES = max(1, min(12, (os.cpu_count() or 1) - 2))  # on a GPU: most of the time goes into compiling
 SLOW_SECONDS = 45.0  # that torch.compile may take for one row
-MOST_SECONDS = 100.0  # of one method on one row; it is ended then
 OUT = Path("bench/results/gpu.jsonl")
+WHAT = ("all", "check", "table", "profile", "extras", "tune")
 MISSING: Record = {"status": "not run", "reason": "not in the file"}
 
 
@@ -95,7 +97,7 @@ def table(options: argparse.Namespace, device: str) -> int:
     bench = Bench(device, time.monotonic() + options.seconds)
     backend = "triton" if device == "cpu" else None  # on a GPU what a call gets
     subject = Apart(Subject, bench, options.rounds, backend, options.tiny, torch.get_num_threads(), methods)
-    starts = tuple(options.methods.split(","))
+    chosen = options.methods.split(",") if options.methods else []
     try:
         if time.monotonic() < bench.deadline:
             found = subject.call("device", timeout=MOST_SECONDS)
@@ -105,7 +107,8 @@ def table(options: argparse.Namespace, device: str) -> int:
             for row in (ROWS[name] for name in options.rows):
                 print(f"{row.name}: {row.title}, {row.tiny if options.tiny else row.shape}", flush=True)
                 for method in methods(row, backend):
-                    if method.kind in kinds and (method.kind == "floor" or method.name.startswith(starts)):
+                    named = not chosen or method.name.partition(", ")[0] in chosen
+                    if method.kind in kinds and (method.kind == "floor" or named):
                         found = measured(subject, row, method, bench.deadline)
                         write_line(options.out, about(row, options.tiny, device) | found)
     finally:
@@ -210,15 +213,16 @@ def summary(records: list[Record]) -> Iterator[str]:
             work = work.replace(" |", ", in a CUDA graph |")
         others = [r for r in rows.values() if r["method_kind"] == "peer" and r["status"] == "ok"]
         best = min(others, key=lambda r: r["to_bare"], default=None)
-        other = "- | -" if best is None else f"{best['method']} {best['to_bare']:.2f} x | {_errors(best)}"
+        other = "- | -" if best is None else f"{best['method']} {best['to_bare']:.2f} x | {worst_errors(best)}"
         limit = "-" if mine["time_limit"] is None else f"{mine['time_limit']:.2f} x"
         limit += f", faster than {RIVAL}" if RIVAL in rows and mine["time_limit"] is not None else ""
         above = f"{max(0.0, mine['peak_mb'] - mine['gradient_mb']):,.0f} MB"
         times = f"{1e3 * bare['median_s']:.2f} ms | **{mine['to_bare']:.3f} x**"
-        yield f"| {work} | {times} | {limit} | {above} | {_errors(mine)} | {other} |"
+        yield f"| {work} | {times} | {limit} | {above} | {worst_errors(mine)} | {other} |"
 
 
-def _errors(record: Record) -> str:
+def worst_errors(record: Record) -> str:
+    """The largest of values, in nats, and of gradients, relative to their largest entry."""
     return " / ".join(_worst(record.get("errors", {}), gradients) for gradients in (False, True))
 
 
@@ -259,15 +263,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "check", "table", "extras", "tune"))
+    parser.add_argument("what", nargs="?", default="all", choices=WHAT)
     default = f"{OUT}; of check alone: none; of tune: the file of this GPU's sizes"
     parser.add_argument("--out", type=Path, help=f"must not exist (default: {default})")
     parser.add_argument("--from", type=Path, dest="source", help="measure nothing: table and plot of this result file")
     parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
-    parser.add_argument("--methods", default="", help="comma-separated beginnings of names; floors always run")
+    parser.add_argument("--methods", default="", help="comma-separated, each with its variants; floors always run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it; what is left then is named")
-    parser.add_argument("--parts", default="", help="of the extras, comma-separated; all unless given")
+    parser.add_argument("--calls", default="", help="that are profiled, comma-separated; all unless given")
+    parser.add_argument("--parts", default="", help="of the extras, or beginnings of what is tuned; all unless given")
     parser.add_argument("--tiny", action="store_true", help="toy shapes: a check of the benchmark, not a result")
     options = parser.parse_args(arguments)
     if options.source is not None:
@@ -303,7 +308,15 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, device: st
     if options.what == "tune":
         from bench.gpu_tune import tune
 
-        return tune(options.out, options.tiny, device, options.seconds)
+        return tune(options.out, options.tiny, device, options.seconds, options.parts.split(","))
+    if options.what == "profile":
+        from bench.gpu_counts.calls import CALLS
+        from bench.gpu_profile import profiles
+
+        names = options.calls.split(",") if options.calls else list(CALLS)
+        if unknown := [name for name in names if name not in CALLS]:
+            parser.error(f"unknown call {unknown[0]!r}; choose from {', '.join(CALLS)}")
+        return profiles(options.out, device, options.seconds, names)
     if options.what == "extras":
         from bench.gpu_extras import PARTS, extras
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import logitless as ll
 from bench import peers
-from bench.cases import CASES, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
+from bench.cases import CASES, CLIP, LOGIT_STD, Case, Shape, Tensors, ppo_loss, step
 from logitless.algebra.costs import fused_slices_of
 from logitless.sample import SamplingMask
 from logitless.vocab.backends.logits import add_product, operand_dtype, product
@@ -101,9 +101,7 @@ def make_operands(row: Row, shape: Shape, device: str, dtype: torch.dtype) -> Te
     out["labels"] = torch.randint(v, (n,), generator=g, device=device)
     out["cotangent"] = torch.randn(n, generator=g, device=device)
     if "advantages" in row.case.takes:
-        lse = math.log(v) + out["hidden"].float().square().mean(-1) * LOGIT_STD**2 / 2
-        label_logit = (out["hidden"].float() * out["weight"][out["labels"]].float()).sum(-1)
-        out["old_logprob"] = label_logit - lse + 0.15 * torch.randn(n, generator=g, device=device)
+        out["old_logprob"] = logprobs(out) - off_the_edges(0.15 * torch.randn(n, generator=g, device=device))
         out["advantages"] = torch.randn(n, generator=g, device=device)
     if "token_ids" in row.case.takes:  # a label first, and others as far apart as they can be
         k = min(ENTRIES, v // 64)
@@ -112,6 +110,20 @@ def make_operands(row: Row, shape: Shape, device: str, dtype: torch.dtype) -> Te
         out["ref_hidden"] = out["hidden"] + randn(n, h, scale=0.2)
         out["ref_weight"] = out["weight"] + randn(v, h, scale=0.2 * LOGIT_STD / math.sqrt(h))
     return out
+
+
+def logprobs(tensors: Tensors) -> Tensor:
+    """The labels' log-probs, some tokens at a time."""
+    weight, found = tensors["weight"].float(), []
+    for hidden, labels in zip(*(tensors[name].split(ORACLE_CHUNK) for name in ("hidden", "labels")), strict=True):
+        found.append(F.linear(hidden.float(), weight).log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def off_the_edges(step: Tensor) -> Tensor:
+    """Logarithms of ratios none of which lies where clipping begins: there a last digit decides about a gradient."""
+    near = torch.stack([(step.exp() - edge).abs() < 1e-3 for edge in (1 - CLIP, 1 + CLIP)]).any(0)
+    return torch.where(near, step + 0.01, step)
 
 
 def oracle(row: Row, tensors: Tensors) -> Tensors:
@@ -319,23 +331,24 @@ def ours_in_fp32(row: Row, backend: str | None) -> Callable[[Case, Tensors], Ste
     return build
 
 
-def with_weights(step: Callable[[], Any]) -> Callable[[], Any]:
-    """With the kernel that launch sizes leave off, since nobody has measured it; on a GPU."""
+def with_weights(step: Callable[[], Any], used: int = 1) -> Callable[[], Any]:
+    """With sums and weights by the kernel of the products, or without, whatever this GPU's launch sizes say."""
 
     def run() -> Any:
-        with patch.dict(table_for(torch.device("cuda"))["weights"], used=1):
+        table = table_for(torch.device("cuda"))
+        with patch.dict(table["weights"], used=used), patch.dict(table["sums"], used=used):
             return step()
 
     return run
 
 
-def ours_with_weights(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
-    """The row with its weights written by the kernel of the products."""
+def ours_with_weights(row: Row, backend: str | None, used: int) -> Callable[[Case, Tensors], Step]:
+    """The row with its weights written by the kernel of the products, or with slices of logits."""
 
     def build(case: Case, tensors: Tensors) -> Step:
         if tensors["hidden"].device.type != "cuda":
             raise Absent("the kernel that writes weights needs a GPU")
-        return with_weights(ours(row, backend)(case, tensors))
+        return with_weights(ours(row, backend)(case, tensors), used)
 
     return build
 
@@ -436,16 +449,18 @@ def methods(row: Row, backend: str | None) -> Iterator[peers.Method]:
     if "weight" in row.case.wrt and hasattr(torch.Tensor, "grad_dtype"):
         yield peers.Method(IN_FP32, ours_in_fp32(row, backend), "ours")
     if name == "loss":
-        yield peers.Method("logitless, weights", ours_with_weights(row, backend), "ours")
+        yield peers.Method("logitless, weights", ours_with_weights(row, backend, 1), "ours")
         yield peers.Method("logitless, QuACK", ours(row, "quack"), "ours")
-    if backend is None and name != "sample":
+    if name in ("loss", "entropy", "frozen") and row.shape == LLAMA:
+        yield peers.Method("logitless, slices", ours_with_weights(row, backend, 0), "ours")
+    if backend is None and row.name == "loss":
         yield peers.Method("logitless, eager", ours(row, "eager"), "ours")
     if row.dense:
         yield peers.Method("torch", peers.dense)
     if name == "loss":
-        yield peers.Method("Liger", liger)
-        yield peers.Method("Liger, CuTe", liger_cute)
         yield peers.Method(RIVAL, quack)
+        yield peers.Method("Liger, CuTe", liger_cute)
+        yield peers.Method("Liger", liger)
     if name in ("entropy", "frozen"):
         yield peers.Method("Liger, scaled cross-entropy", liger_scaled)
     if name in ("loss", "frozen"):

@@ -30,7 +30,9 @@ GEMMS = (  # rows, entries, inner, warps, stages
     (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4),
     (64, 256, 64, 8, 3), (16, 128, 64, 4, 5), (16, 128, 128, 4, 4), (32, 128, 128, 4, 4),
 )  # fmt: skip
-WEIGHING = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3))  # the same of the kernel with weights
+WEIGHING = (  # the same of the kernel that sums its products
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3),
+)  # fmt: skip
 STREAMED_MIB = (16, 32, 64, 128)
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 DRAWN = 64  # rows of a decode step
@@ -152,10 +154,12 @@ class Parts:
     def all(self) -> dict[str, Callable[[], None]]:
         thin = self.thin
         best = thin.values(top_k=20), thin.values(want=("logprob", "entropy", "kl"))
+        whole = self.whole
         return {
+            "sums by the kernel of the products": lambda: self.products("sums", whole.values()),
+            "weights by the kernel of the products": lambda: self.products("weights", whole.loss(trains_head=True)),
             "plain": lambda: self.kernel("plain", thin.values()),
             "logits_grad": lambda: self.kernel("logits_grad", thin.loss()),
-            "a loss whose weights the kernel of the products writes": self.weights,
             "plain_basis": lambda: self.kernel("plain_basis", thin.frozen(("logprob",))),
             "basis": lambda: self.warps_of("basis", thin.frozen(("logprob", "rank"))),
             "best": lambda: self.kernel("best", lambda: [step() for step in best]),
@@ -178,11 +182,12 @@ class Parts:
         warps = self.warps if self.tiny else (*self.warps, 32)
         best_of(self.thin, self.sizes[name], ({"warps": w} for w in warps), step)
 
-    def weights(self) -> None:
-        """By a loss that trains its head, whose gradient is then written once in the place of twice."""
+    def products(self, name: str, step: Callable[[], Any]) -> None:
+        """The kernel that sums its products, or none; of a loss that trains its head, whose gradient it writes once."""
+        self.sizes[name]["used"] = 0
         shapes = names_of(WEIGHING[:1] if self.tiny else WEIGHING)
         sizes = (shape | {"used": 1, "persistent": p} for shape, p in product(shapes, (1, 0)))
-        best_of(self.whole, self.sizes["weights"], sizes, self.whole.loss(trains_head=True))
+        best_of(self.whole, self.sizes[name], sizes, step)
 
     def draw(self) -> None:
         """Constants of the draw, which no file has: what is found is said."""
@@ -207,14 +212,16 @@ class Parts:
         shared_tokens(self.whole, sizes, self.whole.hidden.shape[0])
 
 
-def tune(out: Path, tiny: bool, device: str, seconds: float) -> int:
-    """All of it that there is time for into `out`; 0."""
+def tune(out: Path, tiny: bool, device: str, seconds: float, only: list[str]) -> int:
+    """All of it that there is time for into `out`, or the parts whose names begin so; 0."""
     bench = Bench(device, time.monotonic() + seconds)
     kept = triton_tuned.table_for(torch.device(device))
     before, tried = copy.deepcopy(kept), []
     try:
         parts = Parts(bench, kept, tiny)
         for name, part in parts.all().items():
+            if not name.startswith(tuple(only)):
+                continue
             if parts.whole.late:
                 print(f"  {name}: no time left", flush=True)
                 continue

@@ -1,17 +1,103 @@
-"""What a GPU would be asked for, from `bench/results/gpu_counts.jsonl`."""
+"""What a GPU has taken, from `bench/results/gpu.jsonl` and its profile, and what it is asked for by count."""
 
+import math
+from pathlib import Path
 from typing import Any
 
+from bench.gpu import by_row, worst_errors
 from bench.gpu_counts import show
+from bench.gpu_rows import IN_A_GRAPH
+from bench.harness import read_lines
+from docs.markdown import grid
+
+Record = dict[str, Any]
+PROFILE = Path("bench/results/gpu_profile.jsonl")
+NOT_HERE = (
+    "logitless, weights",
+    "logitless, eager",
+)  # the first what `logitless` is here already, the other no way
 
 
-def counts(records: list[dict[str, Any]]) -> str:
+def measured(records: list[Record]) -> str:
+    """Each row of the benchmark: medians in milliseconds, and the ratio to bare products that took turns with them."""
+    rows = [_row(row) for row in by_row([r for r in records if r["kind"] == "gpu-result"])]
+    head = [
+        "work",
+        "shape",
+        "bare",
+        "logitless",
+        "ratio",
+        "in turn",
+        "goal",
+        "MB above",
+        "errors",
+        "others: ms, errors",
+    ]
+    return f"{grid(head, rows)}\n\n{_machine(records)}"
+
+
+def _row(row: dict[str, Record]) -> list[str]:
+    first, ours = next(iter(row.values())), row.pop("ours")
+    bare = min(r.get("median_s", math.inf) for r in row.values() if r["method_kind"] == "floor")
+    shape = " x ".join(f"{x:,}" for x in first["shape"])
+    start = [first["title"], shape, _ms(bare)]
+    others = "; ".join(
+        f"{name} {_ms(r['median_s'])}{_errors(r)}"
+        for name, r in row.items()
+        if r["status"] == "ok"
+        and r["method_kind"] != "floor"
+        and r["method"] not in (ours["method"], *NOT_HERE)
+    )
+    if ours["status"] != "ok":
+        return [*start, f"{ours['status']}: {ours['reason']}", "", "", "", "", "", others]
+    goal = "–" if ours["time_limit"] is None else f"{ours['time_limit']:.2f} ×"
+    graph = " in a graph" if ours["method"] == IN_A_GRAPH else ""
+    above = f"{max(0.0, ours['peak_mb'] - ours['gradient_mb']):,.0f}"
+    ratio = f"{ours['median_s'] / bare:.2f} ×"
+    errors = worst_errors(ours)
+    return [
+        *start,
+        f"**{_ms(ours['median_s'])}**{graph}",
+        ratio,
+        f"{ours['to_bare']:.2f} ×",
+        goal,
+        above,
+        errors,
+        others,
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _errors(record: Record) -> str:
+    return f" ({worst_errors(record)})" if record.get("errors") else ""
+
+
+def _machine(records: list[Record]) -> str:
+    about, device = records[0], next(r for r in records if r["kind"] == "gpu-device")
+    versions = ", ".join(
+        f"{name} {about['versions'][name]}" for name in ("torch", "triton", "liger-kernel")
+    )
+    driver = about["driver_clocks_power"].partition(",")[0]
+    return (
+        f"{about['gpu']}, driver {driver}, CUDA {about['cuda']}, {versions}, {about['date'][:10]}. A copy moves "
+        f"{device['bandwidth'] / 1e12:.2f} TB/s, bf16 products take {device['rate'] / 1e12:.0f} TFLOP/s, those of the "
+        f"library's own kernel {device['rate_own'] / 1e12:.0f}, while the processors run at "
+        f"{device['clock'] / 1e9:.2f} GHz."
+    )
+
+
+def counts(records: list[Record]) -> str:
     """Predicted times against goals, what they are made of, and the kernels' machine code."""
     return "\n\n".join(
         [
             "## Predicted times",
             show.times_table(records),
             show.machine_line(records),
+            "## Beside what was measured",
+            beside(records),
             "## What they are made of",
             show.parts_table(records),
             "## Launches and waits",
@@ -23,4 +109,29 @@ def counts(records: list[dict[str, Any]]) -> str:
             "## Kernels",
             show.kernels_table(records),
         ]
+    )
+
+
+def beside(records: list[Record]) -> str:
+    """Each call that was profiled: predicted, measured, and its kernels alone, the longest of them named."""
+    predicted = {r["call"]: r["seconds"]["all"] for r in show.counts_of(records)}
+    found = [r for r in read_lines(PROFILE) if r.get("status") == "ok" and r["call"] in predicted]
+    rows = [
+        [
+            f"`{r['call']}`",
+            _ms(predicted[r["call"]]),
+            _ms(r["seconds"]),
+            _ms(r["busy"]),
+            "; ".join(f"{_short(k['name'])} {_ms(k['seconds'])}" for k in r["kernels"][:4]),
+        ]
+        for r in sorted(found, key=lambda r: list(predicted).index(r["call"]))
+    ]
+    return grid(["call", "predicted, ms", "measured", "its kernels", "of these the longest"], rows)
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its template: `nvjet` and `cutlass` are the matrix library's products."""
+    name = name.removeprefix("void ").partition("<")[0].rpartition("::")[2]
+    return (
+        "product" if name.startswith(("nvjet", "cutlass", "Kernel2", "sm90_xmma")) else f"`{name}`"
     )

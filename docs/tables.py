@@ -321,6 +321,7 @@ OF_RESULTS: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "long_steps": ("long_steps.jsonl", long_tables.steps),
     "nsa": ("nsa.jsonl", long_tables.sparse),
     "long_run": ("long_run.jsonl", long_tables.run),
+    "gpu": ("gpu.jsonl", gpu_tables.measured),
     "gpu_counts": ("gpu_counts.jsonl", gpu_tables.counts),
 }
 OF_SEVERAL: dict[str, Callable[[], str]] = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from bench.cases import Tensors
-from bench.gpu_rows import ENTRIES, LLAMA, QWEN, ROWS, Row, methods, ours, with_weights
+from bench.cases import LOGIT_STD, Tensors
+from bench.gpu_rows import ENTRIES, LLAMA, QWEN, ROWS, Row, make_operands, methods, ours, with_weights
 from logitless.sample import SamplingMask
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,17 +38,7 @@ class Call:
 
 def operands(row: Row) -> Tensors:
     """A row's operands, in bf16."""
-    n, h, v = row.shape.tokens, row.shape.hidden, row.shape.vocab
-    sizes = {
-        "hidden": (n, h), "weight": (v, h), "cotangent": (n,), "advantages": (n,), "old_logprob": (n,),
-        "ref_hidden": (n, h), "ref_weight": (v, h),
-    }  # fmt: skip
-    matrices = ("hidden", "weight", "ref_hidden", "ref_weight")
-    out = {k: torch.empty(s, device="cuda", dtype=BF16 if k in matrices else FP32) for k, s in sizes.items()}
-    out = {k: x for k, x in out.items() if k in row.case.takes or k in ("hidden", "weight", "cotangent")}
-    if "token_ids" in row.case.takes:
-        out["token_ids"] = torch.empty(n, ENTRIES, dtype=torch.int64, device="cuda")
-    return out | {"labels": torch.empty(n, dtype=torch.int64, device="cuda")}
+    return make_operands(row, row.shape, "cuda", BF16)
 
 
 def of_tokens(row: Row, n: int) -> Row:
@@ -84,9 +74,10 @@ def of_row(row: Row) -> Call:
 def _made(
     n: int, h: int, v: int, dtype: torch.dtype = BF16, head_dtype: torch.dtype | None = None, grad: str = "hw"
 ) -> tuple[Tensor, ll.LMHead, Tensor]:
-    hidden = torch.empty(n, h, dtype=dtype, device="cuda").requires_grad_("h" in grad)
-    weight = torch.empty(v, h, dtype=head_dtype or dtype, device="cuda").requires_grad_("w" in grad)
-    return hidden, ll.LMHead(weight), torch.empty(n, dtype=torch.int64, device="cuda")
+    hidden = torch.randn(n, h, dtype=dtype, device="cuda")
+    weight = torch.randn(v, h, dtype=head_dtype or dtype, device="cuda").mul_(LOGIT_STD / h**0.5)
+    labels = torch.randint(v, (n,), device="cuda")
+    return hidden.requires_grad_("h" in grad), ll.LMHead(weight.requires_grad_("w" in grad)), labels
 
 
 def loss_of(
@@ -111,9 +102,9 @@ def loss_of(
     return build
 
 
-def weighed(shape: tuple[int, int, int]) -> Callable[[], Callable[[], Any]]:
-    """The loss with its weights written by the kernel of the products."""
-    return lambda: with_weights(loss_of(shape, budget=GIB)())
+def sliced(build: Callable[[], Callable[[], Any]]) -> Callable[[], Callable[[], Any]]:
+    """The step with slices of logits, as devices have it that nobody has tuned."""
+    return lambda: with_weights(build(), 0)
 
 
 def explained(shape: tuple[int, int, int], dtype: torch.dtype = BF16, autocast: bool = False) -> Callable[[], str]:
@@ -134,10 +125,9 @@ def stats_of(
     def build() -> Callable[[], Any]:
         hidden, head, labels = _made(*shape, grad=grad)
         if sets:
-            sizes = shape[0] * ENTRIES, shape[0] + 1
-            options["sampling_mask"] = SamplingMask(
-                *(torch.empty(size, dtype=torch.int64, device="cuda") for size in sizes)
-            )
+            ids = (labels[:, None] + torch.arange(ENTRIES, device="cuda") * (shape[2] // ENTRIES)) % shape[2]
+            offsets = torch.arange(0, ids.numel() + 1, ENTRIES, device="cuda")
+            options["sampling_mask"] = SamplingMask(ids.flatten(), offsets)
         if {"kl", "jsd"} & set(want):
             options["reference"] = _made(*shape, grad="")[:2]
 
@@ -164,10 +154,12 @@ NOT_ROWS = (
     Call("fp16", "loss + gradients in fp16", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, FP16),
          explained=explained(LLAMA_SHAPE, FP16)),
     Call("upstream", "loss + gradients, upstream 1/8", LLAMA_SHAPE, loss_of(LLAMA_SHAPE, budget=GIB, upstream=0.125)),
-    Call("loss-weights", "loss + gradients, weights by the kernel of the products", LLAMA_SHAPE,
-         weighed(LLAMA_SHAPE)),
-    Call("loss-qwen-weights", "loss + gradients, weights by the kernel of the products", QWEN_SHAPE,
-         weighed(QWEN_SHAPE)),
+    Call("loss-slices", "loss + gradients, slices of logits", LLAMA_SHAPE, sliced(loss_of(LLAMA_SHAPE, budget=GIB))),
+    Call("values-slices", "log-prob + entropy, slices of logits", LLAMA_SHAPE,
+         sliced(stats_of(LLAMA_SHAPE, ("logprob", "entropy")))),
+    Call("frozen-slices", "log-prob, frozen head, slices of logits", LLAMA_SHAPE,
+         sliced(stats_of(LLAMA_SHAPE, ("logprob",), "h", memory_budget=GIB // 4))),
+    Call("odd-loss-slices", "loss + gradients, V = 50,257, slices of logits", GPT2, sliced(loss_of(GPT2, budget=GIB))),
     Call("odd-loss", "loss + gradients, V = 50,257", GPT2, loss_of(GPT2, budget=GIB)),
     Call("odd-values", "log-prob + entropy, V = 50,257", GPT2, stats_of(GPT2, ("logprob", "entropy"))),
     Call("max-logit", "log-prob, max logit and rank", LLAMA_SHAPE,

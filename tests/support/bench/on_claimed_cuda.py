@@ -31,6 +31,9 @@ class Here:
     def stop(self) -> None: ...
 
 
+UNTUNED = "NVIDIA GPU"  # whose launch sizes are the default ones: the interpreter multiplies the bits of bf16 numbers
+
+
 def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
     """`stepcost.measure` in this process, for the same reason."""
     return dict(stepcost.measure_here(config, tokens))
@@ -38,7 +41,8 @@ def measure(config: TrainConfig, tokens: Path) -> dict[str, Any]:
 
 def main() -> None:
     module, *sys.argv[1:] = sys.argv[1:]
-    with claimed(home="cpu"), patch.object(harness, "Worker", Here), patch.object(stepcost, "measure", measure):
+    here = patch.object(harness, "Worker", Here), patch.object(stepcost, "measure", measure)
+    with claimed(name=UNTUNED, home="cpu"), here[0], here[1]:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -135,7 +135,11 @@ def captured(device: str, step: Callable[[], Result]) -> Result:
                 stack.enter_context(patch.object(module, "capturing", lambda _: True))
             stack.enter_context(NoWaiting())
             return step()
-    step()  # compiles kernels and loads libraries, which no graph may hold
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles kernels and loads libraries, which no graph may hold
+        step()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = step()

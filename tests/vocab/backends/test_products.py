@@ -6,7 +6,7 @@ import torch
 import logitless as ll
 from logitless.resident import AllocationTracker
 from logitless.vocab.backends import logits
-from logitless.vocab.backends.logits import PIECE, SOME, product
+from logitless.vocab.backends.logits import PIECE, SOME, add_product, product
 
 WIDE = PIECE + 70
 
@@ -106,3 +106,31 @@ def test_statistics_of_some_tokens(n, monkeypatch):
         limit = 1.5 * (dense - wanted).abs().max() + 2e-6
         assert (getattr(found, name) - wanted).abs().max() <= limit
     assert torch.equal(found.top_k_ids, z.topk(3).indices)
+
+
+@pytest.mark.parametrize("operation", [product, add_product])
+@pytest.mark.parametrize(
+    "rows_depth_columns",
+    [
+        pytest.param((24, 16, 50), id="ragged entries"),
+        pytest.param((24, 50, 16), id="ragged sums"),
+        pytest.param((50, 24, 16), id="ragged gradient of entries"),
+        pytest.param((51, 53, 50), id="all"),
+    ],
+)
+def test_what_is_left_of_whole_blocks_is_multiplied_apart(operation, rows_depth_columns, monkeypatch):
+    """As on a GPU, whose library is slow where a row of numbers ends within a block."""
+    monkeypatch.setattr(logits, "CUT", ("cpu",))
+    monkeypatch.setattr(logits, "_is_chained", lambda _: False)
+    asked, plain, adds = [], torch.mm, torch.Tensor.addmm_
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: asked.append((*a.shape, b.shape[1])) or plain(a, b, out=out))
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda x, a, b: asked.append((*a.shape, b.shape[1])) or adds(x, a, b))
+    rows, depth, columns = rows_depth_columns
+    a, b = torch.randn(depth, rows, dtype=torch.float64).t(), torch.randn(depth, columns, dtype=torch.float64)
+    for left, right in ((a, b), (a.contiguous(), b.t().contiguous().t())):
+        out, asked[:] = torch.randn(rows, columns, dtype=torch.float64), []
+        exact = left @ right + (out if operation is add_product else 0)
+        torch.testing.assert_close(operation(left, right, out), exact)
+        sides = [(m, n) if left is a else (k, n) for m, k, n in asked]  # which end within blocks, by how these lie
+        assert all(size % 8 == 0 or size < 8 for side in sides for size in side)
+        assert sum(m * k * n for m, k, n in asked) == rows * depth * columns

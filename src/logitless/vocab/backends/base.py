@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,6 +203,14 @@ class Backend(ABC):
             demand["converted"] -= sum(w.shape[1] for w, _ in made)
         return demand, held
 
+    def prepared(self, chunk: Chunk) -> object:
+        """What all steps of a chunk share, made before its labels are known to exist."""
+        return None
+
+    def sums_once(self, call: Call, slices: Slices) -> bool:
+        """Whether one product in the head's own dtype is all of its gradient in a loss, but for the labels' part."""
+        return False
+
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """x times a scalar tensor: in place, or where `dtype` is another one, in one sweep into a new tensor."""
         if factor.device.type == "cpu" and factor.item() == 1:
@@ -303,6 +312,7 @@ class Chunk:
     materialised: list[Tile] = field(default_factory=list)
     slice_masses: list[SliceMass] | None = None
     skip: Skip | None = None
+    prepared: Any = None  # as its backend has it
 
     @classmethod
     def of(cls, call: Call, rows: slice, slices: Slices, scratch: Scratch, backend: Backend) -> Chunk:

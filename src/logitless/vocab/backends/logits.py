@@ -55,6 +55,7 @@ FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, a
 SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
 PIECE = 2048  # columns at a time
+CUT, BLOCK = ("cuda",), 8  # devices whose library multiplies whole blocks of so many numbers, and slowly what is left
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -319,6 +320,11 @@ def _flat(x: float | Tensor) -> float | Tensor:
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a @ b into `out`, with `out`'s precision."""
+    cut = _cut(a, b, out)
+    if cut is not None:
+        for adds, parts in cut:
+            (add_product if adds else product)(*parts)
+        return out
     if a.dtype == out.dtype:
         if _is_chained(out) and a.shape[1] > CHAIN:
             return add_product(a, b, out.zero_())
@@ -349,6 +355,11 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         shares = len(out) if a.shape[1] % len(out) == 0 else 1
         parts = a.unflatten(1, (shares, -1)).transpose(0, 1), b.unflatten(0, (shares, -1))
         return out[:shares].baddbmm_(*parts)
+    cut = _cut(a, b, out)
+    if cut is not None:
+        for _, parts in cut:
+            add_product(*parts)
+        return out
     if a.dtype == out.dtype:
         if not _is_chained(out):
             return out.addmm_(a, b)
@@ -357,6 +368,32 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
             out += a[:, part] @ b[part]
         return out
     return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def _cut(a: Tensor, b: Tensor, out: Tensor) -> list[tuple[bool, tuple[Tensor, Tensor, Tensor]]] | None:
+    """A product in whole blocks and in what is left, and whether each adds to the one before; None where it is whole.
+
+    A GPU's library multiplies matrices whose rows of numbers do not end with a block six times as slowly, even where
+    the next row begins with one: docs/decisions/0045.
+    """
+    if out.device.type not in CUT:
+        return None
+    (rows, depth), columns = a.shape, b.shape[1]
+    if _is_ragged(columns, b.stride(1), out.stride(1)):
+        edge = columns // BLOCK * BLOCK
+        return [(False, (a, b[:, some], out[:, some])) for some in (slice(0, edge), slice(edge, None))]
+    if _is_ragged(rows, a.stride(0), out.stride(0)):
+        edge = rows // BLOCK * BLOCK
+        return [(False, (a[some], b, out[some])) for some in (slice(0, edge), slice(edge, None))]
+    if _is_ragged(depth, a.stride(1), b.stride(0)):
+        edge = depth // BLOCK * BLOCK
+        return [(i > 0, (a[:, some], b[some], out)) for i, some in enumerate((slice(0, edge), slice(edge, None)))]
+    return None
+
+
+def _is_ragged(size: int, *strides: int) -> bool:
+    """Whether numbers that lie side by side end within a block."""
+    return size > BLOCK and size % BLOCK > 0 and 1 in strides
 
 
 def _is_chained(out: Tensor) -> bool:

@@ -30,6 +30,9 @@ class ShardedBackend(Backend):
         self.layout = layout_of(shard, rows)
         self.ranks = Ranks(shard.process_group)
 
+    def prepared(self, chunk: Chunk) -> object:
+        return self.local.prepared(chunk)
+
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         return self.local.accumulate_local(chunk, bases, keep)
 

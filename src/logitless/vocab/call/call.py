@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from ..sizing import current_sizing
 from .options import CallOptions
 from .rows_of_reference import RowsOfReference
 from .sampling_mask import SamplingMask
+
+T = TypeVar("T")
+ENDS = ("least", "most")
+GUESSING = ("cuda",)  # devices that a host waits for
 
 
 class Inputs(NamedTuple):
@@ -139,27 +144,63 @@ class Call:
         return self if bool(valid.all()) else replace(self, index=valid.nonzero().squeeze(1))
 
     def checked(self) -> Call:
-        """`valid_alone`, with ids that are known to lie in the vocabulary.
+        """`valid_alone`, with ids that are known to lie in the vocabulary. Raises LabelError; waits for the device."""
+        return self.checked_while(lambda call: call)
 
-        The host waits for the device once, and again where tokens are ignored. Raises LabelError.
+    def checked_while(self, begin: Callable[[Call], T]) -> T:
+        """What `begin` makes of the `checked` call.
+
+        The host waits for the device once, and again where tokens are ignored. On a GPU that is time in which nothing
+        is launched, so `begin` is called while the device looks at the ids, with a call that guesses that no token is
+        ignored, and again where some are: it only prepares.
         """
-        labels, candidates = self.inputs.labels, self.inputs.candidates
         if capturing(self.inputs.hidden):
-            return self
+            return begin(self)
         if current_sizing() is not None:
-            return self._sized()
+            return begin(self._sized())
+        asked, labels = self._ask(), self.inputs.labels
+        begun = None
+        if (
+            labels is not None
+            and labels.device.type in GUESSING
+            and labels.dtype == torch.int64
+            and not self.calls_back
+        ):
+            some = labels.clamp(0, self.head.rows - 1)  # the same, should the guess be right
+            begun = begin(replace(self, inputs=self.inputs._replace(labels=some)))
+        call = self._answered(asked)
+        if begun is None or call is not self:
+            del begun  # and its memory, before it is made again
+            begun = begin(call)
+        return begun
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether rows of its reference are a caller's to give, who is asked once."""
+        return self.reference_rows is not None
+
+    def _ask(self) -> dict[str, Tensor]:
+        """By name, the lowest and the highest of the ids, and as `valid` whether no token is ignored."""
+        labels, candidates = self.inputs.labels, self.inputs.candidates
         valid = None if labels is None else labels != self.options.ignore_index
         ids = {
             name: x if valid is None else torch.where(valid if x.dim() == 1 else valid[:, None], x, 0)
             for name, x in (("labels", labels), ("candidates", candidates))
             if x is not None and x.numel()
         }
-        asked = [bound for x in ids.values() for bound in torch.aminmax(x)]
-        asked += [] if valid is None else [valid.all()]
-        found = torch.stack(asked).tolist() if asked else []
-        for name, least, most in zip(ids, found[::2], found[1::2], strict=False):
-            self._check_ids(name, least, most)
-        return self if valid is None or found[-1] else replace(self, index=valid.nonzero().squeeze(1))
+        asked = {f"{end} {name}": x for name, y in ids.items() for end, x in zip(ENDS, torch.aminmax(y), strict=True)}
+        return asked if valid is None else asked | {"valid": valid.all()}
+
+    def _answered(self, asked: dict[str, Tensor]) -> Call:
+        """The call once the device has said what `_ask` asks."""
+        found = dict(zip(asked, torch.stack([*asked.values()]).tolist() if asked else (), strict=True))
+        for name in ("labels", "candidates"):
+            if f"least {name}" in found:
+                self._check_ids(name, *(int(found[f"{end} {name}"]) for end in ENDS))
+        if self.inputs.labels is None or found["valid"]:
+            return self
+        valid = self.inputs.labels != self.options.ignore_index
+        return replace(self, index=valid.nonzero().squeeze(1))
 
     def _sized(self) -> Call:
         """The call with as many valid tokens as the sizing mode says."""

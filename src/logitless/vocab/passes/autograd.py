@@ -14,7 +14,7 @@ from ...errors import GradientError
 from ...upstream import check_upstream
 from ..call.call import DIFFERENTIATED, Call, Inputs, Needs, blank_ignored, computing_all
 from . import engine, kept
-from .engine import Saved, Together, loss_gradients
+from .engine import LossPass, Saved, Together, loss_gradients
 from .gradient import GradientBuffers
 
 NO_SECOND_DERIVATIVE = (
@@ -74,8 +74,9 @@ class Held:
 class _Stats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, price: Price, needs: Needs, names: list[str], *tensors: Any) -> Any:
-        ctx.held = Held(call)
-        out, saved = _drivers(call).values(call, price, save=True)
+        ctx.held, drivers = Held(call), _drivers(call)
+        run = drivers.checked(call, price)
+        call, (out, saved) = run.call, drivers.values(run, save=True)
         names.extend(out)
         ctx.call, ctx.price, ctx.needs, ctx.names = call.without_tensors(), price, needs, names
         ctx.saved_names, flat = saved.flat()
@@ -103,10 +104,11 @@ def stats(call: Call) -> dict[str, Tensor]:
     needs = Needs.of(call.inputs)
     price = stats_price(call, needs)
     if price.method == "values" or not needs.any:
+        drivers = _drivers(call)
         with torch.no_grad():
-            return blank_ignored(_drivers(call).values(call.checked(), price, save=False)[0], valid)
+            return blank_ignored(drivers.values(drivers.checked(call, price), save=False)[0], valid)
     names: list[str] = []
-    out = _Stats.apply(call.checked(), price, needs, names, *call.inputs)
+    out = _Stats.apply(call, price, needs, names, *call.inputs)
     return blank_ignored(dict(zip(names, out, strict=True)), valid)
 
 
@@ -136,7 +138,7 @@ def formed_again(needs: Needs, stat_grads: dict[str, Tensor], together: Together
     def known(rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: call.rows(g, rows) for name, g in stat_grads.items()}
 
-    return loss_gradients(call, loss_price(call, needs), needs, known, together)[0]
+    return loss_gradients(LossPass(call, loss_price(call, needs), needs, together, rounds=True), known)[0]
 
 
 class _Attach(torch.autograd.Function):

@@ -22,7 +22,7 @@ from ..call.options import CallOptions
 from ..head.lm_head import LMHead
 from ..head.shard import VocabShard, group_named
 from .autograd import NO_SECOND_DERIVATIVE, loss_price, stats_price
-from .engine import Saved, gradients, loss_gradients, outputs, values
+from .engine import LossPass, Saved, checked, gradients, loss_gradients, outputs, values
 from .gradient import summed_dtypes
 from .loss import CrossEntropy, CrossEntropyOptions
 
@@ -164,7 +164,7 @@ def _spread(result: Sequence[Tensor], flags: Sequence[bool], n_tensors: int, pre
 def _stats(tensors: Sequence[Tensor], present: Sequence[bool], key: str, flags: Sequence[bool]) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
     call, valid = computing_all(said.call)
-    out, saved = values(call.agree().checked(), said.price, save=said.price.method != "values")
+    out, saved = values(checked(call.agree(), said.price), save=said.price.method != "values")
     out = blank_ignored(out, valid)
     parts = dict(zip(*saved.flat(), strict=True))
     hidden = call.inputs.hidden
@@ -260,7 +260,7 @@ def _cross_entropy(
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
     evaluate = CrossEntropy.of(call, given, valid)
-    total, _ = loss_gradients(call, loss_price(call, said.needs), said.needs, evaluate)
+    total, _ = loss_gradients(LossPass(call, loss_price(call, said.needs), said.needs), evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 
 

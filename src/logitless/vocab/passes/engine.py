@@ -73,13 +73,22 @@ class Pass:
         self.price, self.slices = planned(call, call.n_tokens, price, wide, together)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
         self._sums: list[Tensor] | None = None
+        self._first: tuple[slice, Chunk] | None = None
+
+    def begin(self) -> Pass:
+        """Itself, with its first chunk made."""
+        if self.call.n_tokens:
+            self._first = self.chunk(slice(0, min(self.slices.tokens, self.call.n_tokens)))
+            self._first[1].prepared = self.backend.prepared(self._first[1])
+        return self
 
     def chunks(self, within: slice | None = None) -> Iterator[tuple[slice, Chunk]]:
         """(rows, chunk) over the valid tokens, or over some of them."""
         first, stop = (0, self.call.n_tokens) if within is None else (within.start, within.stop)
         step, mode = self.slices.tokens, current_sizing()
         for start in islice(range(first, stop, step), None if mode is None else mode.most_chunks):
-            yield self.chunk(slice(start, min(start + step, stop)))
+            rows, (made, self._first) = slice(start, min(start + step, stop)), (self._first, None)
+            yield made if made is not None and made[0] == rows else self.chunk(rows)
 
     def chunk(self, rows: slice) -> tuple[slice, Chunk]:
         """The chunk of these valid tokens, with them."""
@@ -185,24 +194,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def exact(driver: F) -> F:
-    """`driver` in full precision."""
+    """`driver`, of a call or of its pass, in full precision."""
 
     @wraps(driver)
-    def run(call: Call, *args: Any, **kwargs: Any) -> Any:
+    def run(of: Any, *args: Any, **kwargs: Any) -> Any:
+        call: Call = of if isinstance(of, Call) else of.call
         with full_precision(call.inputs.hidden.device.type):
-            return driver(call, *args, **kwargs)
+            return driver(of, *args, **kwargs)
 
     return run  # pyright: ignore[reportReturnType]
 
 
 @exact
-def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
+def checked(call: Call, price: Price) -> Pass:
+    """The pass of a call that is then known to have ids of the vocabulary alone, begun meanwhile."""
+    return call.checked_while(lambda call: Pass(call, price).begin())
+
+
+@exact
+def values(run: Pass, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens (0 where ignored, ids -1), and what backward needs."""
-    run = Pass(call, price)
     out: dict[str, Tensor] = {}
     saved = Saved({}, {}, {})
     _read_all(run, out, saved if save else None)
-    for name, (shape, dtype) in outputs(call).items():
+    for name, (shape, dtype) in outputs(run.call).items():
         if name not in out:
             out[name] = run.blank(name, shape, dtype)
     return out, saved
@@ -262,11 +277,11 @@ def _add_all(
         total.put(rows, grads)
 
 
-def _begun(run: Pass, needs: Needs) -> GradientBuffers:
-    """Gradients with nothing in them, and nothing left out of them."""
+def _begun(run: Pass, needs: Needs, once: bool = False) -> GradientBuffers:
+    """Gradients with nothing in them, and nothing left out of them; once: as `GradientBuffers` takes it."""
     if run.sparse is not None:
         run.sparse.begin()
-    return GradientBuffers(run.call, run.backend, needs)
+    return GradientBuffers(run.call, run.backend, needs, once)
 
 
 def _skipped(chunk: Chunk) -> dict[str, Tensor]:
@@ -301,16 +316,33 @@ class Together:
         return chunks, longer
 
 
+class LossPass:
+    """A loss's pass with its gradients, of which there is nothing yet.
+
+    together: of the tokens that are evaluated at once; rounds: whether the head's gradient may be in the dtype that it
+    is handed over in where one product is all of it.
+    """
+
+    def __init__(
+        self, call: Call, price: Price, needs: Needs, together: Together | None = None, rounds: bool = False
+    ) -> None:
+        self.call, self.run = call, Pass(call, price, together=0 if together is None else together.most)
+        self.total = _begun(self.run, needs, rounds and self.run.backend.sums_once(call, self.run.slices))
+        self.together = together
+
+    def begin(self) -> LossPass:
+        """Itself, with the first chunk made."""
+        self.run.begin()
+        return self
+
+
 @exact
-def loss_gradients(
-    call: Call, price: Price, needs: Needs, evaluate: Evaluate, together: Together | None = None
-) -> tuple[GradientBuffers, dict[str, Tensor]]:
+def loss_gradients(loss: LossPass, evaluate: Evaluate) -> tuple[GradientBuffers, dict[str, Tensor]]:
     """One pass with the gradient formed at once: `evaluate(rows, stats)` returns dL/dstats of a chunk.
 
-    price: a loss's. Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
+    Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
     """
-    run = Pass(call, price, together=0 if together is None else together.most)
-    total = _begun(run, needs)
+    run, total, together = loss.run, loss.total, loss.together
     stat_grads: dict[str, Tensor] = {}
     if together is None:
         _evaluate_chunks(run, run.chunks(), evaluate, total, stat_grads)
@@ -318,8 +350,7 @@ def loss_gradients(
     chunks, longer = together.apart(run.slices.tokens)
     _evaluate_chunks(run, map(run.chunk, chunks), evaluate, total, stat_grads)
     if longer:
-        run = Pass(call, together.price)
-        _evaluate_longer(run, longer, evaluate, total, stat_grads)
+        _evaluate_longer(Pass(run.call, together.price), longer, evaluate, total, stat_grads)
     return total, stat_grads
 
 

@@ -127,12 +127,17 @@ class KeptPass:
         return out if ranks is None else ranks.total([out])[0]
 
 
-@exact
-def values(call: Call, price: Price, save: bool) -> tuple[dict[str, Tensor], Saved]:
-    """The wanted statistics of all tokens over their sets (0 where ignored), and what backward needs."""
-    run = KeptPass(call)
+def checked(call: Call, price: Price) -> KeptPass:
+    """The pass of the call's valid tokens, whose ids and sets can be."""
+    run = KeptPass(call.checked())
     run.check()
-    hidden = call.inputs.hidden
+    return run
+
+
+@exact
+def values(run: KeptPass, save: bool) -> tuple[dict[str, Tensor], Saved]:
+    """The wanted statistics of all tokens over their sets (0 where ignored), and what backward needs."""
+    call, hidden = run.call, run.call.inputs.hidden
     out = {
         name: hidden.new_zeros(hidden.shape[0], *shape, dtype=dtype) for name, (shape, dtype) in outputs(call).items()
     }

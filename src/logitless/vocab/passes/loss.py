@@ -16,7 +16,7 @@ from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
 from .autograd import FormedLoss, attach, formed_again, loss_price, stats, stats_price
-from .engine import Together, loss_gradients
+from .engine import LossPass, Together, loss_gradients
 from .seen import Seen, seen_of
 
 LossFn = Callable[..., Tensor]
@@ -33,7 +33,7 @@ def chunked_loss(
     scale = reduction_scale(call, mean, None, valid, seen.losses(seen.every))
     caller = _Caller(loss_fn, seen, extra, needs, scale)
     together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
-    return _finish(call, needs, caller, extra, caller.extra_grads, together)
+    return _finish(_begun(call, needs, together), needs, caller, extra, caller.extra_grads)
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,18 @@ def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     """Cross-entropy over all tokens, with its gradient in closed form."""
     call, valid = computing_all(call)
     needs = Needs.of(call.inputs)
-    call = call.checked()
-    return _finish(call, needs, CrossEntropy.of(call, given, valid), (), [])
+
+    def begin(call: Call) -> tuple[LossPass, CrossEntropy]:
+        return _begun(call, needs), CrossEntropy.of(call, given, valid)
+
+    loss, evaluate = call.checked_while(begin)
+    return _finish(loss, needs, evaluate, (), [])
+
+
+@torch.no_grad()
+def _begun(call: Call, needs: Needs, together: Together | None = None) -> LossPass:
+    with full_precision(call.inputs.hidden.device.type):
+        return LossPass(call, loss_price(call, needs), needs, together, rounds=True).begin()
 
 
 def loss_of_each(
@@ -87,16 +97,16 @@ def _loss_at_once(loss_fn: LossFn, seen: Seen, numbers: dict[str, Tensor], extra
 
 
 def _finish(
-    call: Call,
+    loss: LossPass,
     needs: Needs,
     evaluate: CrossEntropy | _Caller,
     extra: tuple[Tensor, ...],
     extra_grads: list[Tensor | None],
-    together: Together | None = None,
 ) -> Tensor:
+    call = loss.call
     with torch.no_grad():
-        total, stat_grads = loss_gradients(call, loss_price(call, needs), needs, evaluate, together)
-        formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, together))
+        total, stat_grads = loss_gradients(loss, evaluate)
+        formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, loss.together))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
     return attach(formed, evaluate.total, call.inputs, extra, extra_grads)

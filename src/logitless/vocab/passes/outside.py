@@ -11,7 +11,7 @@ from ...algebra.costs import Price
 from ..call.call import Call, Inputs
 from ..call.lora import lora_b_of
 from ..head.lm_head import LMHead
-from .engine import values
+from .engine import checked, values
 
 
 def with_outside(call: Call) -> Call:
@@ -35,5 +35,5 @@ def _looked_at(call: Call, outside: LMHead, ref_hidden: Tensor) -> Call:
         temperature=i.temperature,
     )
     options = replace(call.options, want=("logsumexp",), top_k=0, sparse=None)
-    found, _ = values(Call(options, outside, inputs).checked(), Price("values", 1), save=False)
+    found, _ = values(checked(Call(options, outside, inputs), Price("values", 1)), save=False)
     return replace(call, inputs=i._replace(ref_outside=found["logsumexp"].to(call.compute)))

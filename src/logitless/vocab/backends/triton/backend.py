@@ -27,16 +27,17 @@ from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows
 from .device import on, processors
 from .parts import merge
-from .slices import Heads, ahead, buffer, buffer_of, narrow, of_slice, slice_of
+from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_slice, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
-from .weights import weigh_products, weights_grad, writes_weights
+from .weights import state_bytes, sum_products, sums_products, weigh_products, weights_grad, writes_weights
 from .written import finished, label_coefficients
 
 accumulating: Any = accumulate_kernels  # a launch turns plain numbers into what a kernel's signature says
 differentiating: Any = logits_grad_kernels
 plainly: Any = plain_kernels
 NEAR = {torch.float16: 10.0}  # nats that a weight may be above its level, for want of range; others' are FAR
+SUMMED_TOKENS = 4096  # at a time whose logits no memory has seen: more would fill no more of any device
 STEEPEST = 1e6  # factor of a product, up to which masked entries stay finite in the kernel for plain heads
 
 
@@ -44,7 +45,7 @@ class Running:
     """The running accumulations of a chunk's tokens, of several parts of every slice where there are few tokens."""
 
     def __init__(self, chunk: Chunk, bases: tuple[str, ...], keep: str | None, parts: int | None = None) -> None:
-        self.chunk, self.bases, self.heads, n = chunk, bases, Heads(chunk), chunk.n_tokens
+        self.chunk, self.bases, self.heads, n = chunk, bases, heads_of(chunk), chunk.n_tokens
         like = {"dtype": chunk.policy.compute, "device": self.heads.device}
         self.flags = {
             "WITH_T": "t" in chunk.sums,
@@ -54,10 +55,10 @@ class Running:
         }
         local_rows = chunk.policy.head.local_rows
         stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
+        self.topk = TopK(chunk.top_k, n, local_rows if stays else 0, **like)
         self.lean = self.is_lean(keep)
         asked = chunk.sums, chunk.top_k, bases
         self.weighs = weighs_plainly(chunk.policy.head, chunk.reference, chunk.policy.compute, *asked)
-        self.topk = TopK(chunk.top_k, n, local_rows if stays else 0, **like)
         sizes = self.sizes = table_for(self.heads.device)[self.kind(bool(bases))]
         self.blocks = triton.cdiv(n, sizes["rows"])
         most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
@@ -92,7 +93,9 @@ class Running:
         """Whether the kernel for plain heads has all that is asked for."""
         chunk, late = self.chunk, self.chunk.policy.factors[0].late
         scaled = late is None or (isinstance(late, float) and 0 < late < STEEPEST)
-        simple = not (self.bases or chunk.top_k or self.flags["WITH_R"] or self.flags["RANK"])
+        grouped = 4 * self.topk.group <= table_for(self.heads.device)["plain"]["block"]  # within a block's quarter
+        best = chunk.top_k and not (self.topk.group and grouped)
+        simple = not (self.bases or best or self.flags["WITH_R"] or self.flags["RANK"])
         bare = chunk.reference is None and chunk.policy.bias is None and chunk.policy.outer is None
         as_is = keep != "logits" or self.heads.plain
         return simple and bare and scaled and as_is and chunk.policy.compute == torch.float32
@@ -160,15 +163,18 @@ class Running:
             **{name: self.heads.tensors[name] for name in ("labels", "row_scales", "n")},
             **launch(sizes),
             state=self.state,
+            peaks=self.topk.keys,
             n_parts=self.parts,
             part_width=blocks * sizes["block"],
             FIRST=tile.v.start == 0,
             LABEL=self.heads.flags["LABEL"],
             WITH_T=self.flags["WITH_T"],
             WITH_SUM=self.flags["WITH_SUM"],
+            GROUP=self.topk.group,
             ROWS=sizes["rows"],
             BLOCK=sizes["block"],
         )
+        self.topk.add(tile)
 
     def add_weighed(self, tile: Tile, w: Operands) -> None:
         """`add` by the kernel for plain heads that writes weights, beside the products, which it may read twice."""
@@ -324,9 +330,11 @@ class TritonBackend(Backend):
         with on(chunk.inputs.hidden.device):
             if in_one_kernel(chunk, bases, keep):
                 return accumulate_products(chunk)
-            own = chunk.sums, chunk.top_k
-            if keep == "weights" and writes_weights(chunk.inputs, chunk.policy.head, chunk.reference, *own):
-                return weigh_products(chunk)
+            asked = chunk.inputs, chunk.policy.head, chunk.reference, chunk.sums, chunk.top_k
+            if not (bases or keep) and sums_products(*asked, chunk.slices.tokens):
+                return sum_products(chunk)
+            if (bases == ("p",) or keep == "weights") and writes_weights(*asked):
+                return weigh_products(chunk, bases)
             run = Running(chunk, bases, keep)
             if overlaps(chunk, len(bases), keep):
                 for tile, w in ahead(chunk):
@@ -346,7 +354,7 @@ class TritonBackend(Backend):
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         device = totals.m.device
         with on(device):
-            heads, sizes = Heads(chunk), table_for(device)["look"]
+            heads, sizes = heads_of(chunk), table_for(device)["look"]
             numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
             out = torch.zeros(len(SECOND_LOOK), chunk.n_tokens, dtype=totals.m.dtype, device=device)
             flags = heads.flags | {name.upper(): name in chunk.sums for name in SECOND_LOOK if name != "behind"}
@@ -378,7 +386,7 @@ class TritonBackend(Backend):
                 self._logits_grad(chunk, totals, coefficients, grads)
 
     def _logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
-        heads, chained = Heads(chunk), {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
+        heads, chained = heads_of(chunk), {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
         if "p" not in chained:
             chained["p"] = torch.zeros_like(totals.m)
         given = _rows_of(differentiating.COEFFICIENTS, chained, chained["p"])
@@ -445,26 +453,48 @@ class TritonBackend(Backend):
         table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
         if table["overlap"] and not (materialised or bases):  # two slices live at once
             demand["heads"] *= 2
-        own = sums_of(call.options.want), call.options.top_k
-        weights = materialised and p_alone(call) and writes_weights(call.inputs, call.head, call.reference, *own)
+        own, reference = (sums_of(call.options.want), call.options.top_k), call.reference or call.reference_rows
+        asked = call.inputs, call.head, reference, *own
+        tokens = min(n_tokens, SUMMED_TOKENS)
+        if not (materialised or bases) and sums_products(*asked, tokens):
+            return Slices(tokens, vocab_size, state_bytes(table["sums"], tokens, vocab_size) + held, copied=held)
+        plainly = bases and weighs_plainly(call.head, reference, call.compute, *own, bases_of(call.options.want))
+        weights = (plainly or (materialised and p_alone(call))) and writes_weights(*asked)
         if weights:
             demand["itemsize"] = torch.bfloat16.itemsize
-        reference = call.reference or call.reference_rows
-        plainly = bases and weighs_plainly(call.head, reference, call.compute, *own, bases_of(call.options.want))
         found = fused_slices_of(
             n_tokens,
             vocab_size,
             **demand,
-            whole=materialised,
-            bases=bases,
+            whole=materialised or weights,
+            bases=0 if weights else bases,
             beside=multiplied_dtype(call, call.head.weight).itemsize if plainly else 0,
             streamed=table["streamed_bytes"],
             processors=processors(hidden.device),
             hidden=hidden.shape[1],
             together=together,
         )
-        beside = found.tokens * hidden.shape[1] * (4 + 2) if weights else 0  # a product, and scaled hidden states
+        beside = 0
+        if weights:  # the blocks' sums; of a loss a product, and scaled hidden states
+            beside = state_bytes(table["weights"], found.tokens, vocab_size)
+            beside += found.tokens * hidden.shape[1] * (4 + 2) * materialised
         return replace(found, nbytes=found.nbytes + held + beside, copied=held)
+
+    def prepared(self, chunk: Chunk) -> Heads:
+        with on(chunk.inputs.hidden.device):
+            return Heads(chunk)
+
+    def sums_once(self, call: Call, slices: Slices) -> bool:
+        weight, options = call.inputs.weight, call.options
+        if weight is None or weight.dtype != torch.bfloat16 or call.n_tokens > slices.tokens:
+            return False
+        if weight.is_leaf and getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
+            return False
+        if call.inputs.hidden.stride(1) != 1:  # the kernel that adds the labels' part to such rows reads no columns
+            return False
+        asked = call.inputs, call.head, call.reference or call.reference_rows, sums_of(options.want), options.top_k
+        alone = sums_of(options.want) == frozenset() and call.inputs.candidates is None
+        return alone and p_alone(call) and writes_weights(*asked)
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""

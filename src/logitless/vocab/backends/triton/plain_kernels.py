@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .accumulate_kernels import PER_TOKEN, REST, ZSUM, M, T, store_sums
-from .maths import EMPTY, MASK, load_rows, times
+from .maths import EMPTY, MASK, load_rows, ordered, times
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -85,11 +85,23 @@ def of_lanes(m, rest, t, power, lane, LANES: tl.constexpr, WITH_T: tl.constexpr)
     return top, whole, total
 
 
-@triton.jit(do_not_specialize=["n", "n_parts"], do_not_specialize_on_alignment=PER_TOKEN)
+@triton.jit
+def store_peaks(peaks, x, rows, live, column, width, stop, GROUP: tl.constexpr):
+    """The highest of every GROUP neighbours of a block that begins at `column`, -inf where its row has ended."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1] // GROUP
+    groups = column // GROUP + tl.arange(0, GROUPS)
+    highest = tl.max(tl.reshape(x, (ROWS, GROUPS, GROUP)), 2)
+    at = peaks + rows[:, None] * tl.cdiv(width, GROUP) + groups[None, :]
+    tl.store(at, ordered(highest), mask=live[:, None] & (groups * GROUP < stop)[None, :])
+
+
+@triton.jit(do_not_specialize=["n", "n_parts"], do_not_specialize_on_alignment=[*PER_TOKEN, "peaks"])
 def accumulate_plain_slice(
     raw,
     raw_stride,
     state,
+    peaks,
     labels,
     row_scales,
     n,
@@ -103,10 +115,14 @@ def accumulate_plain_slice(
     LABEL: tl.constexpr,
     WITH_T: tl.constexpr,
     WITH_SUM: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `accumulate_slice`, of m, rest, t and zsum alone; a head without bias and softcap, its scale positive."""
+    """As `accumulate_slice`, of m, rest, t and zsum alone; a head without bias and softcap, its scale positive.
+
+    GROUP: `peaks` gets the highest of every GROUP neighbours, as they are.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     live = rows < n
@@ -133,6 +149,11 @@ def accumulate_plain_slice(
         x3 = tl.load(own + column + 3 * LANES, mask=live[:, None], other=0.0)
         if WITH_SUM:
             zsum += (x0 + x1) + (x2 + x3)
+        if GROUP > 0:
+            store_peaks(peaks, x0, rows, live, column, width, stop, GROUP)
+            store_peaks(peaks, x1, rows, live, column + LANES, width, stop, GROUP)
+            store_peaks(peaks, x2, rows, live, column + 2 * LANES, width, stop, GROUP)
+            store_peaks(peaks, x3, rows, live, column + 3 * LANES, width, stop, GROUP)
         if LABEL:
             x0, x1, x2, x3 = four_without_label(x0, x1, x2, x3, lane, label - start - column, LANES)
         m, rest, t = take_four(m, rest, t, x0, x1, x2, x3, power, WITH_T)
@@ -141,6 +162,8 @@ def accumulate_plain_slice(
         x = tl.load(own + column, mask=live[:, None] & (columns < edge), other=0.0)
         if WITH_SUM:
             zsum += tl.where(columns < stop, x, 0.0)
+        if GROUP > 0:
+            store_peaks(peaks, tl.where(columns < stop, x, -float("inf")), rows, live, column, width, stop, GROUP)
         x = tl.where((columns < stop) & (start + columns != label[:, None]), x, MASK)
         before = m
         m, x = larger(m, x), tl.minimum(m, x)

@@ -87,7 +87,15 @@ def add_weighted(
 
 
 def scatter(weights: Tensor, x: Tensor, ids: Tensor, into: Tensor, of: Tensor | None = None) -> None:
-    """`rows.scatter`: ids are sorted, so that one program adds up what goes to a row, in the order of tokens."""
+    """`rows.scatter`: ids are sorted, so that one program adds up what goes to a row, in the order of tokens.
+
+    `into` may be narrower than the weights: a row is rounded once.
+    """
+    if into.device.type == "cpu" and into.dtype != weights.dtype:  # the interpreter cuts digits off, a GPU rounds
+        wide = into.to(weights.dtype)
+        scatter(weights, x, ids, wide, of)
+        into.copy_(wide)
+        return
     if not _fits(into, None, x) or ids.numel() == 0:
         plain.scatter(weights, x, ids, into, of)
         return

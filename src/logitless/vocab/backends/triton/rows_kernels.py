@@ -56,7 +56,7 @@ def scatter(
     if before != mine:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
-        total = tl.load(into + mine * into_stride + columns, mask=inside, other=0.0)
+        total = tl.load(into + mine * into_stride + columns, mask=inside, other=0.0).to(weights.dtype.element_ty)
         more = 1
         while more > 0:
             run = at + tl.arange(0, PLACES)

@@ -112,6 +112,13 @@ def ahead(chunk: Chunk) -> Iterator[tuple[Tile, Operands]]:
                 read.append(torch.cuda.current_stream().record_event())
 
 
+def heads_of(chunk: Chunk) -> Heads:
+    """What every kernel of the chunk is told, made once."""
+    if chunk.prepared is None:
+        chunk.prepared = Heads(chunk)
+    return chunk.prepared
+
+
 class Heads:
     """What every kernel of a chunk is told: both heads, the labels, and which of these exist."""
 

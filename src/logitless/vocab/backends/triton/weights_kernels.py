@@ -1,14 +1,14 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""The kernel of a loss that needs p alone: products, sums, and the weights of the gradient, with no slice of logits."""
+"""Products with their sums, and the weights of a gradient that needs p alone, with no slice of logits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .accumulate_kernels import PER_TOKEN, REST, M
+from .accumulate_kernels import PER_TOKEN, REST, M, T
 from .maths import EMPTY, MASK, load_rows
-from .plain_kernels import LOG2E, larger
+from .plain_kernels import LN2, LOG2E, larger
 
 
 @triton.jit
@@ -26,30 +26,42 @@ def weigh_tile(
     n_parts,
     part,
     first_row,
+    LABEL: tl.constexpr,
+    WEIGHS: tl.constexpr,
+    WITH_T: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """e^(z - level) of a block of entries and tokens into `weights`, 0 at labels; maximum and sum into `state`."""
+    """A block's maximum and sums into `state`, without labels; e^(z - level) into `weights` where it WEIGHS."""
     rows, ids = first_row + tl.arange(0, ROWS), part * BLOCK + tl.arange(0, BLOCK)
     z = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in range(0, depth, INNER):
         z = tl.dot(tokens.load([first_row, k]), entries.load([part * BLOCK, k]).T, z, input_precision="ieee")
     live = rows < n
-    level = tl.load(levels + rows, mask=live, other=0.0)
-    label = tl.load(labels + rows, mask=live, other=-1)
     z *= load_rows(row_scales, 0, n, rows, live)[:, None]
-    z = tl.where((ids < width)[None, :] & (ids[None, :] != label[:, None]), z, MASK)
+    valid = (ids < width)[None, :]
+    if LABEL:
+        valid = valid & (ids[None, :] != tl.load(labels + rows, mask=live, other=-1)[:, None])
+    z = tl.where(valid, z, MASK)
     m = tl.reduce(z, 1, larger)
-    z = tl.exp2((z - level[:, None]) * LOG2E)
-    total = tl.sum(z, 1)
-    weights.store([first_row, part * BLOCK], z.to(weights.dtype))
     cell = state + part.to(tl.int64) * n + rows
     field = tl.cast(n_parts, tl.int64) * n
-    # a block further below the level than e^87 is none of a row's digits; one of a label alone is empty
-    rest = tl.where(m <= EMPTY, 0.0, total * tl.exp(tl.minimum(level - m, 87.0)) - 1.0)
+    if WEIGHS:
+        level = tl.load(levels + rows, mask=live, other=0.0)
+        w = tl.exp2((z - level[:, None]) * LOG2E)
+        # a block further below the level than e^87 is none of a row's digits
+        total = tl.sum(w, 1) * tl.exp(tl.minimum(level - m, 87.0))
+        weights.store([first_row, part * BLOCK], w.to(weights.dtype))
+    else:
+        d = (z - m[:, None]) * LOG2E
+        w = tl.exp2(d)
+        total = tl.sum(w, 1)
+        if WITH_T:
+            tl.store(cell + T * field, tl.where(m <= EMPTY, 0.0, tl.sum(w * d, 1) * LN2), mask=live)
+    # a block of a label alone is empty
     tl.store(cell + M * field, tl.where(m <= EMPTY, EMPTY, m), mask=live)
-    tl.store(cell + REST * field, rest, mask=live)
+    tl.store(cell + REST * field, tl.where(m <= EMPTY, 0.0, total - 1.0), mask=live)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=[*PER_TOKEN, "levels"])
@@ -66,6 +78,9 @@ def weigh_products(
     depth,
     n_parts,
     AGAIN: tl.constexpr,
+    LABEL: tl.constexpr,
+    WEIGHS: tl.constexpr,
+    WITH_T: tl.constexpr,
     PERSISTENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,6 +115,9 @@ def weigh_products(
             n_parts,
             part,
             first_row,
+            LABEL,
+            WEIGHS,
+            WITH_T,
             ROWS,
             BLOCK,
             INNER,

@@ -1,5 +1,6 @@
-"""A loss whose weights the kernel of the products writes: no slice of logits, and one launch in the place of three."""
+"""Sums and weights by the kernel of the products: no slice of logits, and one launch in the place of three."""
 
+import unittest
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -42,7 +43,8 @@ def weights_written(device: str) -> Iterator[None]:
             kernel = weights.weighing.weigh_products
             stack.enter_context(patch.object(weights.weighing, "weigh_products", Wide(kernel)))
             changes |= {"rows": 16, "entries": 128, "again": 64, "inner": 16}
-        stack.enter_context(sizes(device, weights=changes))
+        sums = {name: x for name, x in changes.items() if name != "again"}
+        stack.enter_context(sizes(device, weights=changes, sums=sums))
         stack.enter_context(half_products(device))
         stack.enter_context(no_kernel_for_slices())
         stack.enter_context(patch.object(backend.differentiating, "logits_grad_slice", None))
@@ -131,6 +133,63 @@ def test_nan_stays_where_it_was(device):
         (found,) = torch.autograd.grad(loss, ops.hidden)
     assert found.isnan().all(1).nonzero().flatten().tolist() == [3]
     assert int(found.isnan().any(1).sum()) == 1
+
+
+@over("labelled", [True, False])
+@over("spread", [2.0, 30.0, 300.0])
+def test_statistics(spread, labelled, device):
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False, scale=0.7, spread=spread).training().on(device)
+    temperature = torch.rand(N, device=device) + 0.5
+    z = ops.hidden.double() @ ops.weight.double().T * 0.7 / temperature.double()[:, None]
+    logp = z.log_softmax(-1)
+    true = {"logsumexp": z.logsumexp(-1), "entropy": -(logp.exp() * logp).sum(-1), "mean_logit": z.mean(-1)}
+    true |= {"logprob": logp.gather(1, ops.labels[:, None])[:, 0]} if labelled else {}
+    labels = ops.labels if labelled else None
+    with weights_written(device), patch.object(backend, "SUMMED_TOKENS", 24):  # which is not all at once
+        options = {"temperature": temperature, "backend": "triton"}
+        found = ll.token_stats(ops.hidden, ops.head, labels, want=tuple(true), **options)
+    for name, right in true.items():
+        torch.testing.assert_close(getattr(found, name).double(), right, rtol=2e-6, atol=2e-5)
+
+
+@over("budget", [None, 60_000])
+@over("spread", [2.0, 300.0])
+def test_a_frozen_heads_logprobs_with_any_upstream(spread, budget, device):
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False, spread=spread).training("hidden").on(device)
+    exact, up = ops.to(torch.float64), torch.randn(N, device=device)
+    logprob = (exact.hidden @ exact.weight.T).log_softmax(-1).gather(1, ops.labels[:, None])[:, 0]
+    true = torch.autograd.grad(logprob, exact.hidden, up.double())
+    with weights_written(device):
+        options = {"memory_budget": budget, "backend": "triton"}
+        stats = ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob",), **options)
+        found = torch.autograd.grad(stats.logprob, ops.hidden, up)
+    torch.testing.assert_close(stats.logprob.double(), logprob, rtol=2e-6, atol=2e-5)
+    held(list(found), list(true))
+
+
+@over("budget", {"one chunk": None, "several": 60_000})
+def test_one_product_that_is_all_of_a_gradient_is_rounded_once(budget, device):
+    """In the head's own dtype: no sum in fp32 beside it, which several chunks need."""
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False).training("weight").on(device)
+    with weights_written(device), patch.object(backend, "weights_grad", wraps=backend.weights_grad) as formed:
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, memory_budget=budget, backend="triton")
+        (found,) = torch.autograd.grad(loss, ops.weight)
+        said = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, memory_budget=budget, backend="triton")
+    assert said.gradient_bytes == V * H * (2 if budget is None else 4 + 2)
+    summed = {call.args[3].weight.dtype for call in formed.call_args_list}
+    assert summed == {torch.bfloat16 if budget is None else torch.float32}
+    assert found.dtype == torch.bfloat16
+
+
+def test_a_gradient_in_fp32_is_summed_in_fp32(device):
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise unittest.SkipTest("torch's tensors have no grad_dtype")
+    ops = operands((N,), H, V, dtype=torch.bfloat16, bias=False).training("weight").on(device)
+    ops.weight.grad_dtype = torch.float32
+    with weights_written(device):
+        ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, backend="triton").backward()
+    assert ops.weight.grad.dtype == torch.float32
+    assert (ops.weight.grad.bfloat16().float() != ops.weight.grad).any()
 
 
 @over("budget", [60_000, 200_000])

@@ -1,0 +1,80 @@
+"""What is prepared while a device looks at the labels, on the guess that no token is ignored; again where some are."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.errors import LabelError
+from logitless.vocab.call import call as calls
+from logitless.vocab.passes import engine
+from tests.support.vocab.comparing import operands
+
+N, H, V = 9, 5, 61
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """How many tokens count in each pass that is begun, where a CPU is guessed about as a GPU is."""
+    monkeypatch.setattr(calls, "GUESSING", ("cpu",))
+    found, begin = [], engine.Pass.begin
+
+    def seen(self):
+        found.append(self.call.n_tokens)
+        return begin(self)
+
+    monkeypatch.setattr(engine.Pass, "begin", seen)
+    return found
+
+
+def loss_of(ops):
+    return ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels)
+
+
+def logprobs_of(ops):
+    return ll.token_stats(ops.hidden, ops.head, ops.labels, want=("logprob", "rank")).logprob.sum()
+
+
+def values_of(ops):
+    with torch.no_grad():
+        return logprobs_of(ops)
+
+
+@pytest.mark.parametrize("ignored", [[], [0, 4], list(range(N))], ids=["none", "some", "all"])
+@pytest.mark.parametrize("step", [loss_of, logprobs_of, values_of])
+def test_a_guess_changes_no_number(step, ignored, begun, monkeypatch):
+    ops = operands((N,), H, V, dtype=torch.float64).training("hidden", "weight", "bias")
+    ops.labels[ignored] = -100
+    found = step(ops)
+    assert begun == ([N] if not ignored else [N, N - len(ignored)])
+    monkeypatch.setattr(calls, "GUESSING", ())
+    plain = step(ops)
+    assert torch.equal(found, plain)
+    if found.requires_grad:
+        leaves = list(ops.leaves.values())
+        for mine, theirs in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(plain, leaves), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("label", [-1, V, 2**40])
+def test_what_does_not_exist_is_read_nowhere(label, begun):
+    ops = operands((N,), H, V)
+    ops.labels[3] = label
+    with pytest.raises(LabelError, match=f"got {label}"):
+        loss_of(ops)
+    assert begun == [N]
+
+
+def test_a_callers_rows_are_asked_for_once(begun):
+    ops, asked = operands((N,), H, V, dtype=torch.float64), []
+
+    def rows(tokens, entries):
+        asked.append(tokens)
+        return torch.zeros(
+            len(range(N)[tokens]) if isinstance(tokens, slice) else len(tokens), entries.stop - entries.start
+        )
+
+    ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
+    guessed = len(asked)
+    calls.GUESSING = ()
+    ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
+    assert len(asked) == 2 * guessed
