@@ -21,58 +21,55 @@ NOT_HERE = (
 def measured(records: list[Record]) -> str:
     """Each row of the benchmark: medians in milliseconds, and the ratio to bare products that took turns with them."""
     rows = [_row(row) for row in by_row([r for r in records if r["kind"] == "gpu-result"])]
-    head = [
-        "work",
-        "shape",
-        "bare",
-        "logitless",
-        "ratio",
-        "in turn",
-        "goal",
-        "MB above",
-        "errors",
-        "others: ms, errors",
-    ]
+    head = ["work", "shape", "bare", "logitless", "ratio", "in turn", "goal", "MB above", "errors"]
     return f"{grid(head, rows)}\n\n{_machine(records)}"
 
 
 def _row(row: dict[str, Record]) -> list[str]:
-    first, ours = next(iter(row.values())), row.pop("ours")
+    first, ours = next(iter(row.values())), row["ours"]
     bare = min(r.get("median_s", math.inf) for r in row.values() if r["method_kind"] == "floor")
-    shape = " x ".join(f"{x:,}" for x in first["shape"])
-    start = [first["title"], shape, _ms(bare)]
-    others = "; ".join(
-        f"{name} {_ms(r['median_s'])}{_errors(r)}"
-        for name, r in row.items()
-        if r["status"] == "ok"
-        and r["method_kind"] != "floor"
-        and r["method"] not in (ours["method"], *NOT_HERE)
-    )
+    start = [first["title"], _shape(first), _ms(bare)]
     if ours["status"] != "ok":
-        return [*start, f"{ours['status']}: {ours['reason']}", "", "", "", "", "", others]
+        return [*start, "not timed", "", "", "", "", ""]
     goal = "–" if ours["time_limit"] is None else f"{ours['time_limit']:.2f} ×"
     graph = " in a graph" if ours["method"] == IN_A_GRAPH else ""
     above = f"{max(0.0, ours['peak_mb'] - ours['gradient_mb']):,.0f}"
-    ratio = f"{ours['median_s'] / bare:.2f} ×"
-    errors = worst_errors(ours)
+    ratio, turn = f"{ours['median_s'] / bare:.2f} ×", f"{ours['to_bare']:.2f} ×"
     return [
         *start,
         f"**{_ms(ours['median_s'])}**{graph}",
         ratio,
-        f"{ours['to_bare']:.2f} ×",
+        turn,
         goal,
         above,
-        errors,
-        others,
+        worst_errors(ours),
     ]
+
+
+def others(records: list[Record]) -> str:
+    """What ran beside it, and other settings of its own: milliseconds, megabytes above inputs, errors."""
+    rows = []
+    for row in by_row([r for r in records if r["kind"] == "gpu-result"]):
+        first, ours = next(iter(row.values())), row.pop("ours")
+        for name, r in row.items():
+            if (
+                r["status"] == "ok"
+                and r["method_kind"] != "floor"
+                and r["method"] not in (ours["method"], *NOT_HERE)
+            ):
+                work = f"{first['title']}, {_shape(first)}"
+                rows.append(
+                    [work, name, _ms(r["median_s"]), f"{r['peak_mb']:,.0f}", worst_errors(r)]
+                )
+    return grid(["work", "method", "ms", "MB", "errors"], rows)
+
+
+def _shape(record: Record) -> str:
+    return " x ".join(f"{x:,}" for x in record["shape"])
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
-
-
-def _errors(record: Record) -> str:
-    return f" ({worst_errors(record)})" if record.get("errors") else ""
 
 
 def _machine(records: list[Record]) -> str:

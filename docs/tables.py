@@ -322,6 +322,7 @@ OF_RESULTS: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "nsa": ("nsa.jsonl", long_tables.sparse),
     "long_run": ("long_run.jsonl", long_tables.run),
     "gpu": ("gpu.jsonl", gpu_tables.measured),
+    "gpu_others": ("gpu.jsonl", gpu_tables.others),
     "gpu_counts": ("gpu_counts.jsonl", gpu_tables.counts),
 }
 OF_SEVERAL: dict[str, Callable[[], str]] = {
