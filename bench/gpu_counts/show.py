@@ -170,6 +170,6 @@ def machine_line(records: list[Record]) -> str:
         f"{m['rate_own'] / 1e12:.0f} in a kernel of Triton's) with {100 * m['shown']:.0f} % of what they write or add "
         f"to not hidden, memory at {m['bandwidth'] / 1e12:.3g} TB/s, {100 * m['issued']:.0f} % of the instructions "
         f"that a processor could issue, {1e6 * m['launch']:.2g} µs a launch at least "
-        f"({1e6 * m['launch_in_graph']:.2g} in a CUDA graph), {1e6 * m['wait']:.2g} µs for each time the host waits. {own} Compiled with Triton "
-        f"{versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
+        f"({1e6 * m['launch_in_graph']:.2g} in a CUDA graph), {1e6 * m['wait']:.2g} µs for each time the host waits. "
+        f"{own} Compiled with Triton {versions['triton']}, torch {versions['torch']}, {records[0]['date'][:10]}."
     )

@@ -94,13 +94,15 @@ class Slices:
     """Tokens and vocabulary entries that are computed at a time, and the bytes of the buffers this takes.
 
     copied: bytes among these of the heads in the dtype that they multiply in, converted once a call; 0 where a slice is
-    converted whenever it is read.
+    converted whenever it is read. in_products: whether the kernel of the products adds up its logits, so that there is
+    no slice of these.
     """
 
     tokens: int
     width: int
     nbytes: int
     copied: int = 0
+    in_products: bool = False
 
 
 def looking_again_is_cheaper(kept: int, streamed: int, device: str) -> bool:

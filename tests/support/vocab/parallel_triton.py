@@ -24,6 +24,7 @@ def kernels(group: Any) -> None:
         ops = operands(v=V, dtype=torch.float32, reference=True, bias=False).training("hidden")
         check(Split(ops, group, (3, 20)), want, **ROUNDING)
     check(Split(operands(v=V, dtype=torch.float32), group, (0, V)), ("logprob", "entropy", "rank"), **ROUNDING)
+    check(Split(operands(v=V, dtype=torch.float32), group, (3, 20)), ("logprob", "rank"), **ROUNDING)  # gathered labels
     for want in (("logprob",), ("logprob", "mean_logit"), ("entropy",), ("kl",)):  # a rank that has no slice
         ops = operands(v=V, dtype=torch.float32, reference="kl" in want, bias=False).training("hidden")
         check(Split(ops, group, (0, V)), want, **ROUNDING)

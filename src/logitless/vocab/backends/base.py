@@ -133,12 +133,14 @@ class Backend(ABC):
         bases: int = 0,
         sparse: bool = False,
         together: int = 0,
+        summed: bool = False,
     ) -> Slices:
         """The slice sizes of a call with `n_tokens` valid tokens and at most `vocab_size` rows on a rank.
 
         materialised: whether a chunk's slices all stay; wide: whether few tokens are to see long slices; bases: how
         many products accumulate on the way; sparse: whether a backward pass may leave slices out; together: tokens
-        that are to stay at once, where the budget has room for them.
+        that are to stay at once, where the budget has room for them; summed: whether nobody but `accumulate` will ever
+        see a slice.
         """
         options, i, compute = call.options, call.inputs, call.compute
         demand, held = self.within(call, vocab_size, sparse)
@@ -204,7 +206,7 @@ class Backend(ABC):
         return demand, held
 
     def prepared(self, chunk: Chunk) -> object:
-        """What all steps of a chunk share, made before its labels are known to exist."""
+        """What all steps of a chunk share, made before its labels are known to exist; the label's logit may change."""
         return None
 
     def sums_once(self, call: Call, slices: Slices) -> bool:
@@ -312,7 +314,7 @@ class Chunk:
     materialised: list[Tile] = field(default_factory=list)
     slice_masses: list[SliceMass] | None = None
     skip: Skip | None = None
-    prepared: Any = None  # as its backend has it
+    prepared: Any = None  # what its backend's `prepared` gave
 
     @classmethod
     def of(cls, call: Call, rows: slice, slices: Slices, scratch: Scratch, backend: Backend) -> Chunk:

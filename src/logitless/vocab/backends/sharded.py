@@ -83,6 +83,7 @@ class ShardedBackend(Backend):
         bases: int = 0,
         sparse: bool = False,
         together: int = 0,
+        summed: bool = False,
     ) -> Slices:
         return self.local.slices(
             call,
@@ -93,6 +94,7 @@ class ShardedBackend(Backend):
             bases=bases,
             sparse=sparse,
             together=together,
+            summed=summed,
         )
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

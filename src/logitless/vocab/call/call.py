@@ -144,40 +144,35 @@ class Call:
         return self if bool(valid.all()) else replace(self, index=valid.nonzero().squeeze(1))
 
     def checked(self) -> Call:
-        """`valid_alone`, with ids that are known to lie in the vocabulary. Raises LabelError; waits for the device."""
-        return self.checked_while(lambda call: call)
+        """`valid_alone`, with ids that are known to lie in the vocabulary.
+
+        The host waits for the device once, and again where tokens are ignored. Raises LabelError.
+        """
+        if capturing(self.inputs.hidden):
+            return self
+        return self._sized() if current_sizing() is not None else self._answered(self._ask())
 
     def checked_while(self, begin: Callable[[Call], T]) -> T:
         """What `begin` makes of the `checked` call.
 
-        The host waits for the device once, and again where tokens are ignored. On a GPU that is time in which nothing
-        is launched, so `begin` is called while the device looks at the ids, with a call that guesses that no token is
-        ignored, and again where some are: it only prepares.
+        A GPU has nothing to do while the host, which has waited for it, prepares the first launch. So `begin`, which
+        only prepares, is called while the device looks at the ids, with a call that guesses that no token is ignored,
+        and again where some are.
         """
-        if capturing(self.inputs.hidden):
-            return begin(self)
-        if current_sizing() is not None:
-            return begin(self._sized())
-        asked, labels = self._ask(), self.inputs.labels
-        begun = None
-        if (
-            labels is not None
-            and labels.device.type in GUESSING
-            and labels.dtype == torch.int64
-            and not self.calls_back
-        ):
-            some = labels.clamp(0, self.head.rows - 1)  # the same, should the guess be right
-            begun = begin(replace(self, inputs=self.inputs._replace(labels=some)))
+        labels = self.inputs.labels
+        asks_caller = self.reference_rows is not None  # for rows, which he is to give once
+        if labels is None or asks_caller or capturing(labels) or current_sizing() is not None:
+            return begin(self.checked())
+        if labels.device.type not in GUESSING or labels.dtype != torch.int64:
+            return begin(self.checked())
+        asked = self._ask()
+        same = labels.clamp(0, self.head.rows - 1)  # should the guess be right; else they can be read, at least
+        begun = begin(replace(self, inputs=self.inputs._replace(labels=same)))
         call = self._answered(asked)
-        if begun is None or call is not self:
-            del begun  # and its memory, before it is made again
-            begun = begin(call)
-        return begun
-
-    @property
-    def calls_back(self) -> bool:
-        """Whether rows of its reference are a caller's to give, who is asked once."""
-        return self.reference_rows is not None
+        if call is self:
+            return begun
+        del begun  # and its memory, before it is made again
+        return begin(call)
 
     def _ask(self) -> dict[str, Tensor]:
         """By name, the lowest and the highest of the ids, and as `valid` whether no token is ignored."""

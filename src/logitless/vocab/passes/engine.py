@@ -32,8 +32,10 @@ def backend_of(call: Call) -> Backend:
     return backend if call.shard is None else ShardedBackend(backend, call.shard, call.head.rows)
 
 
-def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> Slices:
-    """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens; together: as a backend's."""
+def slices_for(
+    call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0, summed: bool = False
+) -> Slices:
+    """The slice sizes that a call gets at a price, of at most `n_tokens` valid tokens; the rest as a backend's."""
     shard, rows = call.shard, call.head.rows
     most = rows if shard is None else layout_of(shard, rows).widest  # all ranks take the same chunks of tokens
     return load(call.options.backend).slices(
@@ -45,12 +47,14 @@ def slices_for(call: Call, n_tokens: int, price: Price, wide: bool = False, toge
         bases=len(price.bases),
         sparse=price.skips,
         together=together,
+        summed=summed,
     )
 
 
 def planned(call: Call, n_tokens: int, price: Price, wide: bool = False, together: int = 0) -> tuple[Price, Slices]:
     """The price with its slices: where few whole rows would stay for a second look, this makes the products again."""
-    slices = slices_for(call, n_tokens, price, wide, together)
+    summed = price.method in ("values", "one-hot") and not price.materialised
+    slices = slices_for(call, n_tokens, price, wide, together, summed)
     if price.method == "in-forward" or not looks_twice(sums_of(call.options.want)):
         return price, slices
     products = 1 + (call.reference is not None)
@@ -78,8 +82,9 @@ class Pass:
     def begin(self) -> Pass:
         """Itself, with its first chunk made."""
         if self.call.n_tokens:
-            self._first = self.chunk(slice(0, min(self.slices.tokens, self.call.n_tokens)))
-            self._first[1].prepared = self.backend.prepared(self._first[1])
+            rows, chunk = self.chunk(slice(0, min(self.slices.tokens, self.call.n_tokens)))
+            chunk.prepared = self.backend.prepared(chunk)
+            self._first = rows, chunk
         return self
 
     def chunks(self, within: slice | None = None) -> Iterator[tuple[slice, Chunk]]:
@@ -87,11 +92,13 @@ class Pass:
         first, stop = (0, self.call.n_tokens) if within is None else (within.start, within.stop)
         step, mode = self.slices.tokens, current_sizing()
         for start in islice(range(first, stop, step), None if mode is None else mode.most_chunks):
-            rows, (made, self._first) = slice(start, min(start + step, stop)), (self._first, None)
-            yield made if made is not None and made[0] == rows else self.chunk(rows)
+            yield self.chunk(slice(start, min(start + step, stop)))
 
     def chunk(self, rows: slice) -> tuple[slice, Chunk]:
         """The chunk of these valid tokens, with them."""
+        first, self._first = self._first, None
+        if first is not None and first[0] == rows:
+            return first
         return rows, Chunk.of(self.call, rows, self.slices, self.scratch, self.backend)
 
     def sums(self) -> list[Tensor]:
@@ -317,7 +324,7 @@ class Together:
 
 
 class LossPass:
-    """A loss's pass with its gradients, of which there is nothing yet.
+    """A loss's pass, of whose gradients there is nothing yet.
 
     together: of the tokens that are evaluated at once; rounds: whether the head's gradient may be in the dtype that it
     is handed over in where one product is all of it.
@@ -326,9 +333,9 @@ class LossPass:
     def __init__(
         self, call: Call, price: Price, needs: Needs, together: Together | None = None, rounds: bool = False
     ) -> None:
-        self.call, self.run = call, Pass(call, price, together=0 if together is None else together.most)
-        self.total = _begun(self.run, needs, rounds and self.run.backend.sums_once(call, self.run.slices))
-        self.together = together
+        self.call, self.needs, self.together = call, needs, together
+        self.run = Pass(call, price, together=0 if together is None else together.most)
+        self.once = rounds and self.run.backend.sums_once(call, self.run.slices)
 
     def begin(self) -> LossPass:
         """Itself, with the first chunk made."""
@@ -342,7 +349,8 @@ def loss_gradients(loss: LossPass, evaluate: Evaluate) -> tuple[GradientBuffers,
 
     Returns the accumulated gradients, and what a second backward needs: the statistics' gradients.
     """
-    run, total, together = loss.run, loss.total, loss.together
+    run, together = loss.run, loss.together
+    total = _begun(run, loss.needs, loss.once)
     stat_grads: dict[str, Tensor] = {}
     if together is None:
         _evaluate_chunks(run, run.chunks(), evaluate, total, stat_grads)

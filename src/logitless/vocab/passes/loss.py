@@ -33,7 +33,7 @@ def chunked_loss(
     scale = reduction_scale(call, mean, None, valid, seen.losses(seen.every))
     caller = _Caller(loss_fn, seen, extra, needs, scale)
     together = None if seen.together is None else Together(seen.together, stats_price(call, needs))
-    return _finish(_begun(call, needs, together), needs, caller, extra, caller.extra_grads)
+    return _finish(_begun(call, needs, together), needs, caller, extra, caller.extra_grads, call.inputs.labels)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
         return _begun(call, needs), CrossEntropy.of(call, given, valid)
 
     loss, evaluate = call.checked_while(begin)
-    return _finish(loss, needs, evaluate, (), [])
+    return _finish(loss, needs, evaluate, (), [], call.inputs.labels)
 
 
 @torch.no_grad()
@@ -102,14 +102,16 @@ def _finish(
     evaluate: CrossEntropy | _Caller,
     extra: tuple[Tensor, ...],
     extra_grads: list[Tensor | None],
+    labels: Tensor | None,
 ) -> Tensor:
+    """The loss with its graph; labels: the caller's own, which a second backward wants as they were."""
     call = loss.call
     with torch.no_grad():
         total, stat_grads = loss_gradients(loss, evaluate)
         formed = FormedLoss(call, total, partial(formed_again, needs, stat_grads, loss.together))
     if not (needs.any or any(g is not None for g in extra_grads)):
         return evaluate.total
-    return attach(formed, evaluate.total, call.inputs, extra, extra_grads)
+    return attach(formed, evaluate.total, call.inputs._replace(labels=labels), extra, extra_grads)
 
 
 def reduction_scale(

@@ -330,11 +330,8 @@ class TritonBackend(Backend):
         with on(chunk.inputs.hidden.device):
             if in_one_kernel(chunk, bases, keep):
                 return accumulate_products(chunk)
-            asked = chunk.inputs, chunk.policy.head, chunk.reference, chunk.sums, chunk.top_k
-            if not (bases or keep) and sums_products(*asked, chunk.slices.tokens):
-                return sum_products(chunk)
-            if (bases == ("p",) or keep == "weights") and writes_weights(*asked):
-                return weigh_products(chunk, bases)
+            if chunk.slices.in_products:
+                return weigh_products(chunk, bases) if bases or keep else sum_products(chunk)
             run = Running(chunk, bases, keep)
             if overlaps(chunk, len(bases), keep):
                 for tile, w in ahead(chunk):
@@ -448,6 +445,7 @@ class TritonBackend(Backend):
         bases: int = 0,
         sparse: bool = False,
         together: int = 0,
+        summed: bool = False,
     ) -> Slices:
         hidden = call.inputs.hidden
         table, (demand, held) = table_for(hidden.device), self.within(call, vocab_size, sparse)
@@ -455,9 +453,10 @@ class TritonBackend(Backend):
             demand["heads"] *= 2
         own, reference = (sums_of(call.options.want), call.options.top_k), call.reference or call.reference_rows
         asked = call.inputs, call.head, reference, *own
-        tokens = min(n_tokens, SUMMED_TOKENS)
-        if not (materialised or bases) and sums_products(*asked, tokens):
-            return Slices(tokens, vocab_size, state_bytes(table["sums"], tokens, vocab_size) + held, copied=held)
+        each = max(1, state_bytes(table["sums"], 1, vocab_size))
+        tokens = min(n_tokens, SUMMED_TOKENS, demand["budget"] // each)
+        if summed and tokens >= max(1, table["sums"]["least_tokens"]) and sums_products(*asked):
+            return Slices(tokens, vocab_size, tokens * each + held, held, in_products=True)
         plainly = bases and weighs_plainly(call.head, reference, call.compute, *own, bases_of(call.options.want))
         weights = (plainly or (materialised and p_alone(call))) and writes_weights(*asked)
         if weights:
@@ -475,10 +474,10 @@ class TritonBackend(Backend):
             together=together,
         )
         beside = 0
-        if weights:  # the blocks' sums; of a loss a product, and scaled hidden states
+        if weights:  # the blocks' sums, and a product; of a loss scaled hidden states
             beside = state_bytes(table["weights"], found.tokens, vocab_size)
-            beside += found.tokens * hidden.shape[1] * (4 + 2) * materialised
-        return replace(found, nbytes=found.nbytes + held + beside, copied=held)
+            beside += found.tokens * hidden.shape[1] * (4 + 2 * materialised)
+        return replace(found, nbytes=found.nbytes + held + beside, copied=held, in_products=weights)
 
     def prepared(self, chunk: Chunk) -> Heads:
         with on(chunk.inputs.hidden.device):
@@ -492,9 +491,7 @@ class TritonBackend(Backend):
             return False
         if call.inputs.hidden.stride(1) != 1:  # the kernel that adds the labels' part to such rows reads no columns
             return False
-        asked = call.inputs, call.head, call.reference or call.reference_rows, sums_of(options.want), options.top_k
-        alone = sums_of(options.want) == frozenset() and call.inputs.candidates is None
-        return alone and p_alone(call) and writes_weights(*asked)
+        return slices.in_products and not sums_of(options.want) and call.inputs.candidates is None
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""

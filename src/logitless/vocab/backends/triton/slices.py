@@ -127,7 +127,7 @@ class Heads:
         self.policy = Head(chunk.policy, n, self.device)
         self.reference = None if chunk.reference is None else Head(chunk.reference, n, self.device)
         labels, row_scales, first = chunk.inputs.labels, self.policy.row_scales, chunk.policy.head.vocab_start
-        self.label_logits = row_scales if chunk.label is None else chunk.label[0]
+        self.chunk = chunk
         ref = self.reference or self.policy
         self.tensors = {
             "labels": row_scales if labels is None else (labels - first if first else labels).contiguous(),
@@ -145,6 +145,12 @@ class Heads:
             "REF_BIAS": ref.bias is not None,
             "REF_CAP": ref.capped,
         }
+
+    @property
+    def label_logits(self) -> Tensor:
+        """The labels' logits, which ranks may have gathered since."""
+        label = self.chunk.label
+        return self.policy.row_scales if label is None else label[0]
 
     @property
     def plain(self) -> bool:

@@ -1,4 +1,4 @@
-"""Statistics of a plain head, and the weights of a gradient that needs p alone, by the kernel of the products.
+"""Statistics without slices, and the weights of a gradient that needs p alone, by the kernel of the products.
 
 That kernel has every logit in its registers: it adds up the rows and, where a gradient follows, writes e^(z - level) in
 bf16, so that no slice of logits is ever written or read. What a token's weights are multiplied by then goes into small
@@ -32,6 +32,7 @@ from .tuned import launch, table_for
 weighing: Any = weights_kernels  # a launch turns plain numbers into what a kernel's signature says
 NEAR = 60.0  # nats from a row's maximum within which weights relative to a level keep bf16's range, and sums fp32's
 LOOKS = 4  # programs a processor of the second launch, which mostly look at levels and end
+SUMS = 3  # of FIELDS: the first ones, m, rest and t
 ALONE = {"WITH_R": False, "RANK": False, "WITH_SUM": False, "REF": False, "WITH_QE": False}
 
 
@@ -75,7 +76,7 @@ def _summed(
     row_blocks = triton.cdiv(n, rows)
     tiles = parts * row_blocks
     at_once = processors(device) or tiles
-    state = torch.empty(accumulate_kernels.ALONE, parts, n, dtype=chunk.policy.compute, device=device)
+    state = torch.empty(SUMS, parts, n, dtype=chunk.policy.compute, device=device)
     persistent = bool(sizes["persistent"]) and not again
     programs = min(tiles, at_once) if persistent else tiles
     if again:  # the same for each block of tokens, so that one look tells a program that it has nothing to do
@@ -112,18 +113,13 @@ def _summed(
 
 def state_bytes(sizes: dict[str, int], n_tokens: int, width: int) -> int:
     """What the sums of all blocks take until they are merged."""
-    return 4 * accumulate_kernels.ALONE * -(-width // sizes["entries"]) * n_tokens
+    block = min(sizes["entries"], sizes.get("again", sizes["entries"]))
+    return 4 * SUMS * -(-width // block) * n_tokens
 
 
-def sums_products(
-    inputs: Inputs, head: LMHead, reference: object, sums: frozenset[str], top_k: int, tokens: int
-) -> bool:
-    """Whether statistics without a gradient are summed by the kernel of the products, if the table says so.
-
-    tokens: of a chunk, the last one's of a call being fewer.
-    """
-    enough = tokens >= table_for(inputs.hidden.device)["sums"]["least_tokens"]
-    return enough and _is_bare(inputs, head, reference, top_k) and sums <= {"zsum", "t"} and _is_used(inputs, "sums")
+def sums_products(inputs: Inputs, head: LMHead, reference: object, sums: frozenset[str], top_k: int) -> bool:
+    """Whether statistics without a gradient are summed by the kernel of the products, if the table says so."""
+    return _is_bare(inputs, head, reference, top_k) and sums <= {"t"} and _is_used(inputs, "sums")
 
 
 def writes_weights(inputs: Inputs, head: LMHead, reference: object, sums: frozenset[str], top_k: int) -> bool:

@@ -51,17 +51,18 @@ def weigh_tile(
         level = tl.load(levels + rows, mask=live, other=0.0)
         w = tl.exp2((z - level[:, None]) * LOG2E)
         # a block further below the level than e^87 is none of a row's digits
-        total = tl.sum(w, 1) * tl.exp(tl.minimum(level - m, 87.0))
+        rest = tl.sum(w, 1) * tl.exp(tl.minimum(level - m, 87.0)) - 1.0
         weights.store([first_row, part * BLOCK], w.to(weights.dtype))
     else:
         d = (z - m[:, None]) * LOG2E
         w = tl.exp2(d)
-        total = tl.sum(w, 1)
+        # maxima are counted, not added: they would swallow the others' digits
+        rest = tl.sum(tl.where(d == 0, 0.0, w), 1) + (tl.sum((d == 0).to(tl.float32), 1) - 1.0)
         if WITH_T:
             tl.store(cell + T * field, tl.where(m <= EMPTY, 0.0, tl.sum(w * d, 1) * LN2), mask=live)
     # a block of a label alone is empty
     tl.store(cell + M * field, tl.where(m <= EMPTY, EMPTY, m), mask=live)
-    tl.store(cell + REST * field, tl.where(m <= EMPTY, 0.0, total - 1.0), mask=live)
+    tl.store(cell + REST * field, tl.where(m <= EMPTY, 0.0, rest), mask=live)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=[*PER_TOKEN, "levels"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.vocab.backends.base import Scratch
 from logitless.vocab.backends.triton import backend, weights
 from tests.support.plain import over
 from tests.support.vocab.comparing import Operands, operands
@@ -142,7 +143,7 @@ def test_statistics(spread, labelled, device):
     temperature = torch.rand(N, device=device) + 0.5
     z = ops.hidden.double() @ ops.weight.double().T * 0.7 / temperature.double()[:, None]
     logp = z.log_softmax(-1)
-    true = {"logsumexp": z.logsumexp(-1), "entropy": -(logp.exp() * logp).sum(-1), "mean_logit": z.mean(-1)}
+    true = {"logsumexp": z.logsumexp(-1), "entropy": -(logp.exp() * logp).sum(-1)}
     true |= {"logprob": logp.gather(1, ops.labels[:, None])[:, 0]} if labelled else {}
     labels = ops.labels if labelled else None
     with weights_written(device), patch.object(backend, "SUMMED_TOKENS", 24):  # which is not all at once
@@ -150,6 +151,59 @@ def test_statistics(spread, labelled, device):
         found = ll.token_stats(ops.hidden, ops.head, labels, want=tuple(true), **options)
     for name, right in true.items():
         torch.testing.assert_close(getattr(found, name).double(), right, rtol=2e-6, atol=2e-5)
+
+
+@over("gap", [4.0, 10.0, 16.0])
+def test_a_nearly_certain_token_keeps_its_entropys_digits(gap, device):
+    """Its largest logit is a sum of its own, beside which the others' would be lost."""
+    hidden = torch.eye(8, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(300, 8, dtype=torch.bfloat16, device=device)
+    weight[7], weight[150:] = gap, -1.0
+    logp = (hidden.double() @ weight.double().T).log_softmax(-1)
+    with weights_written(device):
+        found = ll.token_stats(hidden, ll.LMHead(weight), None, want=("entropy",), backend="triton").entropy
+    torch.testing.assert_close(found.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=0)
+
+
+@over("used", [0, 1])
+@over("want", {"values": (), "trained": ("hidden", "weight")})
+def test_slices_keep_to_the_budget(want, used, device):
+    """Also those of a backward pass, whose forward pass adds up its products."""
+    if device == "cuda":
+        raise unittest.SkipTest("of the sizes that a CPU is given here")
+    budget = 50_000
+    ops = operands((64,), H, V, dtype=torch.bfloat16, bias=False).training(*want)
+    largest, take = [], Scratch.take
+
+    def seen(self, name, like, columns=False):
+        out = take(self, name, like, columns)
+        largest.append(out.nbytes if name.startswith("z") else 0)
+        return out
+
+    with half_products(device), sizes(device, sums={"used": used}), patch.object(Scratch, "take", seen):
+        said = ll.explain(ops.hidden, ops.head, ops.labels, memory_budget=budget, backend="triton")
+        assert said.slices.nbytes <= budget
+        if want:
+            with patch.object(backend, "sum_products", None):  # another product's numbers than backward's
+                stats = ll.token_stats(
+                    ops.hidden, ops.head, ops.labels, want=("logprob",), memory_budget=budget, backend="triton"
+                )
+            torch.autograd.grad(stats.logprob.sum(), list(ops.leaves.values()))
+    assert max(largest, default=0) <= budget
+
+
+def test_where_hidden_states_begin_is_asked_once(device):
+    """Tokens that are left out make a copy which begins elsewhere."""
+    whole = torch.randn(N * H + 1, dtype=torch.bfloat16, device=device)
+    hidden = whole[1:].view(N, H).requires_grad_()
+    head = ll.LMHead(torch.randn(V, H, dtype=torch.bfloat16, device=device))
+    labels = torch.randint(V, (N,), device=device)
+    labels[3] = -100
+    with half_products(device), sizes(device, weights={"used": 1}), patch.object(backend, "weigh_products", None):
+        logprob = ll.token_stats(hidden, head, labels, want=("logprob",), backend="triton").logprob
+    z = hidden.double() @ head.weight_tensor.double().T
+    true = z.log_softmax(-1).gather(1, labels.clamp(0)[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), torch.where(labels < 0, 0.0, true), rtol=2e-6, atol=2e-5)
 
 
 @over("budget", [None, 60_000])
