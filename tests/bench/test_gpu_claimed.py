@@ -71,7 +71,7 @@ def test_the_benchmarks_table(tmp_path):
     Weights that the kernel of the products writes are wrong here: the interpreter multiplies the bits of bf16 numbers.
     """
     out = tmp_path / "gpu.jsonl"
-    same = ("table", "--tiny", "--rounds", 1, "--methods", "logitless,torch")
+    same = ("table", "--tiny", "--rounds", 1, "--methods", "logitless,torch,torch.compile")
     written = on_cuda("bench.gpu", *same, "--rows", "loss,frozen,sample", "--out", out, status=1)
     about, device, *records = read_lines(out)
     assert (about["device"], device["name"]) == ("cuda", "NVIDIA GPU")
