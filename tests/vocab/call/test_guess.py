@@ -5,6 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.errors import LabelError
+from logitless.vocab.backends.base import Chunk
 from logitless.vocab.call import call as calls
 from logitless.vocab.passes import engine
 from tests.support.vocab.comparing import operands
@@ -78,3 +79,26 @@ def test_a_callers_rows_are_asked_for_once(begun):
     calls.GUESSING = ()
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
     assert len(asked) == 2 * guessed
+
+
+def test_a_chunk_that_was_prepared_is_not_made_again(begun, monkeypatch):
+    made, of = [], Chunk.of
+
+    def seen(call, rows, *others):
+        made.append(rows)
+        return of(call, rows, *others)
+
+    monkeypatch.setattr(Chunk, "of", seen)
+    ops = operands((3, 4), H, V, dtype=torch.float64).training("hidden")
+    for per in ("token", "sequence"):
+        made.clear()
+        ll.token_loss(lambda s: -s.logprob.reshape(len(s.logprob), -1)[:, 0], ops.hidden, ops.head, ops.labels, per=per)
+        assert made == [slice(0, 12)]
+
+
+def test_labels_that_were_changed_since_are_seen(begun):
+    ops = operands((N,), H, V, dtype=torch.float64).training("hidden")
+    loss = loss_of(ops)
+    ops.labels[0] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.algebra.costs import Price
 from logitless.vocab.backends.base import Scratch
 from logitless.vocab.backends.triton import backend, weights
+from logitless.vocab.call.validate import flatten
+from logitless.vocab.passes.engine import planned, slices_for
 from tests.support.plain import over
 from tests.support.vocab.comparing import Operands, operands
 from tests.support.vocab.triton_calls import half_products, no_kernel_for_slices, sizes
@@ -190,6 +193,17 @@ def test_slices_keep_to_the_budget(want, used, device):
                 )
             torch.autograd.grad(stats.logprob.sum(), list(ops.leaves.values()))
     assert max(largest, default=0) <= budget
+
+
+def test_maxima_over_tokens_read_slices_within_the_budget(device):
+    """`max_pool_logits` looks at the logits themselves, which no sum does."""
+    if device == "cuda":
+        raise unittest.SkipTest("of the sizes that a CPU is given here")
+    hidden, head = torch.randn(64, H, dtype=torch.bfloat16), ll.LMHead(torch.randn(V, H, dtype=torch.bfloat16))
+    call = flatten(hidden, head, None, want=("logsumexp",), backend="triton", memory_budget=50_000)
+    with half_products(device), sizes(device, sums={"used": 1}):
+        assert not slices_for(call, 64, Price("values", 1)).in_products
+        assert planned(call, 64, Price("values", 1))[1].in_products
 
 
 def test_where_hidden_states_begin_is_asked_once(device):
