@@ -105,11 +105,21 @@ def make_operands(row: Row, shape: Shape, device: str, dtype: torch.dtype) -> Te
         out["advantages"] = torch.randn(n, generator=g, device=device)
     if "token_ids" in row.case.takes:  # a label first, and others as far apart as they can be
         k = min(ENTRIES, v // 64)
-        out["token_ids"] = (out["labels"][:, None] + torch.arange(k, device=device) * (v // k)) % v
+        out["token_ids"] = spread_ids(out["labels"], v, k)
     if "ref_hidden" in row.case.takes:
         out["ref_hidden"] = out["hidden"] + randn(n, h, scale=0.2)
         out["ref_weight"] = out["weight"] + randn(v, h, scale=0.2 * LOGIT_STD / math.sqrt(h))
     return out
+
+
+def spread_ids(labels: Tensor, v: int, k: int) -> Tensor:
+    """A set of k entries for each token: its label first, and others as far apart as they can be."""
+    return (labels[:, None] + torch.arange(k, device=labels.device) * (v // k)) % v
+
+
+def mask_of(ids: Tensor) -> SamplingMask:
+    """The sampling mask of sets of one size, (N, k)."""
+    return SamplingMask(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device))
 
 
 def logprobs(tensors: Tensors) -> Tensor:
@@ -293,8 +303,7 @@ def ours(row: Row, backend: str | None) -> Callable[[Case, Tensors], Step]:
             record = ll.sample_tokens(hidden, head, keep=min(20, len(weight)), memory_budget=row.budget)
             return {"top": record.topk_logits, "lse": record.logsumexp, "entropy": record.entropy}
         if row.case.name == "sets":
-            ids = t["token_ids"]
-            mask = SamplingMask(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device))
+            mask = mask_of(t["token_ids"])
             stats = ll.token_stats(hidden, head, labels, want=("logprob", "entropy"), sampling_mask=mask, **same)
             return {"logprob": stats.logprob, "entropy": stats.entropy}
         if row.case.name == "loss":

@@ -11,8 +11,19 @@ from torch import Tensor
 
 import logitless as ll
 from bench.cases import LOGIT_STD, Tensors
-from bench.gpu_rows import ENTRIES, LLAMA, QWEN, ROWS, Row, make_operands, methods, ours, with_weights
-from logitless.sample import SamplingMask
+from bench.gpu_rows import (
+    ENTRIES,
+    LLAMA,
+    QWEN,
+    ROWS,
+    Row,
+    make_operands,
+    mask_of,
+    methods,
+    ours,
+    spread_ids,
+    with_weights,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RIVALS = {"loss": 17.33e-3}  # seconds on an H200 of QuACK 0.6.1, as Liger 0.8.5 states beside its own 18.06
@@ -125,9 +136,7 @@ def stats_of(
     def build() -> Callable[[], Any]:
         hidden, head, labels = _made(*shape, grad=grad)
         if sets:
-            ids = (labels[:, None] + torch.arange(ENTRIES, device="cuda") * (shape[2] // ENTRIES)) % shape[2]
-            offsets = torch.arange(0, ids.numel() + 1, ENTRIES, device="cuda")
-            options["sampling_mask"] = SamplingMask(ids.flatten(), offsets)
+            options["sampling_mask"] = mask_of(spread_ids(labels, shape[2], ENTRIES))
         if {"kl", "jsd"} & set(want):
             options["reference"] = _made(*shape, grad="")[:2]
 

@@ -380,15 +380,17 @@ def _cut(a: Tensor, b: Tensor, out: Tensor) -> list[tuple[bool, tuple[Tensor, Te
         return None
     (rows, depth), columns = a.shape, b.shape[1]
     if _is_ragged(columns, b.stride(1), out.stride(1)):
-        edge = columns // BLOCK * BLOCK
-        return [(False, (a, b[:, some], out[:, some])) for some in (slice(0, edge), slice(edge, None))]
+        return [(False, (a, b[:, some], out[:, some])) for some in _whole_and_left(columns)]
     if _is_ragged(rows, a.stride(0), out.stride(0)):
-        edge = rows // BLOCK * BLOCK
-        return [(False, (a[some], b, out[some])) for some in (slice(0, edge), slice(edge, None))]
+        return [(False, (a[some], b, out[some])) for some in _whole_and_left(rows)]
     if _is_ragged(depth, a.stride(1), b.stride(0)):
-        edge = depth // BLOCK * BLOCK
-        return [(i > 0, (a[:, some], b[some], out)) for i, some in enumerate((slice(0, edge), slice(edge, None)))]
+        return [(some.start > 0, (a[:, some], b[some], out)) for some in _whole_and_left(depth)]
     return None
+
+
+def _whole_and_left(size: int) -> tuple[slice, slice]:
+    edge = size // BLOCK * BLOCK
+    return slice(0, edge), slice(edge, size)
 
 
 def _is_ragged(size: int, *strides: int) -> bool:

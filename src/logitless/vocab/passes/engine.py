@@ -81,10 +81,10 @@ class Pass:
 
     def begin(self) -> Pass:
         """Itself, with its first chunk made."""
-        if self.call.n_tokens:
-            rows, chunk = self.chunk(slice(0, min(self.slices.tokens, self.call.n_tokens)))
+        self._first = next(self.chunks(), None)
+        if self._first is not None:
+            chunk = self._first[1]
             chunk.prepared = self.backend.prepared(chunk)
-            self._first = rows, chunk
         return self
 
     def chunks(self, within: slice | None = None) -> Iterator[tuple[slice, Chunk]]:
@@ -333,9 +333,13 @@ class LossPass:
     def __init__(
         self, call: Call, price: Price, needs: Needs, together: Together | None = None, rounds: bool = False
     ) -> None:
-        self.call, self.needs, self.together = call, needs, together
+        self.needs, self.together = needs, together
         self.run = Pass(call, price, together=0 if together is None else together.most)
         self.once = rounds and self.run.backend.sums_once(call, self.run.slices)
+
+    @property
+    def call(self) -> Call:
+        return self.run.call
 
     def begin(self) -> LossPass:
         """Itself, with the first chunk made."""

@@ -133,14 +133,14 @@ def summed_dtypes(call: Call) -> tuple[torch.dtype, ...]:
 class GradientBuffers:
     """The gradients of a whole call: per entry in the compute dtype, per token written chunk by chunk.
 
-    once: whether one product is all of the weight's gradient, which is then in the dtype that it is handed over in.
+    once: as a backend's `sums_once` says, with which the weight's is in the weight's own dtype.
     """
 
     def __init__(self, call: Call, backend: Backend, needs: Needs, once: bool = False) -> None:
         self.call, self.backend = call, backend
         dtypes, weight = list(summed_dtypes(call)), call.inputs.weight
         if once and weight is not None:
-            dtypes[1] = gradient_dtype(weight, dtypes[1])
+            dtypes[1] = weight.dtype
         pairs = zip(call.inputs[:DIFFERENTIATED], needs.flags, dtypes, strict=True)
         # the weight's is large: its first part is written over nothing, not added to zeros
         hidden, weight, bias, lora_hidden, lora_b = (
@@ -180,9 +180,9 @@ class GradientBuffers:
             return x.to(dtype) if factor is None else self.backend.scaled(x, factor, dtype)
 
         pairs = zip(self.summed(), self.call.inputs[:DIFFERENTIATED], strict=True)
-        return tuple(None if x is None or i is None else given(x, gradient_dtype(i, x.dtype)) for x, i in pairs)
+        return tuple(None if x is None or i is None else given(x, _gradient_dtype(i, x.dtype)) for x, i in pairs)
 
 
-def gradient_dtype(x: Tensor, summed: torch.dtype) -> torch.dtype:
+def _gradient_dtype(x: Tensor, summed: torch.dtype) -> torch.dtype:
     """The dtype of a tensor's gradient: its own, unless its `grad_dtype` says another, or any (None)."""
     return (getattr(x, "grad_dtype", x.dtype) or summed) if x.is_leaf else x.dtype

@@ -81,13 +81,11 @@ def _summed(
     programs = min(tiles, at_once) if persistent else tiles
     if again:  # the same for each block of tokens, so that one look tells a program that it has nothing to do
         programs = row_blocks * min(parts, triton.cdiv(LOOKS * at_once, row_blocks))
-    tokens = first.rows.contiguous()
+    tokens = TensorDescriptor.from_tensor(first.rows.contiguous(), [rows, sizes["inner"]])
     weighing.weigh_products[(programs,)](
-        TensorDescriptor.from_tensor(tokens, [rows, sizes["inner"]]),
+        tokens,
         TensorDescriptor.from_tensor(entries[:width], [block, sizes["inner"]]),
-        TensorDescriptor.from_tensor(tokens, [rows, sizes["inner"]])
-        if weights is None
-        else TensorDescriptor.from_tensor(weights, [rows, block]),
+        tokens if weights is None else TensorDescriptor.from_tensor(weights, [rows, block]),
         state,
         heads.tensors["labels"],
         heads.tensors["row_scales"],
