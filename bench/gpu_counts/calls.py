@@ -59,8 +59,10 @@ def of_tokens(row: Row, n: int) -> Row:
 
 def heard_of_sets(n: int) -> dict[str, Any]:
     """What the host hears of sampling masks with ENTRIES entries a token: that nothing is wrong."""
-    mask = "vocab/call/sampling_mask.py"
-    return {f"tolist at {mask}, check_layout": [0, n * ENTRIES, 0], f"__bool__ at {mask}, check_sets": False}
+    return {
+        "tolist at vocab/call/sampling_mask.py, check_layout": [0, n * ENTRIES, 0],
+        "__bool__ at vocab/backends/triton/sets.py, look_at": False,
+    }
 
 
 def of_row(row: Row) -> Call:

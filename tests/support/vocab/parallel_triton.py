@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from logitless.sample import SamplingMask
 from tests.support.allocations import poison
 from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.parallel_split import Split, V, check
@@ -25,6 +26,10 @@ def kernels(group: Any) -> None:
         check(Split(ops, group, (3, 20)), want, **ROUNDING)
     check(Split(operands(v=V, dtype=torch.float32), group, (0, V)), ("logprob", "entropy", "rank"), **ROUNDING)
     check(Split(operands(v=V, dtype=torch.float32), group, (3, 20)), ("logprob", "rank"), **ROUNDING)  # gathered labels
+    ops = operands(v=V, dtype=torch.float32, reference=True)
+    labels = ops.labels.flatten().tolist()
+    mask = SamplingMask.of([{label, (label + 7) % V, (5 * i) % V} for i, label in enumerate(labels)])
+    check(Split(ops, group, (3, 20)), EVERYTHING, sampling_mask=mask, **ROUNDING)
     for want in (("logprob",), ("logprob", "mean_logit"), ("entropy",), ("kl",)):  # a rank that has no slice
         ops = operands(v=V, dtype=torch.float32, reference="kl" in want, bias=False).training("hidden")
         check(Split(ops, group, (0, V)), want, **ROUNDING)

@@ -29,6 +29,7 @@ from ...algebra.stats import (
     sums_of,
 )
 from ..call.call import Call, Inputs
+from ..call.sampling_mask import Places, SamplingMask
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
@@ -44,6 +45,8 @@ from .logits import (
     logits_grad_dtype,
     operand_dtype,
 )
+from .sets import Entries
+from .sets import accumulate as accumulate_sets
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
@@ -102,6 +105,19 @@ class Backend(ABC):
         if whole.topk is not None:
             out.top_logits, out.top_ids = whole.topk
         return out
+
+    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
+        """`SamplingMask.check_sets` of sets in which nothing is wrong, with no label that is ignored; waits once.
+
+        None where that may not be so, or cannot be told at once.
+        """
+        return None
+
+    def accumulate_sets(
+        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+    ) -> tuple[Accumulation, Tensor | None]:
+        """`sets.accumulate` of a chunk's entries, whose logits these are."""
+        return accumulate_sets(chunk.sums, None if chunk.label is None else chunk.label[0], entries, z, z_ref)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         """The totals of an accumulation and of the label's logit, (C,) each."""

@@ -12,10 +12,12 @@ from ...algebra.costs import Slices
 from ...algebra.online_softmax import Accumulation, Totals, merge
 from ...algebra.stats import Coefficients
 from ..call.call import Call
+from ..call.sampling_mask import Places, SamplingMask
 from ..head.shard import VocabShard
 from ..ranks.agreement import layout_of
 from ..ranks.collectives import Ranks, in_order
 from .base import Accumulated, Backend, Chunk, Gradients, Partial
+from .sets import Entries
 
 
 class ShardedBackend(Backend):
@@ -58,6 +60,14 @@ class ShardedBackend(Backend):
         whole = self.finished(chunk, self._merged(chunk, partial, got))
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
+
+    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
+        return self.local.look_at_sets(mask, rows, labels, ignore_index)
+
+    def accumulate_sets(
+        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+    ) -> tuple[Accumulation, Tensor | None]:
+        return self.local.accumulate_sets(chunk, entries, z, z_ref)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         return self.local.finish(state, label)

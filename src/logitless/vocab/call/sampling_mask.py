@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ...errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
+
+
+class Places(NamedTuple):
+    """The token of each entry, (n,), and where each token's label stands among the entries, (N,)."""
+
+    tokens: Tensor
+    labels: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +128,11 @@ class SamplingMask:
                 f"token_ids, got {first} to {last}{', not all rising' if falls else ''}"
             )
 
-    def check_sets(self, rows: int, labels: Tensor | None = None, names: Tensor | None = None) -> Tensor | None:
+    def check_sets(self, rows: int, labels: Tensor | None = None, names: Tensor | None = None) -> Places:
         """Raise where a set is empty, or holds an id twice, one that is none of `rows` entries, or not its label.
 
-        labels: (N,); names: (N,), what errors call the tokens; their places unless given. Returns where each label
-        stands among the entries, (N,). Waits once for the device, but where it raises.
+        labels: (N,); names: (N,), what errors call the tokens; their places unless given. Waits once for the device,
+        but where it raises.
         """
         ids, tokens = self.token_ids, self.tokens
         ordered, order = (tokens * rows + ids).sort()
@@ -139,7 +146,7 @@ class SamplingMask:
             faults.append(ordered[at] != wanted if ordered.shape[0] else torch.ones_like(at, dtype=torch.bool))
         if bool(torch.cat(faults).any()):
             self._raise(rows, ordered, faults, labels, names)
-        return places
+        return Places(tokens, places)
 
     def _raise(
         self, rows: int, ordered: Tensor, faults: list[Tensor], labels: Tensor | None, names: Tensor | None

@@ -1,25 +1,27 @@
 """The drivers of a call over sampling masks: each token's own few entries, N·K·H work, no product with the vocabulary.
 
-A chunk's entries stand end to end, (M,), with the place of each token's first in `offsets`. Sums over a token's entries
-are sums over its segment; the statistics and the gradient's formula are those of the whole row.
+Sums over a token's entries are sums over its segment (`backends/sets.py`); the statistics and the gradient's formula
+are those of the whole row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...algebra.costs import Price, Slices
-from ...algebra.online_softmax import EMPTY, MASK, Accumulation, Totals, difference, times
+from ...algebra.online_softmax import Totals, difference
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
 from ..backends.base import Backend, Chunk, Scratch, is_dense, put_second_sums
 from ..backends.eager.formulas import logits_grad
 from ..backends.logits import Projection, flatness, of_tokens
+from ..backends.sets import Entries
 from ..call.call import Call, Needs
+from ..call.sampling_mask import Places, SamplingMask
 from ..ranks.collectives import Ranks
 from .engine import Saved, backend_of, exact, outputs
 from .gradient import GradientBuffers, scatter_one_hots, without_label
@@ -28,33 +30,8 @@ GATHERED = 1 << 20  # elements of a chunk's gathered rows on a CPU, whose caches
 NUMBERS = 64  # of an entry on a GPU, whose kernels gather no rows, while its chunk is computed
 
 
-@dataclass
-class Entries:
-    """The entries of a chunk's tokens: ids and each one's token, (M,); where segments begin and end, (C + 1,).
-
-    start: the first entry's place among the call's; labels_at: (C,), where each token's label stands here.
-    """
-
-    ids: Tensor
-    tokens: Tensor
-    offsets: Tensor
-    start: int
-    labels_at: Tensor | None
-
-    @property
-    def counts(self) -> Tensor:
-        return self.offsets.diff()
-
-    def sum(self, x: Tensor) -> Tensor:  # (M,) -> (C,)
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
-
-    def max(self, x: Tensor, initial: float) -> Tensor:  # (M,) -> (C,)
-        return torch.segment_reduce(x, "max", offsets=self.offsets, initial=initial)
-
-    def without_labels(self, x: Tensor) -> Tensor:
-        """x as logits, MASK where they are -inf or the label's own."""
-        x = x.clamp(min=MASK)
-        return x if self.labels_at is None else x.index_fill(0, self.labels_at, MASK)
+def _less(x: Tensor, number: int) -> Tensor:
+    return x - number if number else x
 
 
 def entries_at_a_time(call: Call) -> int:
@@ -87,23 +64,15 @@ def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int, int, int]]:
 class KeptPass:
     """A call over a sampling mask: its valid tokens in chunks, with their entries."""
 
-    def __init__(self, call: Call) -> None:
-        assert call.sampling_mask is not None
-        self.call, self.backend = call, backend_of(call)
-        self.mask = call.sampling_mask if call.index is None else call.sampling_mask[call.index]
-        self.labels_at: Tensor | None = None
+    def __init__(self, call: Call, mask: SamplingMask, places: Places) -> None:
+        """mask, places: of the valid tokens."""
+        self.call, self.backend, self.mask, self.places = call, backend_of(call), mask, places
         self.step = entries_at_a_time(call)
         self.scratch = Scratch(call.compute, call.inputs.hidden.device)
 
-    def check(self) -> None:
-        """Raise for sets that cannot be, and find each label in its own."""
-        call, labels = self.call, self.call.inputs.labels
-        valid = None if labels is None else call.rows(labels, slice(None))
-        self.labels_at = self.mask.check_sets(call.head.rows, valid, call.index)
-
     def chunks(self) -> Iterator[tuple[slice, Chunk, Entries]]:
         """(tokens, chunk, entries) of each chunk."""
-        n, tokens = self.mask.token_ids.shape[0], self.mask.tokens
+        n, tokens, labels_at = self.mask.token_ids.shape[0], self.places.tokens, self.places.labels
         few = 0 < n <= self.step  # then all is one chunk, and the device is not asked for the others' ends
         bounds = [(0, len(self.mask), 0, n)] if few else chunks_of(self.mask.offsets.tolist(), self.step)
         # a label is one of the entries: the chunk need not compute its logit
@@ -113,10 +82,10 @@ class KeptPass:
             slices = Slices(end - first, 1, 0)
             entries = Entries(
                 self.mask.token_ids[here],
-                tokens[here] - first,
-                self.mask.offsets[first : end + 1] - start,
-                here.start,
-                None if self.labels_at is None else self.labels_at[rows] - here.start,
+                _less(tokens[here], first),
+                _less(self.mask.offsets[first : end + 1], start),
+                start,
+                None if labels_at is None else _less(labels_at[rows], start),
             )
             yield rows, Chunk.of(call, rows, slices, self.scratch, self.backend), entries
 
@@ -128,27 +97,42 @@ class KeptPass:
 
 
 def checked(call: Call, price: Price) -> KeptPass:
-    """The pass of the call's valid tokens, whose ids and sets can be."""
-    run = KeptPass(call.checked())
-    run.check()
-    return run
+    """The pass of the call's valid tokens, whose ids and sets can be.
+
+    The host waits for the device once, and more often where tokens are ignored or sets are large.
+    """
+    mask, labels, rows, ignored = call.sampling_mask, call.inputs.labels, call.head.rows, call.options.ignore_index
+    assert mask is not None
+    look = backend_of(call).look_at_sets
+    places = look(mask, rows, labels, ignored)
+    if places is None:
+        call = call.checked()
+        if call.index is not None and labels is not None:
+            mask, labels = _valid_sets(call), labels[call.index]
+            places = look(mask, rows, labels, ignored)
+    return KeptPass(call, mask, places or mask.check_sets(rows, labels, call.index))
+
+
+def _valid_sets(call: Call) -> SamplingMask:
+    assert call.sampling_mask is not None
+    return call.sampling_mask if call.index is None else call.sampling_mask[call.index]
 
 
 @exact
 def values(run: KeptPass, save: bool) -> tuple[dict[str, Tensor], Saved]:
     """The wanted statistics of all tokens over their sets (0 where ignored), and what backward needs."""
     call, hidden = run.call, run.call.inputs.hidden
-    out = {
-        name: hidden.new_zeros(hidden.shape[0], *shape, dtype=dtype) for name, (shape, dtype) in outputs(call).items()
-    }
+    room = hidden.new_zeros if call.index is not None else hidden.new_empty  # where all tokens get something
+    out = {name: room(hidden.shape[0], *shape, dtype=dtype) for name, (shape, dtype) in outputs(call).items()}
     kept: dict[str, list[Tensor]] = {}
     totals_kept: dict[str, list[Tensor]] = {}
     for rows, chunk, entries in run.chunks():
         z = run.logits(chunk.policy, entries)
         z_ref = None if chunk.reference is None else run.logits(chunk.reference, entries)
         totals = totals_of(run.backend, chunk, entries, z, z_ref)
+        counts = entries.counts.to(z.dtype)
         for name in out:
-            call.put(out[name], rows, STATISTICS[name].value(totals, entries.counts.to(z.dtype)))
+            call.put(out[name], rows, STATISTICS[name].value(totals, counts))
         if save:
             for name, x in totals.items():
                 totals_kept.setdefault(name, []).append(x)
@@ -156,8 +140,8 @@ def values(run: KeptPass, save: bool) -> tuple[dict[str, Tensor], Saved]:
                 if x is not None:
                     kept.setdefault(name, []).append(x)
     extra = {name: torch.cat(parts) for name, parts in kept.items()}
-    if run.labels_at is not None:
-        extra["labels_at"] = run.labels_at
+    if run.places.labels is not None:
+        extra["labels_at"] = run.places.labels
     return out, Saved({name: torch.cat(parts) for name, parts in totals_kept.items()}, extra, {})
 
 
@@ -166,9 +150,10 @@ def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref
     if entries.labels_at is not None:
         at = entries.labels_at
         chunk.label = z[at], None if z_ref is None else z_ref[at]
-    totals = backend.finish(_accumulation(chunk, entries, z, z_ref), chunk.label)
-    if "zsum" in chunk.sums:
-        totals.mean_logit = entries.sum(z) / entries.counts
+    state, zsum = backend.accumulate_sets(chunk, entries, z, z_ref)
+    totals = backend.finish(state, chunk.label)
+    if zsum is not None:
+        totals.mean_logit = zsum / entries.counts
     if looks_twice(chunk.sums) and z_ref is not None:
         own = entries.tokens
         d = difference(z, z_ref, totals.shift[own], torch) + totals.log_ratio[own]
@@ -181,58 +166,13 @@ def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref
     return totals
 
 
-def _accumulation(chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Accumulation:
-    """The online softmax of each token's entries but its label."""
-    own, sums = entries.tokens, chunk.sums
-    open_z = entries.without_labels(z)
-    m = entries.max(open_z, EMPTY)
-    x = open_z - m[own]
-    w = torch.exp(x)
-    best = x == 0  # their own ones are counted, not added: they would swallow the others' digits
-    rest = entries.sum(w.masked_fill(best, 0.0)) + (entries.sum(best.to(w.dtype)) - 1).clamp(min=0)
-    state = Accumulation(m, rest)
-    if "t" in sums:
-        state.t = entries.sum(w * x)
-    if "r" in sums:
-        state.r = entries.sum(w * w)
-    if "above" in sums and chunk.label is not None:
-        state.above = entries.sum((open_z > chunk.label[0].clamp(min=MASK)[own]).to(w.dtype)).long()
-    if z_ref is not None:
-        _add_reference(state, entries, (z, z_ref), (open_z, entries.without_labels(z_ref)), w, "qe" in sums)
-    return state
-
-
-def _add_reference(
-    state: Accumulation,
-    entries: Entries,
-    raw: tuple[Tensor, Tensor],
-    masked: tuple[Tensor, Tensor],
-    w: Tensor,
-    reverse: bool,
-) -> None:
-    """The sums of KL, with differences measured from the entry that both heads like best."""
-    own = entries.tokens
-    both = masked[0] + masked[1]
-    state.near = entries.max(both, EMPTY)
-    at_best = torch.where((both == state.near[own]) & (both > EMPTY), raw[0] - raw[1], -math.inf)
-    found = entries.max(at_best, -math.inf)
-    state.shift = torch.where(state.near > EMPTY, found, 0.0)
-    state.m_ref = entries.max(masked[1], EMPTY)
-    w_ref = torch.exp(masked[1] - state.m_ref[own])
-    state.s_ref = entries.sum(w_ref)
-    e = difference(*raw, state.shift[own], torch)
-    state.a = entries.sum(times(w, e, torch))
-    state.b = entries.sum(times(w, torch.expm1(-e), torch))
-    state.a_ref = entries.sum(times(w_ref, e, torch)) if reverse else None
-
-
 @exact
 def gradients(
     call: Call, price: Price, saved: Saved, stat_grads: dict[str, Tensor], needs: Needs
 ) -> tuple[Tensor | None, ...]:
     """(dhidden, dweight, dbias, dlora_hidden, dlora_b) for upstream gradients of the statistics, (N,) each."""
-    run = KeptPass(call)
-    run.labels_at = saved.extra.get("labels_at")
+    mask = _valid_sets(call)
+    run = KeptPass(call, mask, Places(mask.tokens, saved.extra.get("labels_at")))
     total = GradientBuffers(call, run.backend, needs)
     total.total.clear()
     for rows, chunk, entries in run.chunks():

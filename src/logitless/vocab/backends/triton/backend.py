@@ -19,14 +19,16 @@ from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import FAR, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
+from ...call.sampling_mask import Places, SamplingMask
 from ...devices import has_tf32, tf32_products
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, multiplied_dtype, normalised, p_alone
 from ..logits import Operands, add_product, logits_grad_dtype, product
-from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows
+from ..sets import Entries
+from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on, processors
-from .parts import merge
+from .parts import accumulation_of, flags_of, flags_of_reference, merge
 from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_slice, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
@@ -47,12 +49,7 @@ class Running:
     def __init__(self, chunk: Chunk, bases: tuple[str, ...], keep: str | None, parts: int | None = None) -> None:
         self.chunk, self.bases, self.heads, n = chunk, bases, heads_of(chunk), chunk.n_tokens
         like = {"dtype": chunk.policy.compute, "device": self.heads.device}
-        self.flags = {
-            "WITH_T": "t" in chunk.sums,
-            "WITH_R": "r" in chunk.sums,
-            "RANK": "above" in chunk.sums,
-            "WITH_SUM": "zsum" in chunk.sums,
-        }
+        self.flags = flags_of(chunk.sums)
         local_rows = chunk.policy.head.local_rows
         stays = keep == "logits" and chunk.slices.width >= local_rows  # one slice, which is all of them
         self.topk = TopK(chunk.top_k, n, local_rows if stays else 0, **like)
@@ -63,7 +60,7 @@ class Running:
         self.blocks = triton.cdiv(n, sizes["rows"])
         most = min(sizes["programs"] // max(1, self.blocks), chunk.slices.width // sizes["block"])
         self.parts = parts or (1 if bases else max(1, most))
-        self.reference = {"REF": chunk.reference is not None, "WITH_QE": "qe" in chunk.sums}
+        self.reference = flags_of_reference(chunk.sums, chunk.reference is not None)
         fields = len(accumulating.FIELDS) if chunk.reference is not None else accumulating.ALONE
         self.state = torch.empty(fields, self.parts, n, **like)
         if not local_rows:  # no slice begins it
@@ -227,26 +224,15 @@ class Running:
                 BLOCK=1024,
             )
 
-    def merged(self) -> Accumulation:
-        """The accumulation of all parts; also sets `zsum`."""
-        state = merge(self.state, self.flags | self.reference)
-        rows = dict(zip(accumulating.FIELDS, state[:, 0], strict=False))
-        self.zsum = rows.pop("zsum")
-        for name, given in (("t", "WITH_T"), ("r", "WITH_R"), ("above", "RANK")):
-            if not self.flags[given]:
-                del rows[name]
-        if "a_ref" in rows and not self.reference["WITH_QE"]:
-            del rows["a_ref"]
-        return Accumulation(**rows)  # `above` as a number of the others' dtype
-
     def result(self) -> Partial:
         """What all slices amount to."""
-        whole = self.merged()
+        flags = self.flags | self.reference
+        whole, zsum = accumulation_of(merge(self.state, flags)[:, 0], flags)
         relative = replace(whole, m=self.levels) if self.weighs else whole
         return Partial(
             whole,
             partial(normalised, self.products, relative) if self.bases else lambda _: {},
-            self.zsum if self.flags["WITH_SUM"] else None,
+            zsum,
             self.topk.result() if self.chunk.top_k else None,
         )
 
@@ -429,6 +415,14 @@ class TritonBackend(Backend):
                         put(dz.t(), x, entries[v])
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
+
+    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
+        return sets.look_at(mask, rows, labels, ignore_index)
+
+    def accumulate_sets(
+        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+    ) -> tuple[Accumulation, Tensor | None]:
+        return sets.accumulate(chunk.sums, None if chunk.label is None else chunk.label[0], entries, z, z_ref)
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         total = label_coefficients(coefficients, totals, chunk.jsd_beta)

@@ -1,12 +1,16 @@
 """Statistics over sampling masks: a kernel's program for each entry reads its token's row, and nothing is gathered."""
 
+from unittest.mock import patch
+
 import torch
 
 from logitless.sample import SamplingMask
 from logitless.vocab.backends import rows as plain
-from logitless.vocab.backends.triton import rows
+from logitless.vocab.backends.triton import rows, sets
+from logitless.vocab.backends.triton.sets import look_at
+from logitless.vocab.call.sampling_mask import Places
 from tests.support.plain import over
-from tests.support.vocab.comparing import operands
+from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.triton_calls import check
 
 N, H, V = 7, 40, 301
@@ -19,11 +23,54 @@ def mask_around(labels: torch.Tensor) -> SamplingMask:
     )
 
 
+def sets_of(labels: torch.Tensor, sizes: tuple[int, ...]) -> SamplingMask:
+    """Sets of these sizes in turn, each with its label somewhere, in any order."""
+    sets = []
+    for i, label in enumerate(labels.tolist()):
+        size = sizes[i % len(sizes)]
+        chosen = [label, *(j for j in torch.randperm(V).tolist() if j != label)][:size]
+        sets.append([chosen[j] for j in torch.randperm(size).tolist()])
+    return SamplingMask.of(sets)
+
+
 @over("want", {"log-prob": ("logprob",), "more": ("logprob", "entropy", "self_certainty", "max_logit", "sum_sq_prob")})
 @over("form", {"plain": {"bias": False}, "bias and softcap": {"softcap": 5.0}, "lora": {"ranks": (2,), "bias": False}})
 def test_statistics_and_gradients(want, form, device):
     ops = operands((N,), H, V, **form)
     check(device, ops, want, sampling_mask=mask_around(ops.labels).to(device), temperature=torch.rand(N) + 0.5)
+
+
+@over("sizes", {"one block": (1, 64), "several": (65, 2, 140)})
+@over("form", {"plain": {"bias": False}, "softcap": {"softcap": 5.0}})
+def test_every_statistic_beside_a_reference(sizes, form, device):
+    ops = operands((N,), H, V, reference=True, **form)
+    mask = sets_of(ops.labels, sizes)
+    check(device, ops, EVERYTHING, sampling_mask=mask.to(device), temperature=torch.rand(N) + 0.5, jsd_beta=0.3)
+
+
+@over("sizes", {"one block": (1, 40), "several": (65, 140)})
+def test_logits_of_minus_infinity_in_many_blocks(sizes, device):
+    ops = operands((N,), H, V)
+    with torch.no_grad():
+        ops.bias[::3] = -torch.inf
+        ops.bias[ops.labels] = 0.1
+    check(device, ops, ("logprob", "entropy", "rank"), sampling_mask=sets_of(ops.labels, sizes).to(device))
+
+
+def test_without_labels(device):
+    ops = operands((N,), H, V)
+    mask = sets_of(ops.labels, (1, 70, 3))
+    ops.labels = None
+    check(device, ops, ("logsumexp", "entropy"), sampling_mask=mask.to(device))
+
+
+def test_tokens_that_are_ignored_and_none_at_all(device):
+    ops = operands((N,), H, V)
+    mask = mask_around(ops.labels)
+    ops.labels[2:4] = -100
+    check(device, ops, ("logprob", "entropy"), sampling_mask=mask.to(device))
+    ops.labels[:] = -100
+    check(device, ops, ("logprob", "entropy"), sampling_mask=mask.to(device))
 
 
 @over("dtype", [torch.float32, torch.bfloat16])
@@ -45,3 +92,56 @@ def test_rows_of_repeated_tokens(dtype, device):
         right = entries.double().index_add(0, ids[:, 0], exact[2] * exact[0][of])
         module.scatter(weights, x, ids, entries, of)
         torch.testing.assert_close(entries.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def look(sets: list[list[int]], labels: list[int] | None, device: str) -> Places | None:
+    there = None if labels is None else torch.tensor(labels, device=device)
+    return look_at(SamplingMask.of(sets).to(device), V, there, IGNORED)
+
+
+IGNORED = 150
+FIRST, LATER = list(range(60)), list(range(100, 300))
+
+
+@over("labels", {"with labels": [3, 299], "without": None})
+def test_sets_in_which_nothing_is_wrong_are_found_so(labels, device):
+    found = look([FIRST, LATER], labels, device)
+    assert found is not None
+    assert found.tokens.tolist() == [0] * 60 + [1] * 200
+    assert labels is None or (found.labels is not None and found.labels.tolist() == [3, 60 + 199])
+
+
+@over(
+    "sets",
+    {
+        "empty": [FIRST, []],
+        "below": [FIRST, [*LATER, -1]],
+        "above": [[V, *FIRST], LATER],
+        "twice in a block": [[*FIRST, 59], LATER],
+        "twice in two": [FIRST, [*LATER, 100]],
+        "the last twice": [FIRST, [*LATER, 299]],
+    },
+)
+@over("labels", {"with labels": [3, 299], "without": None})
+def test_every_fault_is_doubted(sets, labels, device):
+    assert look(sets, labels, device) is None
+
+
+def test_labels_outside_of_their_sets_are_doubted(device):
+    assert look([FIRST, LATER], [3, 99], device) is None
+    assert look([FIRST, LATER], [60, 299], device) is None
+
+
+def test_a_label_that_is_ignored_is_doubted_though_its_set_has_it(device):
+    assert look([FIRST, LATER], [3, IGNORED], device) is None
+    assert look([FIRST, LATER], None, device) is not None
+    ops = operands((N,), H, V)
+    options = {"sampling_mask": mask_around(ops.labels).to(device), "ignore_index": int(ops.labels[2])}
+    check(device, ops, ("logprob", "entropy"), **options)
+
+
+def test_large_sets_are_left_to_be_sorted(device):
+    with patch.object(sets, "COMPARED", 199):
+        assert look([FIRST, LATER], [3, 299], device) is None
+        ops = operands((N,), H, V)
+        check(device, ops, ("logprob", "entropy"), sampling_mask=sets_of(ops.labels, (20, 210)).to(device))
