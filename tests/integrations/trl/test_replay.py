@@ -163,6 +163,33 @@ def test_whole_runs(place, made):
     assert any(record["grad_norm"] > 0 for record in logged)
 
 
+@pytest.mark.parametrize("ends", [range(100), [2]], ids=["some", "all"])
+def test_completions_that_were_cut_short_count_for_nothing(place, ends):
+    """TRL masks them out of the rollouts, where it is known all the same what they were sampled from."""
+    options = {"max_completion_length": 2, "vllm_importance_sampling_mode": "token_truncate", "loss_type": "dapo"}
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P, mask_truncated_completions=True, **options)
+    trainer.current_gradient_accumulation_steps = 1
+    install(trainer, replay=True, corrected=True)
+    trainer.eos_token_ids = list(ends)
+    batch = rollouts(trainer)
+    valid = batch["completion_mask"].bool()
+    assert valid.any() == (len(ends) > 1)
+    assert not valid.any(1).all()
+    loss = trainer._compute_loss(trainer.model, batch)
+    logp = chosen(dense(trainer, batch)[1], batch)[valid]
+    policy = -(logp - logp.detach()).exp() * batch["advantages"][:, None].expand_as(valid)[valid]
+    expected = policy.sum() / batch["num_items_in_batch"].clamp(min=1)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    parameters = list(trainer.model.parameters())
+    exact = torch.autograd.grad(expected, parameters)
+    for a, b in zip(torch.autograd.grad(loss, parameters), exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-7)
+    metrics = trainer._metrics["train"]
+    assert abs(metrics["sampling/k1"][-1]) < 1e-6
+    assert 0 <= metrics["sampling/k3"][-1] < 1e-6
+    assert metrics["sampling/importance_sampling_ratio/mean"][-1] == pytest.approx(float(valid.any()), abs=1e-5)
+
+
 def test_taken_back(trainer):
     before = {name: vars(trainer).get(name) for name in ("_compute_loss", "_generate_single_turn")}
     install(trainer, replay=True)

@@ -143,6 +143,8 @@ class Replay:
             return None
         part = self.sequences[self.next : self.next + valid.shape[0]]
         self.next += valid.shape[0]
+        # mask_truncated_completions takes whole completions out, of which it is known all the same
+        part = [one if counts else one[:0] for one, counts in zip(part, valid.any(1).tolist(), strict=False)]
         known = sum(len(one.sets) for one in part)
         if known != int(valid.sum()):
             raise ConfigError(
@@ -171,14 +173,16 @@ class Replay:
             *(trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max),
         )
         ratios = out[RATIO] if out[RATIO].shape[1] == 1 else out[RATIO][mask.bool()]
+        ratios = ratios if ratios.numel() else ratios.new_zeros(1)  # of no token, as TRL has it
         for name, value in (("min", ratios.min()), ("mean", ratios.mean()), ("max", ratios.max())):
             self._metric(f"sampling/importance_sampling_ratio/{name}", value)
 
     def _log(self, inputs: dict[str, Any]) -> None:
         mask = inputs["completion_mask"].bool()
         gap = (torch.cat(self.scored)[:, -mask.shape[1] :] - inputs[SAMPLED])[mask].double()
-        self._metric("sampling/k1", -gap.mean())
-        self._metric("sampling/k3", (torch.expm1(gap) - gap).mean())
+        count = max(1, gap.numel())  # none where every completion was cut short
+        self._metric("sampling/k1", -gap.sum() / count)
+        self._metric("sampling/k3", (torch.expm1(gap) - gap).sum() / count)
 
     def _metric(self, name: str, value: Tensor) -> None:
         mode = "train" if self.trainer.model.training else "eval"
