@@ -97,6 +97,21 @@ def test_adapters_are_part_of_the_policy(model):
     assert got == pytest.approx([dense(merged, *row) for row in zip(PROMPTS, COMPLETIONS, strict=True)], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_soft_prompt_moves_no_token(model):
+    """PEFT puts virtual tokens before the ids: positions count from behind them."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = get_peft_model(model, config).eval()
+    got = score(SelfCertaintyReward().bind(tuned))
+    for value, prompt, completion in zip(got, PROMPTS, COMPLETIONS, strict=True):
+        with torch.no_grad():
+            z = tuned(torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1].double()
+        certainty = z.logsumexp(-1) - z.mean(-1) - math.log(z.shape[-1])
+        assert value == pytest.approx(float(certainty.mean()), rel=1e-5)
+
+
 def test_memory_holds_no_logits():
     vocab = 40_000
     reward = SelfCertaintyReward(memory_budget=2**20).bind(micro_model(vocab_size=vocab))
