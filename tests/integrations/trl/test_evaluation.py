@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl.trainers import install, uninstall
@@ -52,6 +54,23 @@ def test_metrics_are_those_of_the_logits(trainer):
     assert (predicted.predictions["rank"] == 1).sum() / (predicted.predictions["rank"] > 0).sum() == pytest.approx(
         expected["accuracy"]
     )
+
+
+def test_a_soft_prompt_is_no_token(untied):
+    """PEFT puts virtual tokens before the ids, and labels of them that do not count: predictions have none."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config)
+    rows = Dataset.from_list([{"prompt": text[:4], "completion": text[4:]} for text in TEXTS])
+    made = sft(untied, tuned, trainer={"eval_dataset": rows}, per_device_eval_batch_size=len(TEXTS))
+    install(made)
+    predicted = made.predict(made.eval_dataset)
+    assert ((predicted.predictions["rank"] > 0) == (predicted.label_ids != -100)).all()
+    (batch,) = made.get_eval_dataloader()
+    with torch.no_grad():
+        z = tuned(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 3:-1].log_softmax(-1)
+    valid = batch["labels"] != -100
+    expected = z.gather(-1, batch["labels"][:, 1:, None].clamp(min=0))[..., 0][valid[:, 1:]]
+    assert predicted.predictions["logprob"][valid.numpy()] == pytest.approx(expected.numpy(), rel=1e-4)
 
 
 def test_a_metric_that_wants_logits_says_what_to_ask_for(trainer):

@@ -100,8 +100,8 @@ class Evaluation:
         return loss, kept, inputs["labels"].detach().to(self.seen["rank"].device)
 
     def _beside_label(self, x: Tensor) -> Tensor:
-        """What a position says beside the token that it predicts, (rows, tokens)."""
-        return F.pad(x[:, :-1], (1, 0)) if self.shifted else x
+        """What a position says beside the token that it predicts, (rows, tokens), without a soft prompt's."""
+        return (F.pad(x[:, :-1], (1, 0)) if self.shifted else x)[:, -self.shape[1] :]
 
     def _look(self, head: LMHead, hidden: Tensor, targets: Tensor) -> None:
         if self.seen and targets.shape != self.shape:  # a compute_loss that calls the model for something else, too
