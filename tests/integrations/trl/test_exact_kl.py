@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
@@ -166,6 +166,15 @@ def test_a_sharded_reference_is_refused(trainer, sharded):
         install(trainer, exact_kl=True)
     assert "\n" not in str(caught.value)
     assert (dict(vars(trainer)), dict(vars(trainer.model))) == before
+
+
+def test_a_soft_prompt_is_refused(untied):
+    """The reference would be handed the policy's own virtual tokens, and the KL be 0 for ever."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = runs.grpo(untied, get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config))
+    with pytest.raises(ConfigError, match="exact_kl: expected a reference that reads what the policy reads"):
+        install(trainer, exact_kl=True)
+    install(trainer)
 
 
 def test_a_loss_of_ones_own_is_not_replaced(place):

@@ -277,6 +277,11 @@ def _exact_kl(trainer: Any, kind: str) -> ExactKL:
         raise OptionError("exact_kl: expected a KL penalty, got beta=0.0; set GRPOConfig's beta or leave exact_kl out")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigError("exact_kl: expected a reference model that is whole on every rank, got FSDP or DeepSpeed")
+    if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+        raise ConfigError(
+            "exact_kl: expected a reference that reads what the policy reads, got a soft prompt, which the policy's "
+            "forward has before its ids; train adapters of its layers, or leave exact_kl out"
+        )
     return ExactKL(trainer)
 
 
