@@ -167,6 +167,31 @@ def test_subclass_with_a_loss_of_its_own_gets_every_gradient(place):
         torch.testing.assert_close(losses[0][name], exact, rtol=1e-3, atol=1e-5 * exact.abs().max().item())
 
 
+def test_a_subclass_that_adds_to_the_loss_gets_every_gradient(untied):
+    """Of a frozen head too, where TRL's own loss needs that of the log-probs alone."""
+    from trl import DPOTrainer
+
+    class Entropic(DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+            bonus = model(**given, labels=labels, fused_lm_head=True).entropy.mean()
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) - bonus
+
+    args, found = runs.dpo(untied).args, []
+    for ours in (True, False):
+        trainer = Entropic(str(untied), args=args, **runs.common(untied, runs.pairs()))
+        trainer.model.lm_head.requires_grad_(False)
+        if ours:
+            install(trainer)
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.compute_loss(trainer.model, batch).backward()
+        found.append({name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() != set()
+    for name, exact in found[1].items():
+        torch.testing.assert_close(found[0][name], exact, rtol=1e-3, atol=2e-4 * exact.abs().max().item())
+
+
 # --- the contract -------------------------------------------------------------------------------------------------
 
 

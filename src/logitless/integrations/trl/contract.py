@@ -95,8 +95,17 @@ def kind_of(trainer: Any) -> str:
 
 def own_loss(trainer: Any, kind: str) -> bool:
     """Whether the trainer computes its loss with TRL's own method."""
-    name = LOSS[kind].rsplit(".", 1)[1]
-    return name not in vars(trainer) and getattr(type(trainer), name) is _found(LOSS[kind])
+    return _own(trainer, LOSS[kind])
+
+
+def only_own_loss(trainer: Any, kind: str) -> bool:
+    """Whether that is all of it: a compute_loss of one's own may add what it likes to TRL's."""
+    return own_loss(trainer, kind) and _own(trainer, f"{LOSS[kind].rsplit('.', 1)[0]}.compute_loss")
+
+
+def _own(trainer: Any, method: str) -> bool:
+    name = method.rsplit(".", 1)[1]
+    return name not in vars(trainer) and getattr(type(trainer), name) is _found(method)
 
 
 def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:

@@ -16,7 +16,7 @@ from ...models.positions import reach
 from ...vocab.face import LMHead, explain
 from ..transformers.evaluation import Evaluation
 from ..transformers.lm_head import causal_lm, output_head, replaced
-from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, own_loss, require, settings_of
+from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, only_own_loss, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss
 from .exact_kl import ExactKL
 from .forward import STATISTIC_OF, Fused, TokenOutput
@@ -250,7 +250,7 @@ def _fused_forward(
 
 def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
     """(only log-probs get a gradient, all of them the same one), of TRL's own losses."""
-    if not own_loss(trainer, kind):
+    if not only_own_loss(trainer, kind):
         return False, False
     if kind == "GRPOTrainer":
         return not trainer._entropy_bonus_enabled, False
