@@ -205,6 +205,11 @@ def test_taken_back(trainer):
         (runs.grpo, {"exact_kl": True}, "replay: exact_kl is of the whole row"),
         (runs.grpo, {"top_k": 3}, "replay: top_k is of the whole row"),
         (partial(runs.grpo, repetition_penalty=1.2), {}, "got a repetition_penalty, which moves logits"),
+        (
+            partial(runs.grpo, vllm_importance_sampling_correction=False),
+            {"corrected": True},
+            "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False",
+        ),
         (runs.rloo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got RLOOTrainer"),
     ],
 )

@@ -212,6 +212,11 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
         raise ConfigError("replay: expected top_k, top_p and min_p alone, got a repetition_penalty, which moves logits")
     if corrected and not hasattr(trainer, "vllm_importance_sampling_mode"):
         raise OptionError(f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}")
+    if corrected and not trainer.vllm_importance_sampling_correction:
+        raise OptionError(
+            "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False, "
+            "which leaves it out; leave one of them out"
+        )
 
 
 def importance_ratio(
