@@ -190,6 +190,16 @@ def test_completions_that_were_cut_short_count_for_nothing(place, ends):
     assert metrics["sampling/importance_sampling_ratio/mean"][-1] == pytest.approx(float(valid.any()), abs=1e-5)
 
 
+def test_rollouts_from_before_are_made_again(place):
+    """A second run may begin in the middle of what the first one sampled, where nothing was recorded."""
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P, steps_per_generation=2, max_steps=1)
+    trainer.train()
+    assert trainer._buffered_inputs is not None
+    install(trainer, replay=True)
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/k3"] < 1e-6
+
+
 def test_taken_back(trainer):
     before = {name: vars(trainer).get(name) for name in ("_compute_loss", "_generate_single_turn")}
     install(trainer, replay=True)

@@ -211,6 +211,7 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool,
         changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
     if replay is not None:
         changes += [Change(trainer, name, method) for name, method in replay.methods().items()]
+        changes.append(Change(trainer, "_buffered_inputs", None))  # rollouts of which nobody knows what from
     return Installed(changes)
 
 
