@@ -177,6 +177,16 @@ def test_gmpo(responses):
     assert_same(lambda p, o, a: losses.gmpo(p, o, a, mask, 0.3), dense, logprob, old, advantages)
 
 
+@pytest.mark.parametrize("loss", [losses.gspo, losses.gmpo])
+def test_a_batch_of_responses_without_tokens(loss):
+    """Each has the ratio 1, as a response without tokens beside others has."""
+    nothing, advantages = torch.zeros(2, 0, requires_grad=True), torch.tensor([1.0, -0.5])
+    found = loss(nothing, nothing.detach(), advantages, torch.zeros(2, 0, dtype=torch.bool))
+    assert found.tolist() == [-1.0, 0.5]
+    found.sum().backward()
+    assert losses.sequence_logprob(nothing, average=True).tolist() == [0.0, 0.0]
+
+
 ON_BATCHES = {
     "reinforce": lambda p, o, a, r, m: losses.reinforce(p, a),
     "ppo_clip": lambda p, o, a, r, m: losses.ppo_clip(p, o, a, delta=4.0),

@@ -203,7 +203,7 @@ def gmpo(
     if not clip >= 0.0:
         raise OptionError(f"clip must be at least 0, got {clip}")
     same_shape(logprob, old_logprob=old_logprob, mask=mask)
-    same_shape(logprob[..., 0], advantages=advantages)
+    same_shape(logprob.sum(-1), advantages=advantages)  # of no token, too
     d = gap(logprob, old_logprob)
     d = torch.where(advantages[..., None] > 0, d.clamp_max(clip), d.clamp_min(-clip))
     mean = sequence_logprob(d, mask, average=True)

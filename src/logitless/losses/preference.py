@@ -28,7 +28,7 @@ def sequence_logprob(
     mean needs the mask. A response without tokens gives 0.
     """
     if mask is None:
-        return logprob.mean(-1) if average else logprob.sum(-1)
+        return logprob.mean(-1) if average and logprob.shape[-1] else logprob.sum(-1)
     same_shape(logprob, mask=mask)
     # A padded position may hold anything, even an infinity, so it is replaced rather than multiplied by zero.
     total = torch.where(mask.bool(), logprob, torch.zeros_like(logprob)).sum(-1)
