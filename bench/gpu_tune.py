@@ -213,15 +213,17 @@ class Parts:
 
 
 def tune(out: Path, tiny: bool, device: str, seconds: float, only: list[str]) -> int:
-    """All of it that there is time for into `out`, or the parts whose names begin so; 0."""
+    """All of it that there is time for into `out`, or the parts whose names begin so; an exit status."""
     bench = Bench(device, time.monotonic() + seconds)
     kept = triton_tuned.table_for(torch.device(device))
     before, tried = copy.deepcopy(kept), []
     try:
         parts = Parts(bench, kept, tiny)
-        for name, part in parts.all().items():
-            if not name.startswith(tuple(only)):
-                continue
+        asked = {name: part for name, part in parts.all().items() if name.startswith(tuple(only))}
+        if not asked:
+            print(f"no part's name begins with {' or '.join(only)}; they are {', '.join(parts.all())}")
+            return 2
+        for name, part in asked.items():
             if parts.whole.late:
                 print(f"  {name}: no time left", flush=True)
                 continue

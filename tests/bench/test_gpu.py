@@ -369,6 +369,14 @@ def test_tuning_writes_sizes(tmp_path):
     assert set(sizes) == set(triton_tuned.table("default"))
 
 
+def test_tuning_no_part_says_which_there_are(tmp_path, capsys):
+    from bench import gpu_tune  # which needs Triton
+
+    assert gpu_tune.tune(tmp_path / "sizes.json", True, "cpu", 100, ["acumulate"]) == 2
+    assert "begins with acumulate; they are" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["plain", "plain_basis", "basis", "bases", "best", "accumulate"])
 def test_a_kernel_is_tuned_by_calls_that_run_it(name, monkeypatch):
     from bench import gpu_tune  # which needs Triton

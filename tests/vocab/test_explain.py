@@ -1,5 +1,7 @@
 """What `explain` says a call costs is what the call is measured to cost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -96,3 +98,12 @@ def test_threads_that_add_up_in_sums_of_their_own():
             taken.append(trace_allocations(step).peak)
     assert said[1] - said[0] == 2 * 256 * 64 * 4
     assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)
+
+
+def test_logits_that_no_memory_holds_are_no_slices():
+    ops = operands((N,), H, V)
+    said = ll.explain(ops.hidden, ops.head, ops.labels)
+    line = str(replace(said, slices=replace(said.slices, tokens=40, in_products=True)))
+    assert "chunks of 40 tokens, whose logits no memory holds" in line
+    assert "MiB of buffers" in line
+    assert "slices" not in line

@@ -69,15 +69,18 @@ class Explanation:
         why = f" ({self.passed_over})" if self.passed_over else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         beyond = f" and 1 over the {self.outside:,} entries that the draft lacks" if self.outside else ""
-        parts = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries"
+        parts, buffers = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries", "slices"
+        if self.slices.in_products:
+            parts, buffers = f"chunks of {self.slices.tokens} tokens, whose logits no memory holds", "buffers"
         if self.entries is not None:
             parts = f"{self.entries} entries of {self.slices.tokens} tokens"
         return (
             f"{self.price.gemms} GEMMs ({self.price.method}){thin}{beyond}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}{why}; {parts}{self._second_look()}; "
-            f"{self.buffer_bytes / mib:.1f} MiB of slices, {once}{self.saved_bytes / mib:.1f} MiB saved for backward, "
-            f"{self.gradient_bytes / mib:.1f} MiB of gradients; {told}{left_out}{head}"
-            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB in the place of the slices"
+            f"{self.buffer_bytes / mib:.1f} MiB of {buffers}, {once}"
+            f"{self.saved_bytes / mib:.1f} MiB saved for backward, {self.gradient_bytes / mib:.1f} MiB of gradients; "
+            f"{told}{left_out}{head}"
+            f"dense cross-entropy would take {self.dense_bytes / mib:.1f} MiB in the place of the {buffers}"
         )
 
     def _second_look(self) -> str:
