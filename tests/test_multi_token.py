@@ -186,6 +186,9 @@ def test_what_does_not_fit_is_one_clear_line():
         multi_token_cross_entropy(hiddens, head, labels, denominator=0)
     with pytest.raises(LabelError):
         multi_token_cross_entropy(hiddens, head, labels.clamp(min=0) + V)
+    for wrong in (labels + 0.6, labels > 3, labels.to(torch.complex64), labels.tolist()):
+        with pytest.raises(DtypeError, match=r"labels: expected integer ids, got (torch\.|list)"):
+            multi_token_cross_entropy(hiddens, head, wrong)
 
 
 def test_narrow_integers():
