@@ -197,3 +197,13 @@ def test_tokens_that_were_never_written_have_no_set():
     hidden, head = torch.randn(2, H), ll.LMHead(torch.randn(V, H))
     record.write((slice(None), 0), ll.sample_tokens(hidden, head, top_k=3, keep=4))
     assert record.sampling_mask().counts.tolist() == [3, 0, 0, 3, 0, 0]
+
+
+def test_a_single_token_has_its_set():
+    hidden, head = torch.randn(3, H), ll.LMHead(torch.randn(V, H))
+    record = ll.sample_tokens(hidden, head, top_k=3, keep=4)
+    mask = record[1].sampling_mask()
+    assert mask.counts.tolist() == [3]
+    assert torch.equal(mask.token_ids, record.topk_ids[1, :3].long())
+    over = ll.token_stats(hidden[1], head, record.token[1].long(), sampling_mask=mask).logprob
+    torch.testing.assert_close(over, record.behaviour_logprob[1])

@@ -120,7 +120,7 @@ class SampleRecord(Derived):
                 f"with more, up to {int(counts.max())}; record with a larger keep, or pass cut='empty' and ignore these"
             )
         counts = torch.where(beyond, 0, counts).long()
-        ids = self.topk_ids.flatten(0, -2)
+        ids = self.topk_ids.reshape(counts.shape[0], self.keep)
         inside = torch.arange(self.keep, device=ids.device) < counts[:, None]
         return SamplingMask.of_counts(ids[inside], counts)
 
