@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
-from logitless.errors import NotFiniteError  # noqa: E402
+from logitless.errors import NotFiniteError, OptionError  # noqa: E402
 from logitless.jax import LMHead, Noise, SampleRecord, sample_tokens  # noqa: E402
 from logitless.jax.sampling.record import names  # noqa: E402
 from tests.support.jax.comparing import array  # noqa: E402
@@ -205,6 +205,13 @@ def test_while_loop_and_vmap():
     assert kept[0].shape == (6,)
     assert kept.reshape(12).keep == 3
     assert float(kept[1].perplexity) > 1
+
+
+@pytest.mark.parametrize(("other", "message"), [({"keep": 1}, "keep=4, .* got 1"), ({"vocab_size": 9}, "got 9")])
+def test_writing_a_part_of_another_record(other, message):
+    options = {"keep": 4, "vocab_size": 19}
+    with pytest.raises(OptionError, match=message):
+        SampleRecord.empty((2, 3), **options).write((slice(None), 0), SampleRecord.empty((2,), **options | other))
 
 
 def test_a_record_of_no_entries_from_ragged_chunks():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+from ..errors import OptionError
+
 Array = Any
 
 
@@ -31,6 +33,13 @@ class Derived:
     def keep(self) -> int:
         """k, the number of best entries that are kept."""
         return self.topk_ids.shape[-1]
+
+    def check_part(self, part: Derived) -> None:
+        """Raise OptionError for a part that is not of this record's kind, whose entries `write` would spread."""
+        for name in ("keep", "vocab_size"):
+            ours, theirs = getattr(self, name), getattr(part, name)
+            if ours != theirs:
+                raise OptionError(f"record.write: expected a part with {name}={ours}, the record's, got {theirs}")
 
     @property
     def logprob(self) -> Array:

@@ -73,10 +73,7 @@ class SampleRecord(Derived):
 
     def write(self, index: Any, part: SampleRecord) -> None:
         """Put `part` at an index of (...), as in `record.write((slice(None), t), step)`. Raises OptionError."""
-        for name in ("keep", "vocab_size"):
-            ours, theirs = getattr(self, name), getattr(part, name)
-            if ours != theirs:
-                raise OptionError(f"record.write: expected a part with {name}={ours}, the record's, got {theirs}")
+        self.check_part(part)
         for name in names():
             getattr(self, name)[index] = getattr(part, name)
 

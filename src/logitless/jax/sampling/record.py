@@ -50,7 +50,11 @@ class SampleRecord(Derived):
         return cls(**made, vocab_size=vocab_size)
 
     def write(self, index: Any, part: SampleRecord) -> SampleRecord:
-        """The record with `part` at an index of (...), as in `record = record.write((slice(None), t), step)`."""
+        """The record with `part` at an index of (...), as in `record = record.write((slice(None), t), step)`.
+
+        Raises OptionError.
+        """
+        self.check_part(part)
         return jax.tree.map(lambda x, y: x.at[index].set(y), self, part)
 
     def __getitem__(self, index: Any) -> SampleRecord:
