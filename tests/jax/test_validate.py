@@ -60,6 +60,7 @@ def of_z_loss(x):
         (OptionError, "k: expected .* 1 or more, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),
         (OptionError, "positive number", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),
         (OptionError, "positive values", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4))),
+        (OptionError, "infinite", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.full(4, jnp.inf))),
         (OptionError, "jax.shard_map", lambda: token_stats(HIDDEN, HEAD, LABELS, axis_name="v")),
         (OptionError, "'mean', 'sum'", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, reduction="avg")),
         (

@@ -184,8 +184,11 @@ def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype)
             raise OptionError(f"temperature: expected a positive number or array, got {temperature!r}")
         return None if temperature == 1 else jnp.full(math.prod(lead), temperature, dtype)
     each = lax.stop_gradient(_floating("temperature", temperature))
-    if not isinstance(each, Tracer) and not bool((np.asarray(each) > 0).all()):
-        raise OptionError("temperature: expected positive values everywhere, got some that are zero, negative or NaN")
+    values = None if isinstance(each, Tracer) else np.asarray(each)
+    if values is not None and not bool(((values > 0) & (values < math.inf)).all()):
+        raise OptionError(
+            "temperature: expected positive values everywhere, got some that are zero, negative, infinite or NaN"
+        )
     if each.ndim > len(lead) or any(a not in (1, b) for a, b in zip(each.shape[::-1], lead[::-1], strict=False)):
         raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {each.shape}")
     return jnp.broadcast_to(each, lead).reshape(math.prod(lead))
