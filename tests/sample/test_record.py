@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -72,6 +73,17 @@ def test_writing_a_part_of_another_record(other, message):
     options = {"keep": 4, "vocab_size": V}
     with pytest.raises(OptionError, match=message):
         SampleRecord.empty((2, 4), **options).write(0, SampleRecord.empty((4,), **options | other))
+
+
+def test_rows_that_a_processor_changed_stay_known_as_such():
+    empty, changed = SampleRecord.empty((2, 3), keep=4, vocab_size=V), SampleRecord.empty((2,), keep=4, vocab_size=V)
+    changed = replace(changed, processed=True)
+    with pytest.raises(OptionError, match="no logits processor changed"):
+        empty.write((slice(None), 0), changed)
+    whole = replace(empty, processed=True)
+    whole.write((slice(None), 0), changed)
+    with pytest.raises(OptionError, match="no logits processor changed"):
+        whole.sampling_mask()
 
 
 def test_arrow_and_parquet(drawn, tmp_path):

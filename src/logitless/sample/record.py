@@ -74,6 +74,11 @@ class SampleRecord(Derived):
     def write(self, index: Any, part: SampleRecord) -> None:
         """Put `part` at an index of (...), as in `record.write((slice(None), t), step)`. Raises OptionError."""
         self.check_part(part)
+        if part.processed and not self.processed:
+            raise OptionError(
+                "record.write: expected rows that no logits processor changed, as the record says, got some that "
+                "one did; write them into dataclasses.replace(record, processed=True)"
+            )
         for name in names():
             getattr(self, name)[index] = getattr(part, name)
 
