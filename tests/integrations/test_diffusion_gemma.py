@@ -1,9 +1,11 @@
 """DiffusionGemma's denoising without logits against its own, of a tiny model with random weights."""
 
+import copy
 from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
 
@@ -62,6 +64,18 @@ def test_tokens_are_its_own(model, options):
         ours.uninstall(model)
     assert torch.equal(found, expected)
     assert "_denoising_step" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_adapters_on_the_head_count(model):
+    adapted = copy.deepcopy(model)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False), adapted)
+    nn.init.normal_(adapted.lm_head.lora_B["default"].weight)
+    with patch.object(torch, "multinomial", keyed):
+        expected = generated(adapted)
+    ours.install(adapted)
+    assert torch.equal(generated(adapted), expected)
+    assert not torch.equal(generated(model), expected)
 
 
 def test_every_part_counts(model):

@@ -124,7 +124,7 @@ def denoising_step(
     )
     found = expected_embedding(
         outputs.last_hidden_state,
-        LMHead(model.lm_head.weight, softcap=model.final_logit_softcapping),
+        LMHead.of(model),
         model.model.decoder.embed_tokens.weight,
         temperature=temperature_of(logits_processor, cur_step),
         noise=Noise.draw(tuple(current_canvas.shape), current_canvas.device),
