@@ -82,6 +82,21 @@ def test_a_metric_of_ones_own_from_statistics(tmp_path):
     assert found["eval_shape"] == 1
 
 
+def test_batches_of_unlike_lengths(tmp_path):
+    """A Trainer pads what it gathers with -100, which is no rank and no log-prob."""
+    made = built(tmp_path, per_device_eval_batch_size=1)
+    rows = [{name: x[:length] for name, x in row.items()} for row, length in zip(data(3), (9, 12, 5), strict=True)]
+    logitless.install(made)
+    predicted = made.predict(rows)
+    assert predicted.label_ids.shape == (3, 12)
+    counts = predicted.label_ids[:, 1:] != -100
+    for x in predicted.predictions.values():
+        assert not x[:, 1:][~counts].any()
+        assert x[:, 1:][counts].all()
+    nats = -predicted.predictions["logprob"].sum() / counts.sum()
+    assert math.exp(nats) == pytest.approx(predicted.metrics["test_perplexity"], rel=1e-5)
+
+
 WANTING_LOGITS = {
     "argmax": lambda seen: seen.predictions.argmax(-1),
     "slices": lambda seen: seen.predictions[..., :-1, :],

@@ -27,6 +27,13 @@ class Predictions(dict[str, Any]):
     that expects logits does, is a ConfigError.
     """
 
+    def __init__(self, *given: Any) -> None:
+        """Also those that a Trainer makes of several batches', which it pads by IGNORED where one is shorter."""
+        super().__init__(*given)
+        if "rank" in self:
+            padded = self["rank"] == IGNORED
+            self.update({name: x * ~padded for name, x in self.items()})
+
     def __getitem__(self, name: Any) -> Any:
         if not isinstance(name, str) or name not in self:
             raise _no_logits(f"predictions[{name!r}]")
