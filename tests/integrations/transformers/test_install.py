@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
 from torch import nn
 
 import logitless
@@ -305,3 +306,44 @@ def test_compiled(name):
     exact = gradients(own, lambda: own(**batch).loss)
     found = gradients(ours, lambda: compiled(**batch).loss)
     assert_same_gradients(found, exact, rtol=1e-3, floor=1e-5)
+
+
+COMPILED_PARTS = {
+    "the model in place": lambda model: model.compile(backend="eager"),
+    "the head in place": lambda model: model.lm_head.compile(backend="eager"),
+    "the head": lambda model: setattr(model, "lm_head", torch.compile(model.lm_head, backend="eager")),
+    "accelerate's regions": lambda model: compile_regions(model, backend="eager"),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its input
+@pytest.mark.parametrize("part", COMPILED_PARTS)
+def test_compiled_in_part(part):
+    """What runs in the place of the head or of the model is not what torch.compile made of them."""
+    own, ours, batch = tiny(), tiny(), batch_for("")
+    ours = COMPILED_PARTS[part](ours) or ours
+    logitless.install(ours)
+    own(**batch).loss.backward()
+    found = ours(**batch)
+    found.loss.backward()
+    assert found.logits is None
+    for name in ("embed_tokens", "norm"):
+        expected, got = (getattr(model.model, name).weight.grad for model in (own, ours))
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+    text = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected, got = (logitless.score(model, text).logprob.nan_to_num() for model in (own, ours))
+    torch.testing.assert_close(got, expected)
+    expected, got = (logitless.hidden_states(model, text) for model in (own, ours))
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(ours(**text).logits, own(**text).logits)
+    logitless.uninstall(ours)
+    assert ours(**batch).logits is not None
+
+
+@pytest.mark.compiled
+def test_generation_of_a_model_compiled_in_place():
+    own, ours, text = tiny().eval(), tiny().eval(), {"input_ids": batch_for("")["input_ids"]}
+    ours.compile(backend="eager")
+    expected = own.generate(**text, max_new_tokens=4, do_sample=False)
+    assert torch.equal(logitless.generate(ours, text, max_new_tokens=4, do_sample=False).ids, expected)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
+COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves in a module
 SHARDED = ("full_tensor", "ds_id")  # weights of FSDP2 and ZeRO-3: whole only while the model runs
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -108,7 +109,7 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
 
     with alone(inner):
         head = output_head(inner)
-        with standing_in(unwrapped(head), forward):
+        with standing_in(head, forward):
             return head(hidden)
 
 
@@ -120,8 +121,8 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
         end(causal_lm(model), causal_lm(model).base_model(**batch).last_hidden_state)
 
     It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
-    are gathered and gradients reduced; a top-level torch.compile is passed by. hidden: (B, T, H), what the head eats.
-    Labels in the batch are left out. Raises ConfigError.
+    are gathered and gradients reduced; what torch.compile made of it is passed by. hidden: (B, T, H), what the head
+    eats. Labels in the batch are left out. Raises ConfigError.
     """
     inner = causal_lm(model)
 
@@ -133,11 +134,10 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
         given.setdefault("use_cache", False)  # a cache makes transformers forget the packed mask
-    whole: Any = model._modules.get("_orig_mod", model)
     with alone(inner):
         dense = inner.forward
-        with standing_in(inner, forward):
-            return whole(**given)
+        with standing_in(model, forward):
+            return model(**given)
 
 
 @contextmanager
@@ -215,14 +215,30 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def standing_in(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, this thread's calls of the module run `forward`, and other threads' what they ran before."""
-    usual, thread = module.forward, this_thread()
+    """While it lasts, this thread's calls of the module, wrapped as it is, run `forward`, and others' what they ran.
+
+    Graphs that torch.compile made of the module or of a wrapper are passed by: they would be made anew of `forward`.
+    """
+    inner: Any = unwrapped(module)
+    if torch.compiler.is_compiling():
+        with replaced(inner, "forward", forward):
+            yield
+        return
+    usual, thread = inner.forward, this_thread()
 
     @functools.wraps(forward)
     def of_this_thread(*args: Any, **kwargs: Any) -> Any:
         return (forward if this_thread() == thread else usual)(*args, **kwargs)
 
-    with replaced(module, "forward", forward if torch.compiler.is_compiling() else of_this_thread):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(inner, "forward", of_this_thread))
+        for part in module.modules():
+            if "_orig_mod" in part._modules:
+                stack.enter_context(replaced(part, "forward", part._modules["_orig_mod"]))
+            if part.__dict__.get(COMPILED) is not None:
+                stack.enter_context(replaced(part, COMPILED, None))
+            if part is inner:
+                break
         yield
 
 
