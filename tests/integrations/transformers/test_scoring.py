@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 
 import logitless
@@ -57,6 +58,21 @@ def test_each_token_is_scored_by_the_position_before_it(name, side):
                 getattr(mine, what), value, rtol=1e-6, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
             )
         assert mine.rank.tolist() == (1 + (z > label).sum(-1)).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_soft_prompt_moves_no_token(side):
+    """PEFT puts virtual tokens before the ids: each token is still scored by the position before it."""
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model, batch = get_peft_model(TINY["llama"].build(), config).eval(), texts(side)
+    record = logitless.score(model, batch, keep=0)
+    for row, ids, real in zip(range(2), batch["input_ids"], batch["attention_mask"].bool(), strict=False):
+        with torch.no_grad():
+            logp = model(input_ids=ids[real][None]).logits[0, 3:-1].log_softmax(-1)
+        expected = logp.gather(-1, ids[real][1:, None])[:, 0]
+        torch.testing.assert_close(record[row].logprob[record.token[row] >= 0], expected, rtol=1e-4, atol=1e-4)
+    assert logitless.hidden_states(model, batch).shape == (3, 9, 16)
 
 
 def test_without_a_mask_every_token_is_text_and_a_model_in_training_stays_so():

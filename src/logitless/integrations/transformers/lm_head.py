@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -122,14 +122,15 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
 
     It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
     are gathered and gradients reduced; what torch.compile made of it is passed by. hidden: (B, T, H), what the head
-    eats. Labels in the batch are left out. Raises ConfigError.
+    eats of the batch's own tokens, not of a soft prompt that PEFT puts before them. Labels in the batch are left out.
+    Raises ConfigError.
     """
     inner = causal_lm(model)
 
     def forward(*args: Any, **kwargs: Any) -> T:
         with capturing_hidden(inner) as seen:
             dense(*args, **kwargs)
-        return end(inner, seen.hidden())
+        return end(inner, seen.hidden()[:, max(0, _length(kwargs) - _length(given)) :])
 
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
@@ -138,6 +139,12 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
         dense = inner.forward
         with standing_in(model, forward):
             return model(**given)
+
+
+def _length(given: Mapping[str, Any]) -> int:
+    """How many tokens a row of a call has."""
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    return tokens.shape[1] if isinstance(tokens, Tensor) else 0
 
 
 @contextmanager
