@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 import torch
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from logitless.errors import DataError
@@ -119,6 +120,35 @@ def test_what_cannot_be_shared():
     assert [len(tree.branches) for tree in planted(short, LONGEST, True)] == [0, 0]
     cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending
     assert [len(tree.branches) for tree in planted(cut, LONGEST, True)] == [0, 0]
+
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+FROM_THE_BEGINNING = {
+    "prompt": PromptTuningConfig(num_virtual_tokens=3, **CAUSAL),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=3, **CAUSAL),
+    "activated LoRA": LoraConfig(
+        alora_invocation_tokens=[7, 8], target_modules=["q_proj"], init_lora_weights=False, **CAUSAL
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", FROM_THE_BEGINNING)
+def test_adapters_that_read_the_beginning_of_a_text(kind):
+    """Virtual tokens, and what follows an invocation: every continuation is computed with its whole context."""
+    model = get_peft_model(micro_model(initializer_range=0.2), FROM_THE_BEGINNING[kind]).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.requires_grad:
+                x.normal_(std=0.5)
+    context = [5, 7, 8, *range(20, 40)]
+    requests = [(context, [40 + i, 41, 42]) for i in range(3)]
+    found = continuation_scores(model, requests, longest=LONGEST, batch_size=4)
+    for (total, _), (_, ending) in zip(found, requests, strict=True):
+        with torch.no_grad():
+            logp = model(torch.tensor([context + ending])).logits[0, -1 - len(ending) : -1].log_softmax(-1)
+        expected = logp.gather(-1, torch.tensor(ending)[:, None]).sum()
+        assert total == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,15 @@ def keeps_all(model: nn.Module) -> bool:
     takes = inspect.signature(type(inner).forward).parameters
     stateful = getattr(inner, "_is_stateful", False)
     fits = {"past_key_values", "position_ids", "attention_mask"} <= takes.keys()
-    return fits and not windowed and not stateful and set(kinds) == {"full_attention"}
+    anew = _reads_the_beginning(model)
+    return fits and not windowed and not stateful and not anew and set(kinds) == {"full_attention"}
+
+
+def _reads_the_beginning(model: nn.Module) -> bool:
+    """Whether PEFT expects the beginning of a text in every call: puts a prompt there, or looks for an invocation."""
+    configs = [getattr(part, "active_peft_config", None) for part in model.modules()]
+    names = ("is_prompt_learning", "alora_invocation_tokens")
+    return any(getattr(config, name, None) for config in configs for name in names)
 
 
 def _batches(trees: list[Tree], size: int | Callable[[int, list[Tree]], int]) -> Iterator[list[Tree]]:
