@@ -1,6 +1,7 @@
 """What `install` refuses, in one line, leaving the model as it was."""
 
 import accelerate
+import peft
 import pytest
 import torch
 import transformers
@@ -51,6 +52,11 @@ def with_own_loss():
     return OwnLoss(tiny().config)
 
 
+def with_a_prompt_that_weighs_its_loss():
+    config = peft.CPTConfig(cpt_token_ids=[9, 10], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 4], task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny(), config)
+
+
 REFUSED = {
     "no model": (lambda: "qwen", "expected a transformers model, got str"),
     "no transformers": (lambda: nn.Linear(3, 4), "got Linear without get_output_embeddings"),
@@ -63,6 +69,7 @@ REFUSED = {
     "encoder-decoder": (t5, "T5ForConditionalGeneration is an encoder-decoder"),
     "another loss": (with_other_loss, "loss is cross_entropy, expected transformers' ForCausalLMLoss"),
     "a hook that doubles the logits": (with_a_hook, "the output head has a forward hook of tests"),
+    "a loss of PEFT's": (with_a_prompt_that_weighs_its_loss, "PEFT's CPT weighs a loss of its own from the logits"),
     "a loss of its own": (with_own_loss, "OwnLoss computes its loss by itself"),
 }
 

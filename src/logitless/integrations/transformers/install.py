@@ -122,7 +122,7 @@ def install(
     measured = _has_metrics(metrics, model, loss)
     trainer, model = (model, model.model) if is_trainer(model) else (None, model)
     inner = causal_lm(model)
-    _check(inner)
+    _check(model, inner)
     state: Installed | None = inner.__dict__.get(STATE)
     smoothing, lent = _smoothing(label_smoothing, state, loss, trainer)
     _attach(inner, multi_token, loss, smoothing)
@@ -238,8 +238,9 @@ def _check_options(
         raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='logitless'")
 
 
-def _check(model: Any) -> None:
+def _check(wrapped: nn.Module, model: Any) -> None:
     """ConfigError unless the model's loss is a cross-entropy of what its one output head returns."""
+    _check_prompt(wrapped)
     name = type(model).__name__
     head: Any = output_head(model)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -262,6 +263,13 @@ def _check_loss(model: Any) -> None:
         name = type(model).__name__
         own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
+
+
+def _check_prompt(model: nn.Module) -> None:
+    """ConfigError where PEFT computes the loss anew, from the model's logits."""
+    configs = [getattr(part, "active_peft_config", None) for part in model.modules()]
+    if any(getattr(config, "peft_type", None) == "CPT" for config in configs):
+        raise ConfigError("PEFT's CPT weighs a loss of its own from the logits, expected the model's: train it dense")
 
 
 def _calls_loss_function(kind: type) -> bool:
