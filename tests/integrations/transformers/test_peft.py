@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
 
 import logitless
 from logitless.errors import ConfigError
@@ -50,6 +50,24 @@ def test_adapters_added_after_install():
     assert logitless.hidden_states(model, batch).shape == (2, 12, 16)
     merged = model.merge_and_unload()
     assert merged(**batch).logits is None
+
+
+def test_adapters_of_several_kinds():
+    """PEFT's mixed model, whose class has neither the model's forward nor a get_base_model."""
+    low_rank = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    own, ours = (get_peft_model(TINY["llama"].build(), low_rank, mixed=True) for _ in range(2))
+    for model in (own, ours):
+        model.add_adapter("other", LoHaConfig(r=2, target_modules=["o_proj"], init_weights=False))
+        model.set_adapter(["default", "other"])
+    ours.load_state_dict(own.state_dict())
+    batch = batch_for("")
+    logitless.install(ours)
+    exact, found = gradients(own, lambda: own(**batch).loss), gradients(ours, lambda: ours(**batch).loss)
+    assert ours(**batch).logits is None
+    assert_same_gradients(found, exact, rtol=1e-3, floor=1e-5)
+    assert len(logitless.LMHead.of(ours).adapters) == 1
+    logitless.uninstall(ours)
+    assert ours(**batch).logits is not None
 
 
 @pytest.mark.parametrize("name", ["body", "body and head"])

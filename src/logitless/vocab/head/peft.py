@@ -24,6 +24,8 @@ WRAPPERS = {
     "OptimizedModule": "_orig_mod",  # torch.compile's
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "PeftMixedModel": "base_model",  # which has no get_base_model ...
+    "MixedModel": "model",  # ... and calls this
 }
 
 
