@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,18 @@ def test_a_file_is_there_though_the_tables_reader_has_left(tmp_path):
     with pytest.raises(BrokenPipeError):
         deliver({"loss": 1.5}, tmp_path / "summary.json", left)
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": 1.5}
+
+
+@pytest.mark.parametrize(("gpus", "status"), [("1x80GiB", 0), ("1x8GiB", 1)])
+def test_a_reader_that_leaves_changes_no_file_and_no_status(gpus, status, tmp_path):
+    """`logitless plan --check --html plan.html | true`: the tables go nowhere, the page is written."""
+    command = [sys.executable, "-m", "logitless.cli", "plan", "--check", "--gpus", gpus, "--html", "plan.html"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (status, b"")
+    assert (tmp_path / "plan.html").read_text().endswith("</html>\n")
 
 
 def test_numbers_that_are_none_are_null_on_standard_output(capsys):

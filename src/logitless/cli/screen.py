@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -34,6 +35,13 @@ class Screen(Console, RenderHook):
             return super().render_str(told, **how)
         except MarkupError:  # a name that looks like one of them
             return super().render_str(text, **{**how, "markup": False})
+
+    def on_broken_pipe(self) -> None:
+        """The reader left (`| head`): no more is shown, and the command goes on to its files and its own status."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Called by rich before anything is printed."""
