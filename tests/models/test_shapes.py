@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,10 @@ def test_a_size_without_a_meaning_is_named(value):
             "not in the local cache: .* its shape may be the preset qwen3-4b",
         ),
         ("no-such-file.json", "there is no such file"),
+        ("/no-such-folder", "there is no such file or directory$"),
+        ("./no-such-folder", "there is no such file or directory$"),
+        ("../a/no-such-folder", "there is no such file or directory$"),
+        (str(Path(__file__).parent), "no config.json in this directory$"),
         ("no body/model", "Repo id must"),
     ],
 )

@@ -117,10 +117,12 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+        if not path.exists():
+            raise ConfigError(f"model {name}: no config.json in this directory")
     if path.is_file():
         return _read(path), name
-    if path.suffix == ".json" or path.name == "config.json":
-        raise ConfigError(f"model {name}: there is no such file")
+    if path.suffix == ".json" or path.is_absolute() or name.startswith(("./", "../")):  # none of them is an id
+        raise ConfigError(f"model {name}: there is no such file or directory")
     if name.count("/") == 1:
         return _read(_cached(name)), name
     near = get_close_matches(known, [*CONFIGS, *ALIASES], n=3, cutoff=0.5)
