@@ -165,3 +165,20 @@ def test_tables_and_page_say_the_same_in_80_columns(tmp_path, seeds):
     assert "<td>ste</td><td>after</td><td>0.250</td><td>once</td><td> &lt;up&gt;</td>" in page
     assert "±0.000" not in text
     assert json.loads(json.dumps(summary)) == summary
+
+
+@pytest.mark.parametrize("variance", [0.0, None])
+def test_a_gradient_variance_without_a_ratio_has_none(variance):
+    """0 where no reward depends on the tokens, null where a gradient was not finite: all else is compared."""
+    runs = [one(m, n, **({} if m == "ppo" else {"variance": 1.0})) for m in METHODS for n in range(3)]
+    for run in runs:
+        if run["method"] in ("ste", "gumbel"):
+            run["grad_variances"][0] = variance
+            if variance is None:
+                run["grad_mean_squares"][0] = None
+    found = table(runs)
+    assert "grad_variance" not in found["beside_legacy"]["ste"]
+    assert found["beside_legacy"]["ste"]["memory"]["mean"] < 1
+    row = next(x for x in found["criteria"] if x["criterion"] == "gradient variance")
+    assert (row["verdict"], row["why"]) == (NOT_SHOWN, "a gradient did not vary, or was not finite")
+    assert found["methods"]["ste"]["grad_variance"] == (5.0 if variance == 0 else 10.0)

@@ -175,5 +175,5 @@ def gradient_variance(method: Method, batch: Batch, tau: float, samples: int) ->
     for p in (*leaves, *method.parameters()):
         p.grad = None
     mean = sum(float((x / samples).square().sum()) for x in kept)
-    variance = (squares - samples * mean) / (samples - 1) if samples > 1 else math.nan
+    variance = max((squares - samples * mean) / (samples - 1), 0.0) if samples > 1 else math.nan
     return {"variance": variance, "mean_square": max(0.0, mean - variance / samples), "samples": samples}

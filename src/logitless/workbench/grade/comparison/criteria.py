@@ -34,7 +34,7 @@ def beside_legacy(runs: Runs) -> dict[str, Record]:
         found[new] = {"legacy": old, "seconds_per_step": ratios(*(_of(x, "seconds_per_step") for x in (ours, theirs)))}
         if all(x["memory_bytes"] for x in (*ours, *theirs)):
             found[new]["memory"] = ratios(_of(ours, "memory_bytes"), _of(theirs, "memory_bytes"))
-        if all(x["grad_variances"] for x in (*ours, *theirs)):
+        if _vary([*ours, *theirs]):
             found[new]["grad_variance"] = ratios(_variances(ours), _variances(theirs))
         for name, value in (*ALIKE, ("test KL", lambda x: x["after"]["test/kl"])):
             found[new][name] = differences([value(x) for x in ours], [value(x) for x in theirs])
@@ -65,6 +65,11 @@ def criteria(runs: Runs, left_out: dict[str, str]) -> list[Record]:
 
 def _of(summaries: Sequence[Record], name: str) -> list[float]:
     return [x[name] for x in summaries]
+
+
+def _vary(summaries: Sequence[Record]) -> bool:
+    """Whether ratios can be formed of runs' gradient variances: none was left out, is 0, or was not finite (null)."""
+    return all(x["grad_variances"] and all(y is not None and y > 0 for y in x["grad_variances"]) for x in summaries)
 
 
 def _variances(summaries: Sequence[Record]) -> list[float]:
@@ -112,6 +117,8 @@ def _calmer(ours: Sequence[Record], theirs: Sequence[Record], other: str) -> Rec
     name, expected = "gradient variance", f"{VARIANCE:g}× lower than {other}'s"
     if not all(x["grad_variances"] for x in (*ours, *theirs)):
         return _unshown(name, "not measured: --variance-samples 2 or more") | {"expected": expected}
+    if not _vary([*ours, *theirs]):
+        return _unshown(name, "a gradient did not vary, or was not finite") | {"expected": expected}
     measured = ratios(_variances(ours), _variances(theirs))
     met, refuted = measured.get("high", 1) <= 1 / VARIANCE, measured.get("low", 0) > 1 / VARIANCE
     return _judged(name, expected, measured, met, refuted)

@@ -63,7 +63,8 @@ def table(summaries: Sequence[Record], left_out: dict[str, str] | None = None) -
 def _of(own: Sequence[Record]) -> Record:
     """One method's numbers."""
     used = [x["memory_bytes"] for x in own if x["memory_bytes"]]
-    variances, squares = ([y for x in own for y in x[name]] for name in ("grad_variances", "grad_mean_squares"))
+    looks = [y for x in own for y in zip(x["grad_variances"], x["grad_mean_squares"], strict=True)]
+    finite = [look for look in looks if None not in look]  # null where a gradient was not
     return {
         "test_reward": interval([x["after"]["test/reward_mean"] for x in own]),
         "test_reward_std": fmean(x["after"]["test/reward_std"] for x in own),
@@ -77,8 +78,8 @@ def _of(own: Sequence[Record]) -> Record:
         "memory_bytes": max(used) if used else None,
         "peak_memory_bytes": max(x["peak_memory_bytes"] for x in own),
         "coverage": fmean(x["coverage"] for x in own),
-        "grad_variance": fmean(variances) if variances else None,
-        "grad_mean_square": fmean(squares) if squares else None,
+        "grad_variance": fmean(x for x, _ in finite) if finite else None,
+        "grad_mean_square": fmean(x for _, x in finite) if finite else None,
     }
 
 
