@@ -46,10 +46,11 @@ from tests.support.workbench.micro import micro_model
         ("gumbel", {"lora_rank": 0}),
         ("reinforce", {}),
         ("ppo", {"top_k": 0}),
+        ("reinforce", {"top_k": 0, "lora_rank": 0}),  # the reference has an embedding of its own
     ],
 )
 def test_a_run_leaves_metrics_a_model_and_a_summary(small, method, changes):
-    config = of(small, method, method=method, **changes)
+    config = of(small, "-".join((method, *changes)), method=method, **changes)
     summary = run(config)
     records = read_lines(config.output_dir / "metrics.jsonl")
     assert [x["step"] for x in records] == list(range(config.max_steps + 1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...losses import entropy_bonus, ppo_clip
 from ...relax import Rollout
-from ...relax.generate import parallel, read
+from ...relax.generate import parallel
 from ...vocab.face import token_stats
 from .legacy import GumbelLegacy, StraightThroughLegacy
 from .method import Batch, Method, Outcome, Task
@@ -63,9 +63,10 @@ def score(task: Task, batch: Batch, rollout: Rollout, entropy: bool = False) -> 
     """What the policy now makes of sampled tokens, with gradient."""
     policy, reference = task.readers()
     soft, alive = rollout.soft, rollout.alive
-    embeds = policy.table[torch.cat([batch.prompts, soft.token[:, :-1]], 1)]
-    hidden = parallel(policy, embeds, batch.mask, alive.shape[1])
-    seen = read(reference, batch.prompts, batch.mask, soft, at_once=True)
+    ids = torch.cat([batch.prompts, soft.token[:, :-1]], 1)
+    hidden = parallel(policy, policy.table[ids], batch.mask, alive.shape[1])
+    with torch.no_grad():
+        seen = parallel(reference, reference.table[ids], batch.mask, alive.shape[1])
     few = soft.ids.shape[-1] > 0
     want = ("kl", *(("entropy",) if entropy else ()), *(() if few else ("logprob",)))
     stats = token_stats(
