@@ -427,3 +427,11 @@ def test_the_default_learns_with_every_method(tmp_path, monkeypatch):
     assert set(summary["methods"]) == {"ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy"}
     gains = {name: x["test_reward"]["mean"] - x["val_reward_before"] for name, x in summary["methods"].items()}
     assert all(gains[name] > 0.2 for name in ("ste", "reinforce", "ppo", "ste_legacy"))
+
+
+def test_looks_are_at_the_start_half_way_and_at_the_end(small):
+    """Also of a run whose steps are no multiple of four."""
+    run(of(small, "looks", max_steps=6, completion_length=2, variance_samples=2))
+    records = read_lines(small.root / "looks" / "metrics.jsonl")
+    assert [x["step"] for x in records if "val/reward_mean" in x] == [0, 1, 3, 4, 6]
+    assert [x["step"] for x in records if "grad_variance" in x] == [0, 3, 6]

@@ -29,7 +29,7 @@ from .data import Prompts, batch_of
 from .method import Batch, Method, Task, evaluate, gradient_variance, memory_bytes
 from .models import finite_norm
 
-CHECKPOINTS_PER_RUN = 4
+CHECKPOINTS_PER_RUN = 4  # even, so that one, with its look at the validation prompts, is half-way
 STATE_FILE = "grade.pt"
 EVALUATION_BATCH = 32
 VARIANCE_BATCH = 4  # prompts whose gradient's variance is measured
@@ -98,17 +98,17 @@ def steps(state: Run, send: Send) -> dict[str, float]:
 
     if not state.records:
         put({"step": 0, **_looks(state), "memory_bytes": _memory(state)})
-    every = max(1, config.max_steps // CHECKPOINTS_PER_RUN)
+    parts = {config.max_steps * i // CHECKPOINTS_PER_RUN for i in range(1, CHECKPOINTS_PER_RUN + 1)}
     name = f"{config.method}, seed {config.seed}"
     with Bar(state.console, name, config.max_steps, state.step) as bar, GentleStop(state.console) as stop:
         stop.stepping = True
         while state.step < config.max_steps and not stop.asked:
-            found, last = _step(state), state.step == config.max_steps
-            if state.step % every == 0 or last:
+            found = _step(state)
+            if state.step in parts:
                 found |= _looks(state)
             put(found)
             bar.put(state.step, _line(found))
-            if state.step % every == 0 or last or stop.asked:
+            if state.step in parts or stop.asked:
                 save(state)
     if stop.asked:
         raise KeyboardInterrupt
