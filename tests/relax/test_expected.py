@@ -78,6 +78,12 @@ def test_impossible_entries_and_ties():
     assert got.isfinite().all()
 
 
+def test_without_noise_no_random_number_is_drawn():
+    ops, before = operands((3,), 5, 30), torch.get_rng_state()
+    assert expected_embedding(ops.hidden, ops.head).token is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_no_token():
     ops = operands((0,), 5, 30)
     found = expected_embedding(ops.hidden, ops.head, generator=torch.Generator())

@@ -82,7 +82,7 @@ def expected_embedding(
 
     def arguments() -> Noise:
         _check(hidden, head, embedding, temperature, memory_budget)
-        return Noise.of(tuple(lead), hidden.device, noise, generator)
+        return _noise_of(hidden, noise, generator)
 
     some = on_all(head, arguments)
     if noise is None and draws:
@@ -107,6 +107,14 @@ def _check(
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
+
+
+def _noise_of(hidden: Tensor, noise: Noise | None, generator: torch.Generator | None) -> Noise:
+    """A call's noise for each of its tokens; any where nothing is drawn, and torch's own generator stays as it is."""
+    if noise is None and generator is None:
+        zeros = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
+        return Noise(zeros, zeros)
+    return Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
 
 
 def _slices(n_tokens: int, terms: Terms, table: Tensor | None, memory_budget: int | None) -> Slices:
