@@ -78,6 +78,16 @@ def test_impossible_entries_and_ties():
     assert got.isfinite().all()
 
 
+def test_a_draw_from_double_precision_is_of_it():
+    """Logits that are alike in float32: the noise alone would decide."""
+    ops = operands((2, 6), 5, 300, dtype=torch.float64).training()
+    with torch.no_grad():
+        ops.bias += 1e8
+    noise = Noise(torch.arange(2)[:, None], torch.arange(6))
+    drawn = ll.sample_tokens(ops.hidden, ops.head, noise=noise)
+    assert torch.equal(expected_embedding(ops.hidden, ops.head, noise=noise).token, drawn.token)
+
+
 def test_without_noise_no_random_number_is_drawn():
     ops, before = operands((3,), 5, 30), torch.get_rng_state()
     assert expected_embedding(ops.hidden, ops.head).token is None

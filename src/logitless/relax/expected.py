@@ -201,7 +201,7 @@ def _accumulate(
         start = first + v.start
         argmax = torch.where(peak > m, at + start, argmax)
         if call.draws:
-            best, at = noise.gumbel(slice(start, first + v.stop)).add_(z).max(1)
+            best, at = noise.gumbel(slice(start, first + v.stop)).to(z.dtype).add_(z).max(1)
             token, noisy = torch.where(best > noisy, at + start, token), torch.maximum(noisy, best)
         new = torch.maximum(m, peak)
         grow, d = (m - new).exp_(), z.clamp_(min=LOWEST).sub_(new[:, None])
