@@ -87,7 +87,7 @@ def test_an_unchanged_policy_has_no_kl(carry, hard):
     rollout = generate(model.reader(), prompts, mask, seeds, sampling, reference=Tiny().reader())
     assert rollout.kl.shape == (B, T)
     assert not rollout.kl.detach().any()
-    assert rollout.soft.weights.requires_grad == (carry != "none")
+    assert rollout.soft.weights.requires_grad == rollout.kl.requires_grad == (carry != "none")
 
 
 def test_a_sequence_ends_after_its_end():

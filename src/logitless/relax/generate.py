@@ -136,7 +136,8 @@ def generate(
     kl = torch.zeros(alive.shape, device=hidden.device)
     if reference is not None:
         seen = read(reference, prompts, mask, drawn, sampling.carry == "sweeps"), reference.head()
-        kl = online_kl(hidden, policy.head(), seen, alive=alive, memory_budget=sampling.memory_budget)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and sampling.carry != "none"):  # the head's too
+            kl = online_kl(hidden, policy.head(), seen, alive=alive, memory_budget=sampling.memory_budget)
     return Rollout(soft, hidden, alive, kl, carried)
 
 
