@@ -139,6 +139,8 @@ def test_bad_input_is_refused():
     prompts, mask, seeds = batch()
     with pytest.raises(ShapeError, match="expected prompts"):
         generate(model.reader(), prompts, mask[:, :-1], seeds, Sampling(T))
+    with pytest.raises(OptionError, match="mask: expected prompts that are padded on the left"):
+        generate(model.reader(), prompts, mask.flip(1), seeds, Sampling(T))
     for wrong, words in (
         ({"steps": 0}, "steps: expected"),
         ({"steps": 2, "carry": "magic"}, "carry: expected one of"),

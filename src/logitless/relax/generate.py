@@ -118,9 +118,7 @@ def generate(
     sequence: k ids and weights (k=0: a row of each table), three rows of H, one position's keys and values; its
     activations with checkpoint=False. Price of k=0: `gumbel_topk`'s, for each sweep too.
     """
-    if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1]:
-        got = ", ".join(str(tuple(x.shape)) for x in (prompts, mask, seeds))
-        raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
+    _check(prompts, mask, seeds)
     first = policy.table[prompts]
     carried = None
     if sampling.k == 0:
@@ -139,6 +137,14 @@ def generate(
         with torch.set_grad_enabled(torch.is_grad_enabled() and sampling.carry != "none"):  # the head's too
             kl = online_kl(hidden, policy.head(), seen, alive=alive, memory_budget=sampling.memory_budget)
     return Rollout(soft, hidden, alive, kl, carried)
+
+
+def _check(prompts: Tensor, mask: Tensor, seeds: Tensor) -> None:
+    if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1]:
+        got = ", ".join(str(tuple(x.shape)) for x in (prompts, mask, seeds))
+        raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
+    if not mask[:, -1:].bool().all():  # its last position's state would be what the first token is drawn from
+        raise OptionError("mask: expected prompts that are padded on the left, got one that ends with padding")
 
 
 def alive_until(token: Tensor, end: int | None) -> Tensor:
