@@ -85,6 +85,17 @@ def test_the_small_model_has_sizes_of_its_own(tmp_path):
     assert (config.model, config.beta, config.completion_length) == ("other", 0.2, 64)
 
 
+@pytest.mark.parametrize(("model", "steps", "beta"), [([], 32, 0.02), (["--model", "other"], 40, 0.1)])
+def test_the_help_says_the_defaults_that_a_run_would_have(model, steps, beta, capsys):
+    config = parse(["--method", "all", *model])
+    assert (config.max_steps, config.beta) == (steps, beta)
+    with pytest.raises(SystemExit):
+        main(["align", "--method", "all", *model, "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"Optimizer steps. (default: {steps})" in text
+    assert f"per continuation. (default: {beta})" in text
+
+
 def test_the_recipes_of_the_page_are_read(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "how-to" / "grade.md"
     text = page.read_text("utf-8")

@@ -26,7 +26,8 @@ ste_legacy and gumbel_legacy (to compare with), and all, which runs and compares
 THROUGH_TOKENS = """Align a language model by backpropagation through the tokens that it generates (ste, gumbel), or by
 the score function on the same rewards (reinforce, ppo); all compares them.
 
-Without --model: a small model (trained first if need be), rewarded for prose rather than code, at small sizes."""
+Without --model: a small model (trained first if need be), rewarded for prose rather than code, at the small sizes that
+follow. --model NAME --help lists those for another model."""
 
 
 def main(arguments: Sequence[str]) -> int:

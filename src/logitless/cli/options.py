@@ -38,6 +38,7 @@ SAID = {  # other names of options, of which a command may have the second
     **dict.fromkeys(("max-tokens", "max-new-tokens"), "completion-length"),
 }
 OR_NONE = re.compile(r"no type matching \{None\}.* - <class '\w+'>: ")  # tyro's, of an option without a default
+HELP = {"-h", "--help"}
 EDGES, RULE = " │", frozenset("─-╰╯")  # of a box, drawn in Unicode or in ASCII
 
 
@@ -47,7 +48,7 @@ def parse(
     """`tyro.cli` with its report of an error as one line; raises OptionError, and SystemExit(0) after --help."""
     report = io.StringIO()
     default = kind() if default is None else default
-    if not {"-h", "--help"}.isdisjoint(arguments):
+    if not HELP.isdisjoint(arguments):
         _help(default, prog, description)
     options: Any = default
     names = [f.name for f in fields(options)]
@@ -90,11 +91,11 @@ def _shown_as(kind: Any, value: Any) -> Any:
     """The type of an option for its help, which says what the default means where that is None or nothing."""
     if value == () and get_origin(kind) is tuple:
         return Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
-    if value not in (None, ""):
-        return kind
-    required = any(option.required for option in _shared(kind))
     parts = get_args(get_args(kind)[0] if _shared(kind) else kind)  # of a union with None
     one = next((part for part in parts if part is not NoneType), str)
+    if value not in (None, ""):
+        return one if NoneType in parts else kind
+    required = any(option.required for option in _shared(kind))
     choices = get_args(one) if get_origin(one) is Literal else ()
     name = f"{{{','.join(choices)}}}" if choices else one.__name__.upper()
     return Annotated[kind, tyro.conf.arg(metavar=name, help_behavior_hint="(required)" if required else "")]
@@ -118,6 +119,8 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     def over(base: Options) -> Options:
         return parse(kind, prog=prog, description=description, arguments=arguments, default=base)
 
+    if not HELP.isdisjoint(arguments):
+        over(_without_help(kind, prog, arguments).defaults())  # which prints them
     on_the_line = given = over(kind())
     if given.config is not None and given.resume is None:
         given = over(read_file(given.config, kind()))
@@ -131,6 +134,13 @@ def layered(kind: type[Options], *, prog: str, description: str, arguments: Sequ
     if (place := options.resume or options.output_dir) is not None:
         check_own(options, place)
     return options
+
+
+def _without_help(kind: type[Options], prog: str, arguments: Sequence[str]) -> Options:
+    """The options beside --help, on which the defaults of others may depend; none where they cannot be read."""
+    with suppress(OptionError):
+        return parse(kind, prog=prog, description="", arguments=[x for x in arguments if x not in HELP])
+    return kind()
 
 
 @dataclass(frozen=True)

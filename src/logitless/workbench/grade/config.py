@@ -63,7 +63,7 @@ class GradeConfig(RunOptions):
     whole prefix anew for each token. All are exact; sweeps is the fastest, cached takes the least memory."""
     max_steps: Count = 40
     learning_rate: float | None = None
-    """Constant. Default: 1e-5 with LoRA, 1e-6 without."""
+    """Constant. For other models than the default one, unless given, 1e-5 with LoRA and 1e-6 without."""
     beta: float = 0.1
     """Weight of the KL to the model that the run starts from, per continuation."""
     tau_start: float = 2.0
