@@ -48,7 +48,7 @@ def accumulate(
     sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
 ) -> tuple[Accumulation, Tensor | None]:
     """`sets.accumulate` in one launch."""
-    n = entries.offsets.shape[0] - 1
+    offsets, n = entries.offsets.contiguous(), entries.offsets.shape[0] - 1  # they may be a caller's column
     flags = flags_of(sums) | flags_of_reference(sums, z_ref is not None)
     fields = accumulate_kernels.FIELDS if z_ref is not None else accumulate_kernels.FIELDS[: accumulate_kernels.ALONE]
     state = torch.empty(len(fields), n, dtype=z.dtype, device=z.device)
@@ -58,8 +58,8 @@ def accumulate(
         kernels.accumulate_sets[(n,)](
             z,
             z if z_ref is None else z_ref,
-            entries.offsets,
-            entries.offsets if entries.labels_at is None else entries.labels_at,
+            offsets,
+            offsets if entries.labels_at is None else entries.labels_at,
             z if label is None else label,
             state,
             n,

@@ -73,6 +73,13 @@ def test_tokens_that_are_ignored_and_none_at_all(device):
     check(device, ops, ("logprob", "entropy"), sampling_mask=mask.to(device))
 
 
+def test_a_mask_whose_tensors_are_columns_of_others(device):
+    ops = operands((N,), H, V)
+    mask = mask_around(ops.labels).to(device)
+    columns = (torch.stack([x, torch.zeros_like(x)], 1)[:, 0] for x in (mask.token_ids, mask.offsets))
+    check(device, ops, ("logprob", "entropy"), sampling_mask=SamplingMask(*columns))
+
+
 @over("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_repeated_tokens(dtype, device):
     x, table = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype)
