@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate.utils.operations import get_data_structure, get_shape, listify
 from transformers import Trainer
 
 import logitless
 from logitless.errors import ConfigError, OptionError
+from logitless.integrations.transformers.evaluation import Predictions
 from tests.integrations.transformers.test_trainer import VOCAB, data, trainer
 from tests.support.allocations import largest_allocation
 from tests.support.integrations.tiny import TINY
@@ -95,6 +97,15 @@ def test_batches_of_unlike_lengths(tmp_path):
         assert x[:, 1:][counts].all()
     nats = -predicted.predictions["logprob"].sum() / counts.sum()
     assert math.exp(nats) == pytest.approx(predicted.metrics["test_perplexity"], rel=1e-5)
+
+
+def test_what_accelerate_says_of_predictions():
+    """Shapes, which its debug mode compares across processes, numbers in lists, and descriptions."""
+    given = {"rank": torch.tensor([[1, -100]]), "logprob": torch.tensor([[-0.5, -100.0]])}
+    kept = Predictions(given)
+    assert get_shape(kept) == get_shape(given)
+    assert listify(kept) == {"rank": [[1, 0]], "logprob": [[-0.5, 0.0]]}
+    assert get_data_structure(kept) == get_data_structure(given)
 
 
 WANTING_LOGITS = {

@@ -30,8 +30,8 @@ class Predictions(dict[str, Any]):
     def __init__(self, *given: Any) -> None:
         """Also those that a Trainer makes of several batches', which it pads by IGNORED where one is shorter."""
         super().__init__(*given)
-        if "rank" in self:
-            padded = self["rank"] == IGNORED
+        padded = self.get("rank") == IGNORED
+        if not isinstance(padded, bool):  # of arrays; accelerate also makes shapes, lists and descriptions of them
             self.update({name: x * ~padded for name, x in self.items()})
 
     def __getitem__(self, name: Any) -> Any:
