@@ -71,6 +71,7 @@ def test_what_is_refused():
     x = torch.zeros(3, 2)
     cases = [
         (lambda: retrieval.scores(x, torch.zeros(3, 4)), ShapeError, "of one vocabulary, got 2 and 4"),
+        (lambda: retrieval.scores(torch.zeros(17), sparse(3, 17)), ShapeError, r"queries \(Q, 17\) beside sparse"),
         (lambda: retrieval.in_batch_loss(x), ShapeError, r"a document for each query, got \(3, 2\)"),
         (lambda: retrieval.in_batch_loss(x.T, temperature=0), OptionError, "temperature: expected a positive number"),
         (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),

@@ -60,6 +60,8 @@ def scores(queries: Tensor | SparseRows, documents: Tensor | SparseRows) -> Tens
         raise ShapeError(f"scores: expected queries and documents of one vocabulary, got {dense.shape[-1]} and {size}")
     if isinstance(documents, Tensor):
         return dense @ documents.T
+    if dense.dim() != 2:
+        raise ShapeError(f"scores: expected queries (Q, {size}) beside sparse documents, got {tuple(dense.shape)}")
     table, starts = dense.T.contiguous(), documents.offsets[:-1]
     weights = documents.values.to(table.dtype)
     return F.embedding_bag(documents.ids, table, starts, per_sample_weights=weights, mode="sum").T

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from logitless.workbench.grade.comparison.criteria import MET, NOT_MET, NOT_SHOWN, criteria
 from logitless.workbench.grade.comparison.curves import curves, draw
-from logitless.workbench.grade.comparison.intervals import differences, interval, ratios
+from logitless.workbench.grade.comparison.intervals import differences, interval, ratios, t95
 from logitless.workbench.grade.comparison.report import PAGE_FILE, PLOT_FILE, show, table, write_page
 
 METHODS = ("ste", "gumbel", "reinforce", "ppo", "ste_legacy", "gumbel_legacy")
@@ -124,6 +124,21 @@ def records(seeds: int) -> list[dict]:
         for n in range(seeds)
         for step in range(4)
     ]
+
+
+def test_students_t_of_any_number_of_seeds():
+    known = {
+        1: 12.7062,
+        2: 4.3027,
+        9: 2.2622,
+        10: 2.2281,
+        12: 2.1788,
+        20: 2.0860,
+        30: 2.0423,
+        100: 1.9840,
+        10**6: 1.95996,
+    }
+    assert all(t95(df) == pytest.approx(t, rel=3e-4) for df, t in known.items())
 
 
 def test_curves_have_intervals_over_seeds():
