@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from .lm_head import causal_lm
+from .lm_head import adapter_configs, causal_lm
 from .scoring import token_scores
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
@@ -142,9 +142,8 @@ def keeps_all(model: nn.Module) -> bool:
 
 def _reads_the_beginning(model: nn.Module) -> bool:
     """Whether PEFT expects the beginning of a text in every call: puts a prompt there, or looks for an invocation."""
-    configs = [getattr(part, "active_peft_config", None) for part in model.modules()]
     names = ("is_prompt_learning", "alora_invocation_tokens")
-    return any(getattr(config, name, None) for config in configs for name in names)
+    return any(getattr(config, name, None) for config in adapter_configs(model) for name in names)
 
 
 def _batches(trees: list[Tree], size: int | Callable[[int, list[Tree]], int]) -> Iterator[list[Tree]]:

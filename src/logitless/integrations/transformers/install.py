@@ -25,6 +25,7 @@ from .lm_head import (
     SHARDED,
     STATE,
     HiddenCapture,
+    adapter_configs,
     alone,
     capturing_hidden,
     causal_lm,
@@ -267,8 +268,7 @@ def _check_loss(model: Any) -> None:
 
 def _check_prompt(model: nn.Module) -> None:
     """ConfigError where PEFT computes the loss anew, from the model's logits."""
-    configs = [getattr(part, "active_peft_config", None) for part in model.modules()]
-    if any(getattr(config, "peft_type", None) == "CPT" for config in configs):
+    if any(config.peft_type == "CPT" for config in adapter_configs(model)):
         raise ConfigError("PEFT's CPT weighs a loss of its own from the logits, expected the model's: train it dense")
 
 

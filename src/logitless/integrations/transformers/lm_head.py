@@ -220,6 +220,12 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
             del own[name]
 
 
+def adapter_configs(model: nn.Module) -> list[Any]:
+    """What PEFT's wrappers of a model, or in it, say of their active adapters."""
+    found = (getattr(part, "active_peft_config", None) for part in model.modules())
+    return [config for config in found if config is not None]
+
+
 @contextmanager
 def standing_in(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, this thread's calls of the module, wrapped as it is, run `forward`, and others' what they ran.

@@ -104,9 +104,8 @@ class SelfCertaintyReward:
             for begin in range(0, len(rows), size):
                 part = rows[begin : begin + size]
                 batch, row, before = batch_of(part, next(model.parameters()).device)
-                width = batch["input_ids"].shape[1]
-                values = forward_with(  # PEFT's soft prompts come before the ids
-                    model, batch, lambda own, h, r=row, b=before, w=width: through_head(own, certainty, h[:, -w:][r, b])
+                values = forward_with(
+                    model, batch, lambda inner, h, r=row, b=before: through_head(inner, certainty, h[r, b])
                 )
                 counts = [sum(one.valid) for one in part]
                 scores += [float(mean) for mean in torch.stack([v.mean() for v in values.split(counts)])]

@@ -34,6 +34,7 @@ from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
+from . import sets
 from .logits import (
     FewRows,
     GivenLogits,
@@ -46,7 +47,6 @@ from .logits import (
     operand_dtype,
 )
 from .sets import Entries
-from .sets import accumulate as accumulate_sets
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
@@ -114,10 +114,10 @@ class Backend(ABC):
         return None
 
     def accumulate_sets(
-        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
     ) -> tuple[Accumulation, Tensor | None]:
-        """`sets.accumulate` of a chunk's entries, whose logits these are."""
-        return accumulate_sets(chunk.sums, None if chunk.label is None else chunk.label[0], entries, z, z_ref)
+        """`sets.accumulate`."""
+        return sets.accumulate(sums, label, entries, z, z_ref)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         """The totals of an accumulation and of the label's logit, (C,) each."""

@@ -65,9 +65,9 @@ class ShardedBackend(Backend):
         return self.local.look_at_sets(mask, rows, labels, ignore_index)
 
     def accumulate_sets(
-        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
     ) -> tuple[Accumulation, Tensor | None]:
-        return self.local.accumulate_sets(chunk, entries, z, z_ref)
+        return self.local.accumulate_sets(sums, label, entries, z, z_ref)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         return self.local.finish(state, label)

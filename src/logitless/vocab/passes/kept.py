@@ -30,10 +30,6 @@ GATHERED = 1 << 20  # elements of a chunk's gathered rows on a CPU, whose caches
 NUMBERS = 64  # of an entry on a GPU, whose kernels gather no rows, while its chunk is computed
 
 
-def _less(x: Tensor, number: int) -> Tensor:
-    return x - number if number else x
-
-
 def entries_at_a_time(call: Call) -> int:
     """The entries of a chunk, but for a token with more: by a CPU's caches, or by the budget of their numbers."""
     hidden, itemsize = call.inputs.hidden, call.compute.itemsize
@@ -59,6 +55,11 @@ def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int, int, int]]:
         found.append((first, end, offsets[first], offsets[end]))
         first = end
     return found
+
+
+def _less(x: Tensor, number: int) -> Tensor:
+    """x less a number, itself where that is 0: no launch."""
+    return x - number if number else x
 
 
 class KeptPass:
@@ -150,7 +151,8 @@ def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref
     if entries.labels_at is not None:
         at = entries.labels_at
         chunk.label = z[at], None if z_ref is None else z_ref[at]
-    state, zsum = backend.accumulate_sets(chunk, entries, z, z_ref)
+    label = None if chunk.label is None else chunk.label[0]
+    state, zsum = backend.accumulate_sets(chunk.sums, label, entries, z, z_ref)
     totals = backend.finish(state, chunk.label)
     if zsum is not None:
         totals.mean_logit = zsum / entries.counts

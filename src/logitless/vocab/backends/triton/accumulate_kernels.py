@@ -127,6 +127,19 @@ def store_sums(
 
 
 @triton.jit
+def store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, WITH_QE: tl.constexpr):
+    """The sums of KL into a running accumulation, as `store_sums` has the others."""
+    tl.store(cell + M_REF * field, m_ref, mask=live)
+    tl.store(cell + S_REF * field, s_ref, mask=live)
+    tl.store(cell + NEAR * field, near, mask=live)
+    tl.store(cell + SHIFT * field, shift, mask=live)
+    tl.store(cell + A * field, a, mask=live)
+    tl.store(cell + B * field, b, mask=live)
+    if WITH_QE:
+        tl.store(cell + A_REF * field, a_ref, mask=live)
+
+
+@triton.jit
 def basis_weights(BASIS: tl.constexpr, w, d, gap, w_ref):
     """What multiplies W in a basis' product."""
     out = w
@@ -310,14 +323,7 @@ def accumulate_slice(
             tl.store(growth + 3 * n + rows, moved, mask=live)
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
-        tl.store(cell + M_REF * field, m_ref, mask=live)
-        tl.store(cell + S_REF * field, s_ref, mask=live)
-        tl.store(cell + NEAR * field, near, mask=live)
-        tl.store(cell + SHIFT * field, shift, mask=live)
-        tl.store(cell + A * field, a, mask=live)
-        tl.store(cell + B * field, b, mask=live)
-        if WITH_QE:
-            tl.store(cell + A_REF * field, a_ref, mask=live)
+        store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, WITH_QE)
     if BEST > 0:
         tl.store(places, best, mask=live[:, None])
 

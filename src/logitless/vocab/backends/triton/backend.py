@@ -420,9 +420,9 @@ class TritonBackend(Backend):
         return sets.look_at(mask, rows, labels, ignore_index)
 
     def accumulate_sets(
-        self, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None
+        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
     ) -> tuple[Accumulation, Tensor | None]:
-        return sets.accumulate(chunk.sums, None if chunk.label is None else chunk.label[0], entries, z, z_ref)
+        return sets.accumulate(sums, label, entries, z, z_ref)
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         total = label_coefficients(coefficients, totals, chunk.jsd_beta)

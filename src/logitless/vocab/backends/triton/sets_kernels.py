@@ -6,20 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .accumulate_kernels import (
-    A_REF,
-    M_REF,
-    NEAR,
-    S_REF,
-    SHIFT,
-    A,
-    B,
-    add_block,
-    add_reference,
-    moved_b,
-    nearest,
-    store_sums,
-)
+from .accumulate_kernels import add_block, add_reference, moved_b, nearest, store_reference, store_sums
 from .maths import EMPTY, MASK, finite, minus_e
 
 
@@ -134,11 +121,4 @@ def accumulate_sets(
             )
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
-        tl.store(cell + M_REF * field, m_ref)
-        tl.store(cell + S_REF * field, s_ref)
-        tl.store(cell + NEAR * field, near)
-        tl.store(cell + SHIFT * field, shift)
-        tl.store(cell + A * field, a)
-        tl.store(cell + B * field, b)
-        if WITH_QE:
-            tl.store(cell + A_REF * field, a_ref)
+        store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, WITH_QE)
