@@ -14,6 +14,7 @@ KEEP = 20
 BLOCK = 256  # tokens of a slice of the bare GEMM, and of the float64 reference
 TOKENS, TILE = 2048, 512  # and entries, of a tile of the other
 SHAPES = {"full": (4096, 512, 131_072), "quick": (512, 256, 16_384), "tiny": (64, 16, 301)}
+WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
 NAMES = ("logprob", "entropy", "rank", "self_certainty", "logsumexp", "topk_logits")
 
 
@@ -70,8 +71,7 @@ class Streamed(Scoring):
         import logitless as ll
 
         with torch.no_grad():
-            want = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
-            options = {"want": want, "top_k": KEEP, "backend": self.backend}
+            options = {"want": WANT, "top_k": KEEP, "backend": self.backend}
             stats = ll.token_stats(self.hidden, ll.LMHead(self.weight), self.labels, **options)
         return {"topk_logits": stats.top_k_logits, **{n: getattr(stats, n) for n in NAMES if n != "topk_logits"}}
 

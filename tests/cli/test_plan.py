@@ -161,6 +161,13 @@ def test_files(tmp_path):
     assert "1,543,714,304 parameters" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
+def test_without_matplotlib_the_page_is_written_all_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*RUN, f"--png={tmp_path / 'p'}.png", f"--html={tmp_path / 'p'}.html"]) == 2
+    assert "matplotlib" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["p.html"]
+
+
 def test_check():
     assert main([*RUN, "--check"]) == 1
     assert main([*RUN, "--check", "--gradient-checkpointing"]) == 0

@@ -61,6 +61,16 @@ def test_losses_of_a_teacher():
     assert float(retrieval.distillation_kl(s, t)) == pytest.approx(float(expected))
 
 
+def test_a_query_with_fewer_documents():
+    s, t = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    fewer = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+    loss = retrieval.distillation_kl(s.masked_fill(fewer, -torch.inf), t.masked_fill(fewer, -torch.inf))
+    expected = [retrieval.distillation_kl(s[i : i + 1, :n], t[i : i + 1, :n]) for i, n in enumerate((5, 3, 1))]
+    torch.testing.assert_close(loss, sum(expected) / 3)
+    (gradient,) = torch.autograd.grad(loss, s, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(sum(expected) / 3, s)[0])
+
+
 def test_activation():
     x = torch.tensor([-torch.inf, -1.0, 0.0, 2.0])
     torch.testing.assert_close(retrieval.splade_activation(x), torch.tensor([0, 0, 0, 3.0]).clamp(min=1).log())

@@ -190,14 +190,14 @@ def main(arguments: Sequence[str]) -> int:
     value["what_if"] = [_row("change", *row) for row in changes]
     value["fit"] = report.fits_json(found) or None
     deliver(value, config.json, show)
-    if config.png is not None:
-        from ..workbench.plan.plots import draw
-
-        write_whole(config.png, lambda path: draw(dense, logitless, path, config.units))
     if config.html is not None:
         from ..workbench.page.page import write_page
 
         write_page(config.html, logitless, units=config.units)
+    if config.png is not None:
+        from ..workbench.plan.plots import draw
+
+        write_whole(config.png, lambda path: draw(dense, logitless, path, config.units))
     return int(config.check and not logitless.fits)
 
 

@@ -5,6 +5,8 @@ Q queries, B documents, V vocabulary entries; weights are those of `splade_activ
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,10 +64,12 @@ def distillation_kl(scores: Tensor, teacher_scores: Tensor) -> Tensor:
         t, s = teacher_scores.log_softmax(-1), scores.log_softmax(-1)
         loss = (t.exp() * (t - s)).sum(-1).mean()
 
-    scores, teacher_scores: (Q, K). Lassance et al., "SPLADE-v3", arXiv 2403.06789.
+    scores, teacher_scores: (Q, K), -inf in both past the documents of a query that has fewer. Lassance et al.,
+    "SPLADE-v3", arXiv 2403.06789.
     """
     if scores.shape != teacher_scores.shape:
         got = f"{tuple(scores.shape)} and {tuple(teacher_scores.shape)}"
         raise ShapeError(f"distillation_kl: expected scores of one shape, got {got}")
     s, t = scores.log_softmax(-1), teacher_scores.log_softmax(-1)
-    return F.kl_div(s, t, reduction="batchmean", log_target=True)
+    terms = F.kl_div(s, t, reduction="none", log_target=True)
+    return terms.masked_fill(t == -math.inf, 0.0).sum(-1).mean()
