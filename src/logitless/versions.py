@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 SOURCE_TREE = "0.0.0"
 
 
 def version_of(package: str) -> str | None:
     """The version of an installed package, None where it is not; logitless also runs from a source tree, as 0.0.0."""
+    if package == "torch" and package in sys.modules:  # which build it is, CUDA's say, a wheel's metadata may leave out
+        return str(sys.modules[package].__version__)
     from importlib.metadata import PackageNotFoundError, version  # takes longer than the rest of a command's start
 
     try:
