@@ -13,6 +13,10 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.mtp import calculate_mtp_loss
 from nemo_automodel.components.loss.utils import calculate_loss
+from nemo_automodel.components.models.common.utils import BackendConfig
+from nemo_automodel.components.models.muse_glimmer.config import MuseGlimmerConfig
+from nemo_automodel.components.models.muse_glimmer.model import MuseGlimmerForConditionalGeneration
+from nemo_automodel.components.training.model_output_utils import get_final_hidden_states
 from transformers import CohereConfig, Gemma2Config, Qwen3Config
 
 from logitless.errors import ConfigError
@@ -94,6 +98,22 @@ def test_what_the_model_makes_of_its_logits_is_found(config, change):
     want = gradients(model, hidden, lambda h: own(change(model.lm_head(h)), labels, num_label_tokens=69))
     given = {"labels": labels, "model": model, "num_label_tokens": 69}
     same(gradients(model, hidden, lambda h: calculate_loss(streamed, hidden_states=h, **given)), want)
+
+
+def test_hidden_states_that_a_model_has_scaled_are_not_scaled_again():
+    """Automodel's own Muse Glimmer hands a loss its hidden states times the multiplier of its logits."""
+    shape = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {"head_dim": 16, "intermediate_size": 64, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1}
+    logits = {"output_multiplier": 0.25, "output_soft_cap_temp": 2.0}
+    config = MuseGlimmerConfig(**shape, **small, **logits, has_vision=False)
+    model = MuseGlimmerForConditionalGeneration(config, BackendConfig(attn="sdpa", linear="torch", rms_norm="torch"))
+    model.float()
+    nn.init.normal_(model.lm_head.weight)
+    ids, labels = torch.randint(500, (2, B, L))
+    out = model(input_ids=ids, output_hidden_states=True)
+    given = {"labels": labels, "model": model, "num_label_tokens": B * L}
+    got = calculate_loss(ours.StreamedCrossEntropy(), hidden_states=get_final_hidden_states(out), **given)
+    torch.testing.assert_close(got, calculate_loss(MaskedCrossEntropy(), logits=out.logits, **given))
 
 
 def test_multi_token_prediction():

@@ -47,6 +47,8 @@ HOST.require()
 
 from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 
+SCALED = {"muse_glimmer": "nemo_automodel"}  # models by type, and whose hand out hidden states that are scaled already
+
 
 class StreamedCrossEntropy(ChunkedCrossEntropy):
     """Cross-entropy of the model's logits without the logits of any chunk of tokens.
@@ -86,6 +88,8 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
             )
         if model_config is not None:
             scale, softcap, rows = transforms_of(model_config, type(model_config).__name__)
+            if SCALED.get(model_config.model_type) == type(model_config).__module__.partition(".")[0]:
+                scale = 1.0
             rows = None if rows is None or rows >= lm_head.out_features else rows
             self.transforms = {"scale": scale, "softcap": softcap, "vocab_size": rows}
         return lm_head
