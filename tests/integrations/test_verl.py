@@ -115,6 +115,11 @@ def test_fine_tuning_with_a_teacher(results):
 
 
 @pytest.mark.slow
+def test_a_micro_batch_is_brought_to_the_device(results):
+    assert results["from elsewhere"] == 40 + 90 + 3 + 130
+
+
+@pytest.mark.slow
 def test_refusals(results):
     assert "distill_loss: expected one of forward, reverse, jsd, got backward" in results["distill_loss"]
     assert "distill_weight: expected above 0, at most 1, got 2" in results["distill_weight"]

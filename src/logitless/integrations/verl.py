@@ -43,6 +43,7 @@ HOST = Seam(
             "student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format",
         ),
         "verl.utils.ulysses:slice_input_tensor": ("x", "dim", "padding", "group"),
+        "verl.utils.device:get_device_id": (),
         "verl.utils.device:get_vendor": (),
         "verl.trainer.ppo.core_algos:agg_loss": (),
         "verl.utils.metric:AggregationType": (),
@@ -56,7 +57,7 @@ HOST.require()
 
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils
-from verl.utils.device import get_device_name, get_vendor
+from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 from verl.workers.config import HFModelConfig
@@ -114,6 +115,7 @@ class HiddenEngine(FSDPEngineWithLMHead):
         return model_inputs, self.output_args
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        micro_batch = micro_batch.to(get_device_id())  # verl's own does so too, for itself alone
         inner = causal_lm(self.module)
         dense = inner.forward
 

@@ -191,6 +191,14 @@ def numbers(made, loss, packed=True, **asked):
     return {"class": type(made).__name__, "numbers": found, "largest": seen.largest}
 
 
+def from_elsewhere(made):
+    """How many numbers come of a padded micro-batch, which verl's workers have in host memory."""
+    here, _ = tu.chunk_tensordict(batch(False), 2)
+    with made.eval_mode():
+        _, output = made.forward_step(SimpleNamespace(to=lambda device: here), None, forward_only=True)
+    return output["model_output"]["log_probs"].values().numel()
+
+
 def policy_loss():
     actor = ActorConfig(
         strategy="fsdp2",
@@ -333,6 +341,7 @@ def main(place: Path) -> None:
     for name, options in TAUGHT.items():
         results[f"{name}, taught"] = learned(model, streamed, **options)
     results |= {f"{kind}, float64": dense64(model, kind) for kind in ("forward", "reverse", "jsd")}
+    results["from elsewhere"] = from_elsewhere(engine(streamed, model, packed=False))
     results["fused"] = refused(lambda: engine(streamed, model, fused=True))
     results["megatron"] = refused(lambda: EngineRegistry.new("language_model", "megatron"))
     results["chunked"] = refused(lambda: numbers(engine(streamed, model), distilling(chunked=True), **TEACHER))
