@@ -52,10 +52,13 @@ def test_a_trainers_smoothing_survives_any_uninstall(how, tmp_path):
     assert trained(made) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_model_that_the_trainer_makes_anew_is_installed(tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3-tied", "mixtral"])
+def test_a_model_that_the_trainer_makes_anew_is_installed(tmp_path, kind):
     def made(name):
         arguments = trainer(tmp_path / name, build(), label_smoothing_factor=0.2).args
-        return Trainer(model_init=build, args=arguments, train_dataset=data(), eval_dataset=data()[:6])
+        return Trainer(
+            model_init=lambda: TINY[kind].build(), args=arguments, train_dataset=data(), eval_dataset=data()[:6]
+        )
 
     own, ours = made("own"), made("ours")
     logitless.install(ours, memory_budget=1 << 20)

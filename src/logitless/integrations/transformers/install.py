@@ -344,11 +344,24 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
 
 def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
     """The output of a model that calls its loss function."""
+    if state.lent:
+        return _smoothed(model, state, dense, given, seen)
     own = model.__dict__.get("_loss_function")  # set after `install`, or ours, where a hook calls the model again
     if own is not None and not isinstance(own, functools.partial):
         _check_loss(model)
     with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
         return dense(**given, return_dict=True)
+
+
+def _smoothed(
+    model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture
+) -> Any:
+    """The output of a model that is not shown its labels and adds nothing to the loss: a smoother sees logits alone."""
+    labels = given.pop("labels")
+    full = dense(**given, return_dict=True)
+    more: dict[str, Any] = {name: given.get(name) for name in ("num_items_in_batch", "shift_labels")}
+    full["loss"] = _causal_loss(model, state, seen, given, full.logits, labels, **more)
+    return full
 
 
 def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:

@@ -67,7 +67,9 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
         model = own(*given, **more)
         if kept.install is not None:
             kept.install(model)
-            _TRAINERS.setdefault(causal_lm(model), WeakSet()).add(trainer)
+            inner = causal_lm(model)
+            inner.__dict__[STATE].lent = kept.smoother is not None
+            _TRAINERS.setdefault(inner, WeakSet()).add(trainer)
         return model
 
     _put_into(trainer, "call_model_init", call_model_init)
