@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("axolotl", reason="axolotl is not installed here: make test-axolotl")
@@ -15,9 +16,10 @@ pytest.importorskip("axolotl", reason="axolotl is not installed here: make test-
 from axolotl.integrations.base import BasePlugin, load_plugin
 from axolotl.utils.dict import DictDefault
 
-from logitless.errors import ConfigError
+from logitless.errors import ConfigError, LabelError
 from logitless.integrations import axolotl as ours
 from tests.support.integrations.launching import ROOT
+from tests.support.integrations.tiny import TINY
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,20 @@ def test_losses_of_newer_versions_are_refused():
         plugin.post_model_load(DictDefault({"use_dft": True}), None)
     with pytest.raises(ConfigError, match="got a compute_loss_func"):
         plugin.post_trainer_create(DictDefault(), SimpleNamespace(compute_loss_func=print))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_part_of_a_sequence_may_have_no_token_that_counts(size):
+    """Of a prompt's rank, where axolotl cuts sequences over ranks; it weighs their losses by their tokens itself."""
+    model, ids = TINY["qwen3-tied"].build(), torch.arange(1, 9)[None]
+    ours.LogitlessPlugin().post_model_load(DictDefault({"context_parallel_size": size}), model)
+    if size:
+        loss = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+        loss.backward()
+        assert loss == 0 == sum(x.grad.abs().sum() for x in model.parameters() if x.grad is not None)
+    else:
+        with pytest.raises(LabelError, match="expected a token that counts"):
+            model(input_ids=ids, labels=torch.full_like(ids, -100))
 
 
 def test_another_axolotl_is_an_error_that_names_versions(monkeypatch):

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from ..errors import ConfigError
 from .seam import Seam
 from .transformers.install import install
+from .transformers.lm_head import STATE, causal_lm
 
 BASE = "axolotl.integrations.base:BasePlugin"
 HOST = Seam(
@@ -63,6 +64,7 @@ class LogitlessPlugin(BasePlugin):
                 f"LogitlessPlugin: expected axolotl's cross-entropy, got {', '.join(asked)}; leave one of the two out"
             )
         install(model, loss=cfg.logitless_loss or "logitless", memory_budget=cfg.logitless_memory_budget)
+        causal_lm(model).__dict__[STATE].parts = (cfg.context_parallel_size or 1) > 1
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Streams the trainer's label smoothing too, and gives its evaluation the logits that it asks for."""

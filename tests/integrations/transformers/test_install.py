@@ -198,12 +198,14 @@ def test_no_token_of_the_batch_counts(items):
     assert model(**batch_for("")).loss.isfinite()
 
 
-@pytest.mark.parametrize("items", [7, torch.tensor(7)])
-def test_no_token_of_a_part_of_the_batch_counts(items):
-    """As in gradient accumulation, and on one of several ranks."""
+@pytest.mark.parametrize("name", ["num_items_in_batch", "num_items_in_batch as a tensor", "shift_labels"])
+def test_no_token_of_a_part_of_the_batch_counts(name):
+    """As in gradient accumulation, on one of several ranks, and of a sequence that a Trainer cuts over ranks."""
     model, batch = installed(), batch_for("")
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    loss = model(**batch, num_items_in_batch=items).loss
+    items = torch.tensor(7) if "tensor" in name else 7
+    given = {name: batch["labels"]} if name == "shift_labels" else {"num_items_in_batch": items}
+    loss = model(**batch, **given).loss
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())

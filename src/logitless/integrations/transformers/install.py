@@ -58,6 +58,7 @@ class Installed:
     threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
     masked: bool = False  # a masked language model
     mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
+    parts: bool = False  # a host cuts sequences over ranks: one's part may have no token that counts
 
     @classmethod
     def of(
@@ -368,6 +369,7 @@ def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict
     """The output of a masked language model, which is not shown its labels."""
     targets, items = targets_of(model, given.pop("labels")), given.get("num_items_in_batch")
     full = dense(**given, return_dict=True)
+    check_counts(targets, IGNORED, items)
     mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
     full["loss"] = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
     return full
@@ -388,10 +390,11 @@ def _causal_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    if shift_labels is None and not state.parts:  # shifted before: so that sequences could be cut
+        check_counts(targets, ignore_index, num_items_in_batch)
     further = attached(model)
     if further is None:
         return _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
-    check_counts(targets, ignore_index, num_items_in_batch)
     first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
     options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
     return _with_further(model, state, seen, logits, further, text_of(given), labels, first, options)
@@ -439,7 +442,6 @@ def _loss(
     mean: bool = False,
 ) -> Tensor:
     """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
-    check_counts(targets, ignore_index, items)
     state.watch.before()
     denominator = None if mean else _denominator(items)
 
