@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed here: make test-torchtitan", exc_type=ImportError)
 
+import spmd_types as spmd
+from spmd_types.checker import typecheck
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
@@ -75,6 +80,30 @@ def test_loss_and_gradients_are_torchtitans_own(name, count):
     got = gradients(head, hidden, lambda h: streamed(head)(h, labels, count, positions=labels)[0], 0.25)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    dist.destroy_process_group()
+
+
+def test_under_torchtitans_type_checks(mesh):
+    """debug.spmd_typechecking, which refuses functions that it does not know; the loss has its own loss' type."""
+    head, (hidden, labels) = HEADS["linear"](), batch()
+    types = {"dp": spmd.S(0), "cp": spmd.S(1)}
+    dense = CrossEntropyLoss.Config(global_vocab_size=V).build(compile_config=None)
+    found = []
+    for compute in (lambda: dense(head(hidden), labels), lambda: streamed(head)(hidden, labels)):
+        with set_current_spmd_mesh(mesh), typecheck(local=False):
+            spmd.assert_type(hidden, {**types, "tp": spmd.R})
+            spmd.assert_type(labels, {**types, "tp": spmd.I})
+            spmd.assert_type(head.weight, {"dp": spmd.R, "cp": spmd.R, "tp": spmd.I})
+            loss, _ = compute()
+            found.append((spmd.get_local_type(loss), loss.detach()))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 def test_what_its_chunked_loss_does_not_do():
