@@ -17,7 +17,9 @@ from nemo_automodel.components.models.common.utils import BackendConfig
 from nemo_automodel.components.models.muse_glimmer.config import MuseGlimmerConfig
 from nemo_automodel.components.models.muse_glimmer.model import MuseGlimmerForConditionalGeneration
 from nemo_automodel.components.training.model_output_utils import get_final_hidden_states
-from transformers import CohereConfig, Gemma2Config, Qwen3Config
+from transformers import CohereConfig, Gemma2Config, MiniCPM3Config, MiniCPM3ForCausalLM, Qwen3Config
+from transformers.models.inkling.configuration_inkling import InklingTextConfig
+from transformers.models.inkling.modeling_inkling import InklingForCausalLM
 
 from logitless.errors import ConfigError
 from logitless.integrations import automodel as ours
@@ -111,6 +113,33 @@ def test_hidden_states_that_a_model_has_scaled_are_not_scaled_again():
     nn.init.normal_(model.lm_head.weight)
     ids, labels = torch.randint(500, (2, B, L))
     out = model(input_ids=ids, output_hidden_states=True)
+    given = {"labels": labels, "model": model, "num_label_tokens": B * L}
+    got = calculate_loss(ours.StreamedCrossEntropy(), hidden_states=get_final_hidden_states(out), **given)
+    torch.testing.assert_close(got, calculate_loss(MaskedCrossEntropy(), logits=out.logits, **given))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more"),
+    [
+        (MiniCPM3ForCausalLM, MiniCPM3Config, {"dim_model_base": 16, "q_lora_rank": 16, "kv_lora_rank": 16}),
+        (
+            InklingForCausalLM,
+            InklingTextConfig,
+            {
+                "logits_mup_width_multiplier": 3.0,
+                "unpadded_vocab_size": 90,
+                "swa_num_attention_heads": 2,
+                "swa_num_key_value_heads": 2,
+                "mlp_layer_types": ["dense", "dense"],
+            },
+        ),
+    ],
+)
+def test_what_a_model_does_to_hidden_states_after_it_has_handed_them_out(kind, config, more):
+    shape = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = kind(config(vocab_size=97, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, **shape, **more))
+    ids, labels = torch.randint(90, (2, B, L))
+    out = model.eval()(input_ids=ids, output_hidden_states=True, use_cache=False)
     given = {"labels": labels, "model": model, "num_label_tokens": B * L}
     got = calculate_loss(ours.StreamedCrossEntropy(), hidden_states=get_final_hidden_states(out), **given)
     torch.testing.assert_close(got, calculate_loss(MaskedCrossEntropy(), logits=out.logits, **given))

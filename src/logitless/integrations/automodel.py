@@ -47,7 +47,14 @@ HOST.require()
 
 from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 
-SCALED = {"muse_glimmer": "nemo_automodel"}  # models by type, and whose hand out hidden states that are scaled already
+# Models by type: Automodel's own that hand out hidden states which are scaled already, ...
+SCALED = frozenset({"muse_glimmer"})
+# ... and those that divide them by this between where they hand them out and their head.
+DIVIDES = {
+    "minicpm3": "logits_scaling",
+    "inkling_text": "logits_mup_width_multiplier",
+    "inkling_mm_model": "logits_mup_width_multiplier",
+}
 
 
 class StreamedCrossEntropy(ChunkedCrossEntropy):
@@ -88,8 +95,7 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
             )
         if model_config is not None:
             scale, softcap, rows = transforms_of(model_config, type(model_config).__name__)
-            if SCALED.get(model_config.model_type) == type(model_config).__module__.partition(".")[0]:
-                scale = 1.0
+            scale = _scale_of_handed_out(model_config, scale)
             rows = None if rows is None or rows >= lm_head.out_features else rows
             self.transforms = {"scale": scale, "softcap": softcap, "vocab_size": rows}
         return lm_head
@@ -124,6 +130,15 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
         if num_label_tokens is None:
             return loss
         return loss / num_label_tokens if num_label_tokens else loss * 0.0
+
+
+def _scale_of_handed_out(config: Any, scale: float) -> float:
+    """What logits are multiplied with where `scale` is that of the hidden states that the head is called with."""
+    kind = getattr(config, "model_type", "")
+    if kind in SCALED and type(config).__module__.startswith("nemo_automodel."):
+        return 1.0
+    divisor = DIVIDES.get(kind)
+    return scale if divisor is None else scale / getattr(config.get_text_config(), divisor)
 
 
 def _weighted(stats: Any, weights: Tensor) -> Tensor:
