@@ -9,6 +9,7 @@ the `--top-k` likeliest entries of each token: the (batch, tokens, vocabulary) t
 """
 
 import argparse
+import inspect
 import random
 
 import torch
@@ -89,6 +90,7 @@ else:
 judge.to(args.device).eval().requires_grad_(False)
 # With its adapters the model is the policy, without them the reference that the KL is measured to.
 policy = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).to(args.device).eval()  # no dropout
+past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # to transformers 5.23
 table, judge_table = policy.get_input_embeddings().weight, judge.get_input_embeddings().weight
 head = ll.LMHead.of(policy)
 
@@ -107,9 +109,9 @@ def rollout(prompts: list[str], tau: float) -> tuple[relax.SoftTokens, torch.Ten
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -embeds.shape[1] :],
             "use_cache": True,
         }
-        hidden = ll.hidden_states(policy, {**inputs, "past_key_values": cache})[:, -1]
+        hidden = ll.hidden_states(policy, {**inputs, past: cache})[:, -1]
         with torch.no_grad(), policy.disable_adapter():
-            reference = ll.hidden_states(policy, {**inputs, "past_key_values": reference_cache})[:, -1]
+            reference = ll.hidden_states(policy, {**inputs, past: reference_cache})[:, -1]
         kl = relax.online_kl(hidden, head, (reference, head), total=kl)
         noise = relax.Noise(seeds, torch.tensor(step, device=args.device))
         # One-hot forward, the soft weights' gradient backward (straight-through): hard=False is soft both ways.

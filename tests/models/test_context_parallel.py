@@ -98,7 +98,7 @@ def test_masks_of_another_kind_are_refused():
     config._attn_implementation = NAME
     AttentionMaskInterface.register(NAME, window_or_padding)
     embeds = torch.zeros(1, 8, 4)
-    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+    given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "cache": None}
     given["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     assert create_causal_mask(**given) is None
     assert create_sliding_window_causal_mask(**given) == 5

@@ -380,8 +380,8 @@ def test_a_model_without_hidden_states():
     class Opaque(t.LlamaForCausalLM):
         """One that multiplies by its head's weight, past the head."""
 
-        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
-            hidden = self.model(input_ids, attention_mask, past_key_values=past_key_values)[0]
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            hidden = self.model(input_ids, attention_mask, **kwargs)[0]
             return t.modeling_outputs.CausalLMOutputWithPast(logits=hidden @ self.lm_head.weight.T)
 
     model = Opaque(t.LlamaConfig(**SMALL)).eval()

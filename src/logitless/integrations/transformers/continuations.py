@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from .lm_head import adapter_configs, causal_lm
+from .lm_head import adapter_configs, cache_name, causal_lm
 from .scoring import token_scores
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
@@ -135,7 +135,7 @@ def keeps_all(model: nn.Module) -> bool:
     windowed = getattr(config, "sliding_window", None) and getattr(config, "layer_types", None) is None
     takes = inspect.signature(type(inner).forward).parameters
     stateful = getattr(inner, "_is_stateful", False)
-    fits = {"past_key_values", "position_ids", "attention_mask"} <= takes.keys()
+    fits = {cache_name(model), "position_ids", "attention_mask"} <= takes.keys()
     anew = _reads_the_beginning(model)
     return fits and not windowed and not stateful and not anew and set(kinds) == {"full_attention"}
 
@@ -165,15 +165,17 @@ def _answers(
     inner = causal_lm(model)
     stems, branches = [tree.stem for tree in batch], [row for tree in batch for row in tree.branches]
     inputs: dict[str, Any] = {"input_ids": _padded(stems, inner.device)}
+    kept: dict[str, Any] = {}
     if branches:
         from transformers import DynamicCache
 
-        inputs |= {"past_key_values": DynamicCache(config=inner.config), "use_cache": True}
+        kept = {cache_name(inner): DynamicCache(config=inner.config), "use_cache": True}
     options = {"memory_budget": memory_budget, "keep": int(certainty), "want": WANT + OF_CERTAINTY * certainty}
     found: dict[int, Tokens] = {}
-    _score(model, stems, inputs, options, found)
+    _score(model, stems, inputs | kept, options, found)
     if branches:
-        _score(model, branches, _going_on(batch, inputs["past_key_values"], inner.device), options, found)
+        cache = kept[cache_name(inner)]
+        _score(model, branches, _going_on(batch, cache, inner.device) | kept, options, found)
     for request, tokens in found.items():
         yield request, (sum(tokens["logprob"]), all(rank == 1 for rank in tokens["rank"])), tokens
 
@@ -190,8 +192,6 @@ def _going_on(batch: list[Tree], cache: Any, device: torch.device) -> dict[str, 
         "input_ids": ids,
         "attention_mask": torch.cat([past < before, here < own], 1).long(),
         "position_ids": before + torch.minimum(here, own - 1),
-        "past_key_values": cache,
-        "use_cache": True,
     }
 
 

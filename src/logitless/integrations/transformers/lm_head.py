@@ -71,6 +71,12 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
+def cache_name(model: nn.Module) -> str:
+    """What a model's forward calls the keys and values that it goes on from: since transformers 5.24 `cache`."""
+    takes = inspect.signature(type(causal_lm(model)).forward).parameters
+    return "cache" if "cache" in takes else "past_key_values"
+
+
 def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
     """`compute(LMHead, hidden, *tensors)`, run inside the forward call of the model's own output head.
 

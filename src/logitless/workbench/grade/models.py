@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, NotFiniteError, OptionError
-from ...integrations.transformers.lm_head import causal_lm, forward_with
+from ...integrations.transformers.lm_head import cache_name, causal_lm, forward_with
 from ...relax import Reader, SoftTokens
 from ...relax.tokens import rows_in
 from ...vocab.face import LMHead, unwrapped
@@ -51,7 +51,7 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
         "inputs_embeds": embeds,
         "attention_mask": mask,
         "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:],
-        "past_key_values": cache,
+        cache_name(model): cache,
         "use_cache": True,
     }
     hidden = forward_with(model, batch, lambda _, hidden: hidden)
