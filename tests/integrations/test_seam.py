@@ -25,7 +25,8 @@ def test_what_has_moved_is_named_with_versions():
         seam(dumps=(), lost=()).require()
     with pytest.raises(ConfigError, match=r"detect_encoding takes \(b\), expected \(a, b\)"):
         seam(detect_encoding=("a", "b")).require()
-    assert moved("json:detect_encoding", ("b",)) == ""
+    assert moved("json:detect_encoding", ("b",)) == moved("json:detect_encoding", ("a|b",)) == ""
+    assert moved("json:detect_encoding", ("a|c",)) == "detect_encoding takes (b), expected (a|c)"
     assert moved("json.nowhere:load", ()) == "json.nowhere:load is gone"
 
 

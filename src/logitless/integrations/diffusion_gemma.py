@@ -24,13 +24,13 @@ MODULE = "transformers.models.diffusion_gemma.generation_diffusion_gemma"
 MODEL = "transformers.models.diffusion_gemma.modeling_diffusion_gemma"
 HOST = Seam(
     "transformers",
-    ">=5.23,<5.24",
+    ">=5.23,<5.25",
     {
         f"{MODEL}:DiffusionGemmaForBlockDiffusion.forward": (),
         f"{MODULE}:DiffusionGemmaGenerationMixin._denoising_step": (
             "self", "decoder_forward", "current_canvas", "argmax_canvas", "input_ids", "decoder_position_ids",
-            "self_conditioning_logits", "mask_mapping", "past_key_values", "finished_denoising", "cur_step", "sampler",
-            "logits_processor", "diffusion_stopping_criteria", "model_kwargs",
+            "self_conditioning_logits", "mask_mapping", "past_key_values|cache", "finished_denoising", "cur_step",
+            "sampler", "logits_processor", "diffusion_stopping_criteria", "model_kwargs",
         ),
         f"{MODULE}:EntropyBoundSampler.accept_canvas": (
             "self", "current_canvas", "denoiser_canvas", "logits", "cur_step",
@@ -102,7 +102,6 @@ def denoising_step(
     decoder_position_ids: Tensor,
     self_conditioning_logits: Any,  # MeanEmbedding (B, T, D), None at first
     mask_mapping: Any,
-    past_key_values: Any,
     finished_denoising: Tensor,  # (B,)
     cur_step: int,
     sampler: Any,
@@ -110,7 +109,7 @@ def denoising_step(
     diffusion_stopping_criteria: Any,
     *,
     memory_budget: int | None,
-    **model_kwargs: Any,
+    **model_kwargs: Any,  # the keys and values among them, by the model's name for them
 ) -> tuple[Tensor, Tensor, MeanEmbedding, Tensor]:
     """The model's own `_denoising_step`, which this follows, from hidden states."""
     _check("sampler", sampler, "EntropyBoundSampler")
@@ -118,7 +117,6 @@ def denoising_step(
         decoder_input_ids=current_canvas,
         self_conditioning_logits=self_conditioning_logits,
         decoder_attention_mask=mask_mapping,
-        past_key_values=past_key_values,
         decoder_position_ids=decoder_position_ids,
         **model_kwargs,
     )

@@ -18,7 +18,7 @@ class Seam:
     """What an adapter relies on in a host: the parameters of functions, by their names "package.module:Class.method".
 
     package: its distribution's name; versions: those it was read and tested with, as pip takes them; functions: name ->
-    parameters, or () for what only has to be there.
+    parameters, "old|new" where versions differ in a name, or () for what only has to be there.
     """
 
     package: str
@@ -49,4 +49,5 @@ def moved(name: str, expected: tuple[str, ...]) -> str:
     if not expected:
         return ""
     got = tuple(inspect.signature(function).parameters)
-    return "" if got == expected else f"{name.split(':')[1]} takes ({', '.join(got)}), expected ({', '.join(expected)})"
+    same = len(got) == len(expected) and all(x in names.split("|") for x, names in zip(got, expected, strict=True))
+    return "" if same else f"{name.split(':')[1]} takes ({', '.join(got)}), expected ({', '.join(expected)})"
