@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import transformers as t
 from accelerate.utils import compile_regions
 from torch import nn
 
@@ -14,7 +15,7 @@ import logitless
 from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.transformers.install import choose
 from logitless.integrations.transformers.lm_head import causal_lm, forward_with, output_head, through_head
-from tests.support.integrations.tiny import TINY, assert_same_gradients, batch_for, gradients
+from tests.support.integrations.tiny import TINY, WIDTH, assert_same_gradients, batch_for, gradients, randomised
 
 
 def tiny(**changes):
@@ -42,6 +43,22 @@ def test_auto_is_dense_up_to_the_budget():
     assert installed(**both, threshold=logits - 1)(**batch).logits is None
     with pytest.raises(OptionError, match="threshold: expected a positive number of bytes or None, got 0"):
         installed(threshold=0)
+
+
+def test_a_head_of_a_part_of_the_vocabulary():
+    """Apertus 1.5 reads images' ids, too, and predicts text alone."""
+    config = t.Apertus1p5TextConfig(vocab_size=97, output_vocab_size=61, **WIDTH)
+    own, ours = (randomised(t.Apertus1p5TextForCausalLM(config)) for _ in range(2))
+    ours.load_state_dict(own.state_dict())
+    batch = batch_for("")
+    batch["labels"].masked_fill_(batch["labels"] >= 61, -100)
+    logitless.install(ours)
+    exact, found = gradients(own, lambda: own(**batch).loss), gradients(ours, lambda: ours(**batch).loss)
+    assert ours(**batch).logits is None
+    assert ours(**batch).loss.item() == pytest.approx(own(**batch).loss.item(), rel=1e-5)
+    assert_same_gradients(found, exact, rtol=1e-3, floor=1e-5)
+    logitless.install(ours, loss="auto", memory_budget=4 * batch["labels"].numel() * 61)
+    assert ours(**batch).logits is not None
 
 
 def test_calls_that_ask_for_logits_are_unchanged():

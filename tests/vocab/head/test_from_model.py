@@ -50,9 +50,9 @@ NOT_RUN = """
 WITH_TRANSFORMS = """
     beam cohere cohere2 cohere2_moe cohere2_vision falcon_h1 gemma2 gemma3 gemma3_text gemma3n_text gemma4
     gemma4_text gemma4_unified gemma4_unified_text granite granite_docling granite_swa granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared hyperclovax hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model
-    inkling_text minicpm3 mistral_large4 mpt muse_glimmer muse_spark nanochat paligemma recurrent_gemma
-    vaultgemma xlstm
+    granitemoehybrid granitemoeshared hyperclovax hyperclovax_vision_v2 inkling2 inkling2_loop inkling2_loop_text
+    inkling2_text inkling_mm_model inkling_text minicpm3 mistral_large4 mpt muse_glimmer muse_spark nanochat paligemma
+    recurrent_gemma vaultgemma xlstm
 """
 
 
@@ -162,6 +162,11 @@ def test_models_that_do_more_are_refused(kind):
     model = nn.Module()
     model.config, model.get_output_embeddings = config, lambda: nn.Linear(4, 9)
     refused(model, "LMHead.of: Module", REFUSED[kind])
+
+
+def test_what_a_model_does_is_said_before_what_its_layer_is():
+    """Dory's head is a layer of its own, with a scale for each entry."""
+    refused(built("DoryForCausalLM", "DoryConfig"), "LMHead.of: DoryForCausalLM scales each entry's logit")
 
 
 def test_a_composite_model_of_unknown_habits_is_refused():

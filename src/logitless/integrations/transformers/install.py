@@ -29,6 +29,7 @@ from .lm_head import (
     alone,
     capturing_hidden,
     causal_lm,
+    entries_of,
     forward_with,
     output_head,
     replaced,
@@ -323,8 +324,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given["use_cache"] = False
     if state.method != "logitless" and not state.smoothing:
         head: Any = output_head(model)
-        vocab = model.config.get_text_config().vocab_size
-        size = logits_bytes(labels.numel(), vocab, head.weight.dtype.itemsize)
+        size = logits_bytes(labels.numel(), entries_of(model, head), head.weight.dtype.itemsize)
         if choose(state.method, size, state.threshold or state.budget or DEFAULT_BUDGET) == "dense":
             return dense(**given)
     return _streamed(model, state, dense, given)

@@ -71,6 +71,12 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
+def entries_of(model: Any, head: Any) -> int:
+    """How many logits a model's head returns: its vocabulary, or less where only a part of it can be predicted."""
+    vocab = model.config.get_text_config().vocab_size
+    return min(vocab, getattr(head, "out_features", vocab))
+
+
 def cache_name(model: nn.Module) -> str:
     """What a model's forward calls the keys and values that it goes on from: since transformers 5.24 `cache`."""
     takes = inspect.signature(type(causal_lm(model)).forward).parameters
@@ -203,7 +209,7 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
         owner, name = next(
             (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
         )
-        stand_in = HiddenCapture(owner, name, model.config.get_text_config().vocab_size, probed)
+        stand_in = HiddenCapture(owner, name, entries_of(model, head), probed)
         owner._modules[name] = stand_in  # type: ignore[assignment]
         try:
             yield stand_in

@@ -24,13 +24,14 @@ LEAVES_OUT = frozenset({"mpt", "minicpm3", "gemma3", "aya_vision", "cohere2_visi
 APPLIES_TEXT = frozenset(
     {
         "cohere_compass", "diffusion_gemma", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision",
-        "granite_docling", "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer",
-        "muse_spark", "paligemma",
+        "granite_docling", "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "inkling2_loop", "mistral_large4",
+        "muse_glimmer", "muse_spark", "paligemma",
     }
 )  # fmt: skip
 # ... and some do what no head here does.
 REFUSED = {
     "chameleon": "masks the logits of image tokens",
+    "dory": "scales each entry's logit by a number of its own",
     "gemma4_assistant": "has logits for some of its vocabulary only",
     "gemma4_unified_assistant": "has logits for some of its vocabulary only",
     "mobilebert": "joins two matrices into its head",
@@ -72,9 +73,9 @@ def parts_of_model(module: nn.Module) -> ModelHead:
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
+    scale, softcap, rows = _transforms(module)
     _prepare(layer)
     weight, bias, adapters = parts_of(unwrapped(layer))
-    scale, softcap, rows = _transforms(module)
     rows = None if rows is None or rows >= weight.shape[0] else rows
     return ModelHead(weight, bias, adapters, scale, softcap, rows)
 
