@@ -142,7 +142,7 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     return {**options, "stop_strings": None, "stopping_criteria": transformers.StoppingCriteriaList(criteria)}
 
 
-# Method: (what it is called with, all of its parameters as of transformers 5.23)
+# Method: (what it is called with, all of its parameters as of transformers 5.24)
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "_prefill": (
         ("input_ids", "generation_config", "model_kwargs"),

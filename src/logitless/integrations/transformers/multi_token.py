@@ -160,7 +160,7 @@ def mtp_hidden_states(
             hidden = layer(mtp.embed_tokens(input_ids.roll(-1 - k, 1)), hidden)
 
     Depth k reads, at token t, the hidden state of the depth before and the true token t + 1 + k, and predicts the next
-    one; the main model's own predicts t + 1. (`MtpModel.forward` drafts; with labels transformers 5.23 ends in a
+    one; the main model's own predicts t + 1. (`MtpModel.forward` drafts; with labels transformers 5.24 ends in a
     TypeError.) hidden: of the main model, as `hidden_states` gives it. input_ids: what that has read, padded on the
     right where at all. position_ids: those of packed documents, which the modules' attention then keeps apart. The
     last 1 + k tokens of depth k read what is not there, and have no label. Raises ShapeError, and
