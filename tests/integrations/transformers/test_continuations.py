@@ -5,7 +5,14 @@ from random import Random
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 
 from logitless.errors import DataError
 from logitless.integrations.transformers.continuations import continuation_scores, keeps_all, planted
@@ -116,6 +123,8 @@ def test_what_cannot_be_shared():
     assert not keeps_all(MODELS["windows in a layer"]())
     assert keeps_all(MODELS["rotary positions"]())
     assert not keeps_all(MODELS["windows"]())
+    own = XLMConfig(vocab_size=259, emb_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64)
+    assert not keeps_all(XLMWithLMHeadModel(own))  # keys and values of a kind of its own, and called `cache`
     short = [([3], [5, 6, 7]), ([3], [6, 6, 7])]  # a second pass would cost more than it saves
     assert [len(tree.branches) for tree in planted(short, LONGEST, True)] == [0, 0]
     cut = [([3] * LONGEST, [5, 6]), ([3] * LONGEST, [6, 6])]  # the model sees less of a context before a longer ending

@@ -79,8 +79,8 @@ def entries_of(model: Any, head: Any) -> int:
 
 def cache_name(model: nn.Module) -> str:
     """What a model's forward calls the keys and values that it goes on from: since transformers 5.24 `cache`."""
-    takes = inspect.signature(type(causal_lm(model)).forward).parameters
-    return "cache" if "cache" in takes else "past_key_values"
+    found = inspect.signature(type(causal_lm(model)).forward).parameters.get("cache")
+    return "past_key_values" if found is None or "dict" in str(found.annotation) else "cache"  # XLM has a dict
 
 
 def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
