@@ -103,6 +103,19 @@ def test_messages_of_no_text_are_passed_over(talker, tmp_path):
         run(config(talker, tmp_path / "a.jsonl", tmp_path / "out.parquet"))
 
 
+def test_conversations_that_the_template_refuses_are_passed_over(talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(talker)
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + MICRO_CHAT
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"messages": said("a", "b")}, {"messages": [{"role": "system", "content": "x"}, *said("a", "b")]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "out.parquet"))
+    assert summary["scored_tokens"] > 0
+    assert [x["why"] for x in summary["skipped_documents"]] == ["the chat template failed: no system"]
+
+
 def test_a_prompt_and_a_completion(talker, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "ab", "completion": "cde"}) + "\n")
     assert run(config(talker, tmp_path / "a.jsonl", tmp_path / "out.parquet"))["scored_tokens"] == 4  # and the end

@@ -133,6 +133,21 @@ def test_a_call_of_a_tool_needs_no_content(place, call):
     assert learned(found, place) == "</s>me.</s>"
 
 
+@pytest.mark.parametrize("said", ["me.", "ah", "bah", ""])
+def test_an_answer_that_comes_first_is_all_that_is_learned(place, said):
+    """Not the system prompt that the template puts in front, nor the answer's own header."""
+    template = "{% if messages[0]['role'] != 'system' %}<s>system\nbe kind</s>\n{% endif %}" + PLAIN
+    given = {"messages": [{**SAID, "content": said}, ASKED, SAID]}
+    found = example(given, tokenizer(place, template), "here")
+    assert learned(found, place) == f"{said}</s>me.</s>"
+
+
+def test_a_template_that_refuses_a_conversation_says_which(place):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    with pytest.raises(ConfigError, match=r"^--data a.jsonl:7: the chat template failed: no system$"):
+        example({"messages": [{**ASKED, "role": "system"}, SAID]}, tokenizer(place, template), "a.jsonl:7")
+
+
 def test_a_template_that_rewrites_what_was_said(place):
     twice = {"messages": [ASKED, SAID, ASKED, SAID]}
     with pytest.raises(DataError, match=r"writes earlier messages anew .*: give one answer in each conversation$"):

@@ -16,7 +16,7 @@ from ...sample.text import byte_count
 from ..sources.chat import example
 from ..sources.corpus import Row
 from ..sources.model import ModelSource
-from ..sources.tokenizer import TextTokenizer
+from ..sources.tokenizer import TemplateError, TextTokenizer
 from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 
@@ -85,7 +85,7 @@ class Scorer:
         """A whole conversation as the chat template has it. Raises ConfigError where there is no template."""
         try:
             found = example(row, self.subject.tokenizer, name)
-        except DataError as error:
+        except (DataError, TemplateError) as error:  # of this conversation: others may be of another form
             return Tokens(np.zeros(0, dtype=np.int64), 0, problem=str(error).removeprefix(f"--data {name}: "))
         return Tokens(found.ids.astype(np.int64), 0, found.said)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import TEXT_FIELDS, Row, unsaid
 from .packing import HELD_OUT_EVERY, Stream
-from .tokenizer import TextTokenizer, as_chat, as_marked_chat, reading
+from .tokenizer import TemplateError, TextTokenizer, as_chat, as_marked_chat, reading
 
 ASSISTANT = "assistant"
 OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
@@ -52,7 +53,8 @@ def prompt_of(row: Row) -> Row:
 def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False) -> Example:
     """A row as an example, whose loss is of the assistant's tokens, or of every one.
 
-    Raises DataError that says `where` for a row without an answer, or of another form; NotToldApart.
+    Raises DataError that says `where` for a row without an answer, or of another form; NotToldApart; TemplateError for
+    one that the template fails at.
     """
     prompt, completion = row.get("prompt"), row.get("completion")
     if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
@@ -61,7 +63,10 @@ def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False)
     messages = _messages(row, where)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise DataError(f"--data {where}: no message of the assistant, which the loss would be of")
-    return _of_messages(messages, tokenizer, where, every)
+    try:
+        return _of_messages(messages, tokenizer, where, every)
+    except TemplateError as error:
+        raise TemplateError(f"--data {where}: {error}") from None
 
 
 def _messages(row: Row, where: str) -> list[dict[str, Any]]:
@@ -123,14 +128,20 @@ def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) ->
     """Where in the text the assistant's messages stand, found by writing the conversation up to each of them."""
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            before = as_chat(messages[:number], saved) if number else ""
             until = as_chat(messages[: number + 1], saved, to_answer=False)
+            before = as_chat(messages[:number], saved) if number else _opening(until, saved)
             if not text.startswith(until) or not until.startswith(before):
                 raise NotToldApart(
                     f"--data {where}: the chat template writes earlier messages anew as a conversation goes on, so "
                     "that the assistant's cannot be told apart: give one answer in each conversation"
                 )
             yield len(before), len(until)
+
+
+def _opening(text: str, saved: Any) -> str:
+    """What the template writes before an answer that comes first, such as a system prompt of its own."""
+    others = [as_chat([{"role": ASSISTANT, "content": content}], saved, to_answer=False) for content in "ab"]
+    return commonprefix([text, *others])  # noqa: RUF071 (of texts, not paths)
 
 
 def hold_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

@@ -20,6 +20,10 @@ MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 5.0, 2**28, 2**20
 Spans = list[tuple[int, int]]  # of characters: from, to
 
 
+class TemplateError(ConfigError):
+    """A chat template that fails, as many do at conversations of a form that they do not know."""
+
+
 @dataclass(frozen=True)
 class TextTokenizer:
     """Text -> ids, with what a run needs to know about the vocabulary; `saved` is transformers' own object."""
@@ -110,7 +114,7 @@ def reading(saved: Any) -> Iterator[None]:
 def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
     """Messages as the tokenizer's chat template writes them, and what an answer begins with behind them.
 
-    ConfigError where the template fails, does not end, or takes or writes too much.
+    TemplateError where the template fails or writes too much, ConfigError where it does not end or takes too much.
     """
     given = {"add_generation_prompt": to_answer, "tokenize": False}
     return _written(messages, lambda: (saved.apply_chat_template(messages, **given), []))[0]
@@ -139,8 +143,8 @@ def _written(messages: list[dict[str, Any]], write: Callable[[], tuple[str, Span
         if len(text) > most:
             raise ValueError(f"it wrote {len(text):,} characters, expected at most {most:,}")
     except Exception as error:  # whatever a template raises
-        why = in_one_line(error)
-        raise ConfigError(f"the chat template failed: {why}") from None
+        kind = ConfigError if isinstance(error, TimeoutError | MemoryError) else TemplateError
+        raise kind(f"the chat template failed: {in_one_line(error)}") from None
     return text, spans
 
 
