@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from logitless.errors import ConfigError, DataError
-from logitless.workbench.sources.chat import Example, example, hold_out, is_chat, packed, prompt_of
+from logitless.workbench.sources.chat import Example, example, hold_out, packed, prompt_of
+from logitless.workbench.sources.corpus import is_chat
 from logitless.workbench.sources.packing import IGNORED, PackedRows
 from logitless.workbench.sources.tokenizer import TextTokenizer
 from tests.support.workbench.damage import CALLS, MARK, MESSAGES, TEMPLATES

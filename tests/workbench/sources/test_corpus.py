@@ -65,6 +65,7 @@ BAD = {
     "a.jsonl": ('{"text": "a"}\n{"text": ', "a.jsonl:2: not JSON"),
     "b.jsonl": ("[1]\n", "b.jsonl:1: expected an object"),
     "c.jsonl": ('{"words": "a"}\n', "c.jsonl:1: expected a field named text or content, got words"),
+    "chats.jsonl": ('{"text": "a"}\n{"messages": []}\n', "chats.jsonl:2: .*got messages; conversations are read"),
     "d.jsonl": ('{"text": 3}\n', "d.jsonl:1: field 'text' must be text, got int"),
     "e.jsonl": (b"\xff\xfe\x00", "e.jsonl: not UTF-8"),
     "half.jsonl": ('{"text": "\\ud83d\\ude00"}\n{"text": "a \\uD83D b"}\n', "half.jsonl:2: .*half of a surrogate pair"),
@@ -82,6 +83,12 @@ def test_one_line_for_a_bad_file(tmp_path, name):
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_conversations_is_told_where_they_are_read_from(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:1: .*got prompt, completion; conversations are read from one .jsonl"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "directory"])

@@ -11,8 +11,8 @@ import torch
 
 from ...errors import ConfigError, DataError
 from ..common.files import read_lines, readable, write_lines
-from ..sources.chat import ASSISTANT, is_chat, prompt_of
-from ..sources.corpus import Row, documents, passages, table, unsaid
+from ..sources.chat import ASSISTANT, prompt_of
+from ..sources.corpus import Row, documents, is_chat, passages, table, unsaid
 from ..sources.packing import HELD_OUT_EVERY
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig

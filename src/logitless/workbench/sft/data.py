@@ -12,8 +12,8 @@ import numpy as np
 from ...errors import DataError
 from ..common.files import readable, write_whole
 from ..sources import chat
-from ..sources.chat import Example, NotToldApart, example, is_chat
-from ..sources.corpus import Row, documents, table
+from ..sources.chat import Example, NotToldApart, example
+from ..sources.corpus import Row, documents, is_chat, table
 from ..sources.packing import PackedRows, Stream, check_ids, hold_out
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from ...units import plural
-from .corpus import TEXT_FIELDS, Row, unsaid
+from .corpus import Row, unsaid
 from .packing import HELD_OUT_EVERY, Stream
 from .tokenizer import TemplateError, TextTokenizer, as_chat, as_marked_chat, reading
 
@@ -34,12 +34,6 @@ class Example:
 
     def cut(self, length: int) -> Example:
         return Example(self.ids[:length], self.said[:length])
-
-
-def is_chat(columns: Iterable[str]) -> bool:
-    """Whether rows with these columns are conversations: `messages`, or `prompt` and `completion`, and no text."""
-    names = set(columns)
-    return names.isdisjoint(TEXT_FIELDS) and ("messages" in names or {"prompt", "completion"} <= names)
 
 
 def prompt_of(row: Row) -> Row:

@@ -19,6 +19,7 @@ REMEDIES = {  # by what is no text in a message, and what it is
     ("content", "list"): "; write its parts as one text",
     ("content", "null"): "; only a message with tool_calls may be without",
 }
+CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -110,6 +111,12 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
         train, held = splits(path)
         return arrow_rows(map(dict, train), path), None if held is None else arrow_rows(map(dict, held), path)
     return None
+
+
+def is_chat(columns: Iterable[str]) -> bool:
+    """Whether rows with these columns are conversations: `messages`, or `prompt` and `completion`, and no text."""
+    names = set(columns)
+    return names.isdisjoint(TEXT_FIELDS) and ("messages" in names or {"prompt", "completion"} <= names)
 
 
 def unsaid(value: Any, text: bool = True) -> str:
@@ -253,9 +260,9 @@ def _text_column(columns: Iterable[str], where: str) -> str:
     for name in TEXT_FIELDS:
         if name in names:
             return name
-    raise DataError(
-        f"--data {where}: expected a field named {' or '.join(TEXT_FIELDS)}, got {', '.join(names) or 'none'}"
-    )
+    remedy = f"; {CHATS_ALONE}" if is_chat(names) else ""
+    expected = f"expected a field named {' or '.join(TEXT_FIELDS)}, got {', '.join(names) or 'none'}"
+    raise DataError(f"--data {where}: {expected}{remedy}")
 
 
 def _parquet(path: Path) -> Iterator[str]:
