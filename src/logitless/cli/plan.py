@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     lengths = sweep(setting, *swept(chain.from_iterable(config.sweep)))
     given = chain.from_iterable(config.what_if)
     changes = [(change, *both(changed(config, change).setting())) for change in given]
-    found = fit(setting) if config.fit else {}
+    found = fit(setting, config.units) if config.fit else {}
     from ..workbench.plan import report
 
     def show(console: Console) -> None:

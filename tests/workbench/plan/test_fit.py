@@ -22,7 +22,7 @@ from logitless.workbench.plan.commands import (
     trl,
     with_its_own_step,
 )
-from logitless.workbench.plan.fit import LADDER, SHORTEST, fit
+from logitless.workbench.plan.fit import LADDER, SHORTEST, beyond, fit
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.report import show_fits
 from logitless.workbench.plan.setting import GIB, Setting
@@ -89,7 +89,7 @@ def test_where_all_that_is_asked_for_fits_the_aggressive_setting_takes_more(accu
     assert plan(bold).peak <= allowed < plan(more).peak
     why = fit(wish)["aggressive"].reasons[0][2]
     assert why.startswith(f"{wish.batch_size} were asked for; {more.batch_size} in as many passes would need ")
-    assert f"{plan(more).peak / GIB:.1f} GiB" in why
+    assert f"{allowed / GIB:.2f} GiB that are allowed" in why or f"{plan(more).peak / GIB:.2f} GiB" in why
 
 
 def test_where_the_length_is_cut_the_aggressive_setting_has_the_longest_that_fits():
@@ -102,7 +102,7 @@ def test_where_the_length_is_cut_the_aggressive_setting_has_the_longest_that_fit
     assert bold.plan.peak <= bold.allowed < more.peak
     value, why = next((value, why) for knob, value, why in bold.reasons if knob == "response-length")
     assert value == str(long)
-    assert why.startswith(f"{long + SHORTEST} would need {more.peak / GIB:.1f} GiB")
+    assert why.startswith(f"{long + SHORTEST} would need {more.peak / GIB:.2f} GiB")
 
 
 def test_where_nothing_more_fits_the_report_says_what_would(capsys):
@@ -130,8 +130,21 @@ def test_reasons_carry_the_numbers():
     other = plan(replace(result.plan.setting, gradient_checkpointing=False))
     value, why = rows["gradient-checkpointing"]
     assert value == "on"
-    assert f"{other.peak / GIB:.1f} GiB in {other.peak_phase}" in why
-    assert f"{result.allowed / GIB:.1f} GiB are allowed" in why
+    assert f"{other.peak / GIB:,.2f} GiB in {other.peak_phase}" in why
+    assert f"{result.allowed / GIB:.2f} GiB are allowed" in why
+    why = next(why for option, _, why in fit(LONG, "GB")["aggressive"].reasons if option == "gradient-checkpointing")
+    assert f"{other.peak / 10**9:,.2f} GB in {other.peak_phase}, {result.allowed / 10**9:.2f} GB are allowed" in why
+
+
+@pytest.mark.parametrize(
+    ("needed", "allowed", "said"),
+    [
+        (906 << 20, 904 << 20, "906 MiB in loss, 904 MiB are allowed"),
+        ((80 << 30) + 4096, 80 << 30, "4 KiB more than the 80.00 GiB that are allowed in loss"),
+    ],
+)
+def test_reasons_tell_sizes_apart(needed, allowed, said):
+    assert beyond(needed, allowed, "GiB", "loss") == said
 
 
 def test_rollouts_are_split_when_their_cache_is_too_large():

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ...units import plural
+from ...units import format_bytes, one_unit, plural
 from .algorithms import ROLLOUT
 from .plan import Plan, plan
-from .setting import GIB, Setting, ceil_div
+from .setting import Setting, ceil_div
 
 HEADROOM = {"conservative": (1, 5), "aggressive": (1, 50)}  # of a GPU's memory, kept free beyond the reserve
 LADDER = ("ddp", "zero1", "zero2", "fsdp2")  # each divides more, and communicates more
@@ -28,22 +28,22 @@ class Fit:
     reasons: tuple[tuple[str, str, str], ...]  # knob, value, reason
 
 
-def fit(setting: Setting) -> dict[str, Fit | None]:
+def fit(setting: Setting, units: str = "GiB") -> dict[str, Fit | None]:
     """A conservative and an aggressive setting; None where even the smallest does not fit.
 
     `setting` says what is wished for: its batch and lengths are not exceeded, and what it already turns on stays. Where
     both would be the same, the aggressive one has the longest response that fits, or with all of the response that is
-    wished for the largest batch that fits in as many passes.
+    wished for the largest batch that fits in as many passes. units: of the sizes in the reasons, GiB or GB.
     """
     setting.check()
-    found = {name: _fit(setting, name) for name in HEADROOM}
+    found = {name: _fit(setting, name, units) for name in HEADROOM}
     careful, bold = found["conservative"], found["aggressive"]
     if careful is not None and bold is not None and bold.plan == careful.plan:
-        found["aggressive"] = _grown(bold, setting)
+        found["aggressive"] = _grown(bold, setting, units)
     return found
 
 
-def _fit(wish: Setting, name: str) -> Fit | None:
+def _fit(wish: Setting, name: str, units: str) -> Fit | None:
     part, of = HEADROOM[name]
     allowed = wish.gpu_bytes - wish.reserve - wish.gpu_bytes * part // of
     if not _possible(wish, allowed):
@@ -60,11 +60,11 @@ def _fit(wish: Setting, name: str) -> Fit | None:
             )
             found = _rows(candidate, allowed)
             if found is not None:
-                return Fit(name, plan(found), allowed, tuple(_reasons(found, wish, allowed)))
+                return Fit(name, plan(found), allowed, tuple(_reasons(found, wish, allowed, units)))
     return None
 
 
-def _grown(found: Fit, wish: Setting) -> Fit:
+def _grown(found: Fit, wish: Setting, units: str) -> Fit:
     """The same with what more the same knobs and the same number of forward passes hold."""
     setting = found.plan.setting
 
@@ -84,7 +84,7 @@ def _grown(found: Fit, wish: Setting) -> Fit:
         else:
             most = middle - 1
     grown = grow(least)
-    return Fit(found.name, plan(grown), found.allowed, tuple(_reasons(grown, wish, found.allowed)))
+    return Fit(found.name, plan(grown), found.allowed, tuple(_reasons(grown, wish, found.allowed, units)))
 
 
 def _of_batch(setting: Setting, batch: int) -> Setting:
@@ -156,12 +156,12 @@ def _halvings(most: int, least: int) -> Iterator[int]:
     yield least
 
 
-def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str, str, str]]:
+def _reasons(found: Setting, wish: Setting, allowed: int, units: str) -> Iterator[tuple[str, str, str]]:
     """(knob, value, why not the cheaper or larger one)."""
 
     def unless(**changes: object) -> str:
         other = plan(replace(found, **changes))  # pyright: ignore[reportArgumentType]
-        return f"would need {other.peak / GIB:.1f} GiB in {other.peak_phase}, {allowed / GIB:.1f} GiB are allowed"
+        return f"would need {beyond(other.peak, allowed, units, other.peak_phase)}"
 
     yield "batch-size", str(found.batch_size), _batch_reason(found, wish, unless)
     halved = found.response_length in _halvings(wish.response_length, min(SHORTEST, wish.response_length))
@@ -187,6 +187,14 @@ def _reasons(found: Setting, wish: Setting, allowed: int) -> Iterator[tuple[str,
     else:
         yield "sharding", found.sharding, "one GPU" if found.shards == 1 else "as asked"
     yield from _row_reasons(found, wish, unless)
+
+
+def beyond(needed: int, allowed: int, units: str, phase: str) -> str:
+    """How much more than is allowed a phase needs, in sizes that are told apart."""
+    size = one_unit((needed, allowed), units)
+    if size(needed) == size(allowed):
+        return f"{format_bytes(needed - allowed, units)} more than the {size(allowed)} that are allowed in {phase}"
+    return f"{size(needed)} in {phase}, {size(allowed)} are allowed"
 
 
 def _batch_reason(found: Setting, wish: Setting, unless: Callable[..., str]) -> str:
