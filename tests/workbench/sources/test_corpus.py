@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from logitless.errors import DataError
+from logitless.workbench.scoring.documents import Documents
 from logitless.workbench.sources.corpus import documents, standard_library, table
 from tests.support.workbench.damage import not_utf8
 
@@ -83,6 +84,19 @@ def test_one_line_for_a_bad_file(tmp_path, name):
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_endings_in_capitals_are_the_same(tmp_path):
+    """As one text, a file of records would be learned and scored with its braces."""
+    path = tmp_path / "A.JSONL"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    pq.write_table(pa.table({"text": ["c"]}), tmp_path / "B.PARQUET")
+    assert read(tmp_path) == ["a", "b", "c"]
+    assert read(path) == ["a", "b"]
+    found = table(str(path))
+    assert found is not None
+    assert list(found[0]) == [{"text": "a"}, {"text": "b"}]
+    assert [piece.text for piece in Documents(tmp_path, context=8)] == ["a", "b", "c"]
 
 
 def test_a_folder_of_conversations_is_told_where_they_are_read_from(tmp_path):

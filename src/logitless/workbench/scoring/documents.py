@@ -76,9 +76,9 @@ class Documents:
         """(name, share of the file that is read, the document: text, parts of a text, or a Problem)."""
         if self.arrow:
             return arrow_rows(_table_rows(_datasets(file), str(file)), file)
-        if file.suffix == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             return _jsonl(file)
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             return _parquet(file)
         return iter([(str(file), 1.0, _text(file))])
 

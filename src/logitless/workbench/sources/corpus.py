@@ -103,9 +103,9 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
     path = Path(data or ".")
     if data is None or not path.exists():
         return None  # `documents` knows what to say
-    if path.suffix == ".jsonl" and path.is_file():
+    if path.suffix.lower() == ".jsonl" and path.is_file():
         return (record for _, record in json_records(path)), None
-    if path.suffix == ".parquet" and path.is_file():
+    if path.suffix.lower() == ".parquet" and path.is_file():
         return _parquet_rows(path), None
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         train, held = splits(path)
@@ -188,9 +188,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _file(path: Path) -> Iterator[str]:
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         return _jsonl(path)
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return _parquet(path)
     text = _text_or_none(path)
     if text is None:
@@ -205,7 +205,7 @@ def _folder(root: Path) -> Iterator[str]:
     for path in files:
         if any(part.startswith(".") for part in path.relative_to(root).parts):
             continue
-        if path.suffix in (".jsonl", ".parquet"):
+        if path.suffix.lower() in (".jsonl", ".parquet"):
             found = True
             yield from _file(path)
         elif text := _text_or_none(path):
