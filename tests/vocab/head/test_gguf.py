@@ -45,6 +45,19 @@ def test_rows_of_blocks_that_lie_apart():
     assert torch.equal(QuantisedWeight.gguf(apart, "Q8_0").dequantised(), truth)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_blocks_that_begin_at_an_odd_byte(kind, rows):
+    """A file's bytes read into a buffer with something before them, or rows with a byte after each."""
+    blocks, truth = blocks_of(kind, rows, FORMATS[kind].numbers)
+    buffer = torch.cat([blocks.new_zeros(1), blocks.flatten()])
+    behind, apart = buffer[1:].view(blocks.shape), torch.cat([blocks[:, :1], blocks], 1)[:, 1:]
+    for view in (behind, apart):
+        weight = QuantisedWeight.gguf(view, kind)
+        assert torch.equal(weight.dequantised(), truth)
+        assert torch.equal(weight.rows_at(torch.tensor([rows - 1])), truth[rows - 1 :])
+
+
 BLOCKS = torch.zeros(5, 68, dtype=torch.uint8)
 REFUSED = {
     "another format": (ConfigError, lambda: QuantisedWeight.gguf(BLOCKS, "IQ4_NL"), ("Q4_K", "got blocks of IQ4_NL")),

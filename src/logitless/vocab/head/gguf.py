@@ -38,7 +38,8 @@ class BlockFormat:
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The fp16 number at a byte of each block, (n, 1) fp32."""
-    return blocks[:, at : at + 2].view(torch.float16).float()
+    pair = blocks[:, at : at + 2].clone(memory_format=torch.contiguous_format)  # it may begin at an odd byte
+    return pair.view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
