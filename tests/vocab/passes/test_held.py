@@ -7,6 +7,8 @@ import logitless as ll
 from logitless import retrieval
 from logitless.errors import GradientError
 from logitless.sample import SamplingMask
+from logitless.vocab.head.quantised import QuantisedWeight
+from tests.support.vocab.quantised import blocks_of
 
 N, H, V = 6, 5, 40
 LABELS = torch.arange(N)
@@ -45,6 +47,13 @@ def beside_a_target(hidden, weight):
     return ll.token_stats(hidden, head, LABELS, want=("kl",), reference=reference).kl.sum(), target
 
 
+def beside_a_quantised_target(hidden, weight):
+    blocks = blocks_of("Q8_0", 100, 32)[0]
+    head = ll.LMHead(weight, token_ids=torch.arange(V))
+    reference = torch.randn(N, 32, dtype=torch.float64), ll.LMHead(QuantisedWeight.gguf(blocks, "Q8_0"))
+    return ll.token_stats(hidden, head, LABELS, want=("kl",), reference=reference).kl.sum(), blocks
+
+
 @pytest.mark.parametrize(
     ("forward", "name"),
     [
@@ -52,6 +61,7 @@ def beside_a_target(hidden, weight):
         (loss_over_mask, "sampling_mask"),
         (beside_rows, "reference"),
         (beside_a_target, "reference"),
+        (beside_a_quantised_target, "reference"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )

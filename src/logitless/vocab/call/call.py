@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import LabelError
 from ..devices import capturing, compute_dtype, default_budget
 from ..head.lm_head import LMHead
+from ..head.quantised import Weight
 from ..head.shard import VocabShard
 from ..ranks.agreement import RankFacts, agree
 from ..sizing import current_sizing
@@ -116,8 +117,7 @@ class Call:
             found.append(("reference", self.reference_rows.source))
         for name, head in (("head", self.head), ("reference", self.reference)):
             if head is not None and not isinstance(head.weight, Tensor):
-                whole = getattr(head.weight.format, "weight", None)  # of which it is some rows, beside a draft's head
-                found += [(name, x) for x in (*head.weight.parts, whole) if isinstance(x, Tensor)]
+                found += [(name, x) for x in _stored(head.weight)]
         return found
 
     def without_tensors(self) -> Call:
@@ -283,6 +283,14 @@ class Call:
     def put(self, x: Tensor, rows: slice, values: Tensor) -> None:
         """Write the valid tokens' `values` into `x` (N, ...)."""
         x[self.tokens(rows)] = values.to(x.dtype)
+
+
+def _stored(weight: Weight) -> list[Tensor]:
+    """The tensors that hold a weight, and that of which it is some rows, beside a draft's head."""
+    if isinstance(weight, Tensor):
+        return [weight]
+    whole = getattr(weight.format, "weight", None)
+    return [*weight.parts, *([] if whole is None else _stored(whole))]
 
 
 def computing_all(call: Call) -> tuple[Call, Tensor | None]:
