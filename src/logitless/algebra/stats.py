@@ -56,11 +56,6 @@ def _log(size: Any) -> Any:
     return math.log(size) if isinstance(size, int) else size.log()
 
 
-def _over_share(log_inside: Array, xp: Any) -> Any:
-    """1 over what the reference gives to the policy's entries: a q that underflowed stays 0 times a number."""
-    return 1.0 if log_inside is None else xp.exp(xp.clip(-log_inside, None, 80.0))
-
-
 def _row(
     value: Callable[[Totals, Any], Array],
     coefficients: Callable[..., Coefficients] | None,
@@ -105,10 +100,7 @@ STATISTICS: dict[str, Statistic] = {
     ),
     "reverse_kl": _row(lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"),
     "reverse_kl_shared": _row(
-        lambda T, V: T.reverse_kl,
-        lambda T, g, V, b, xp: {"p": g, "q": -g * _over_share(T.log_inside, xp)},
-        sums="ref qe",
-        bases="p q",
+        lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"
     ),
     "jsd": _row(
         lambda T, V: T.jsd,

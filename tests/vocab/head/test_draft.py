@@ -129,11 +129,12 @@ def test_lk_hybrid_of_a_draft_vocabulary(reduction, backend):
         torch.testing.assert_close(one, other)
 
 
-def test_a_target_that_gives_a_draft_next_to_nothing():
-    """Of 1e-26 in fp32, what it gives to the draft's entries is divided as exactly as anything."""
+@pytest.mark.parametrize("logit", [-60.0, -100.0, -300.0])
+def test_a_target_that_gives_a_draft_next_to_nothing(logit):
+    """Of 1e-26 in fp32, or of what is no fp32 number, what it gives to the draft's entries is divided as any."""
     ops, ids, options = drafted(torch.float32, bias=False)
     target_hidden, target = options["reference"]
-    bias = torch.zeros(V).index_fill(0, ids, -60.0)
+    bias = torch.zeros(V).index_fill(0, ids, logit)
     options["reference"] = target_hidden, ll.LMHead(target.weight, bias)
     want = ("reverse_kl_shared",)
     stats = ll.token_stats(ops.hidden, replace(ops.head, token_ids=ids), want=want, **options)

@@ -122,14 +122,14 @@ class Pass:
             chunk.slice_masses = None
         if "zsum" in sums_of(self.call.options.want) and found.totals.mean_logit is None:
             found.totals.mean_logit = chunk.policy.mean(self.sums(), self.call.inputs.class_weights)
+        shared = found.totals.log_s_ref
         if chunk.inputs.ref_outside is not None:
             more = widen(found.totals, chunk.inputs.ref_outside, torch)
             if "pD" in found.products:
                 found.products["pD"].addcmul_(found.products["p"], more[:, None])
-            if "q" in found.products:
-                found.products["q"].mul_(torch.exp(-more)[:, None])
         if twice:
             self.backend.look_again(chunk, found.totals)
+        found.totals.log_s_ref = shared  # the gradient's q are shares of what the reference gives to these entries
         labels, candidates, totals = chunk.inputs.labels, chunk.inputs.candidates, found.totals
         if "tail" in chunk.sums and labels is not None and candidates is not None:
             outside = (candidates != labels[:, None]).all(1)
