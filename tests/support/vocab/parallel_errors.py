@@ -89,13 +89,22 @@ def unlike_calls(group: Any) -> None:
         refused(group, lambda: one(mine(group), labels), "the same options")  # noqa: B023
     told = "temperature=1.0 on rank", f"temperature=2.0 on rank {size - 1}"
     refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options", *told)
-    unlike = "the same values of temperature, candidates, noise and denominator"
+    unlike = "the same values of temperature, candidates, token_ids, noise and denominator"
     refused(group, lambda: call(mine(group), denominator=3 + last), unlike)
     for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
         refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
     frozen = mine(group)
     frozen.weight.requires_grad_(not last)
     refused(group, lambda: call(frozen), "the same options", "weight=(torch.float32, (4,), False) on rank")
+    frozen.weight.requires_grad_()
+
+    def without_graph() -> None:
+        with torch.set_grad_enabled(not last):
+            call(frozen)
+
+    refused(group, without_graph, "the same options", "weight=(torch.float32, (4,), False) on rank")
+    draft, target = replace(mine(group), token_ids=torch.arange(V).roll(int(last))), ll.LMHead(torch.ones(2 * V, H))
+    refused(group, lambda: ll.token_stats(hidden, draft, want=("kl",), reference=(hidden, target)), unlike)
 
     adapter = ll.LowRank(torch.ones(2, H) * (1 + last), torch.ones(len(mine(group).weight), 2))
     one, scaled = replace(mine(group), adapters=(adapter,)), replace(adapter, a=torch.ones(2, H), scaling=1.0 + last)
@@ -131,7 +140,7 @@ def unlike_samples(group: Any) -> None:
         draw("the same options", **({name: value} if last else {}))
     draw("the same options", keep=2 + last)
     draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
-    unlike = "the same values of temperature, candidates, noise and denominator"
+    unlike = "the same values of temperature, candidates, token_ids, noise and denominator"
     draw(unlike, temperature=1.0 + last)
     draw(unlike, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
     draw(unlike, noise=relax.Noise(seeds + last, positions))

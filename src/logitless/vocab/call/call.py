@@ -223,13 +223,15 @@ class Call:
         if self.shard is None:
             return self
         i, options = self.inputs, self.options
-        kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), x.requires_grad) for x in i]
+        graph = torch.is_grad_enabled()  # a rank without one has other chunks, and no backward to meet in
+        kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), graph and x.requires_grad) for x in i]
         heads = [x for x in (self.head, self.reference) if x is not None]
         adapters = [x for head in heads for x in head.adapters]
         named = [*(vars(options) | {"memory_budget": self.budget}).items(), *zip(i._fields, kinds, strict=True)]
         named.append(("scale, softcap, vocab_size", [(x.scale, x.softcap, x.vocab_size) for x in heads]))
         named.append(("scaling and dropout of adapters", [(x.scaling, x.dropout) for x in adapters]))
         named.append(("rows of a reference", self.reference_rows is not None))
+        named.append(("token_ids", self.head.token_ids is not None))
         mask = self.sampling_mask
         sets = () if mask is None else (mask.token_ids, mask.offsets)
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
@@ -243,7 +245,7 @@ class Call:
             factors=[x.a for x in adapters],
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
-            given=[x for x in (i.temperature, i.candidates, *sets, *alike) if x is not None],
+            given=[x for x in (i.temperature, i.candidates, self.head.token_ids, *sets, *alike) if x is not None],
         )
         return replace(self, head=self.head.with_shard(self.shard.agreed(agree(facts))))
 

@@ -54,7 +54,7 @@ class RankFacts:
     factors: list[Tensor]  # (R, H), the adapters' a, of both heads
     valid: Tensor  # () how many tokens are not ignored
     labels: Tensor | None
-    given: list[Tensor]  # temperatures, candidates, noise
+    given: list[Tensor]  # temperatures, candidates, token_ids, noise
 
     def numbers(self) -> Tensor:  # (FACTS,)
         """Whole numbers; floats as their bits."""
@@ -151,7 +151,7 @@ def agree(facts: RankFacts) -> Layout:
         ("number of tokens", columns[8], SAME_TOKENS),
         ("number of tokens that count", columns[9], SAME_TOKENS),
         ("labels", columns[11], SAME_TOKENS),
-        ("values of temperature, candidates, noise and denominator", columns[12], "make the same call on every rank"),
+        (f"values of {GIVEN}", columns[12], "make the same call on every rank"),
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:
@@ -167,6 +167,7 @@ def agree(facts: RankFacts) -> Layout:
     return Layout(tuple(columns[2]), tuple(rows))
 
 
+GIVEN = "temperature, candidates, token_ids, noise and denominator"
 SAME_TOKENS = (
     "ranks that share a vocabulary compute the same tokens: gather them first, or, of a head that FSDP2 shards, call "
     "inside the head module's own forward"
