@@ -313,14 +313,22 @@ def _stays(value: float, made: Any) -> bool:
     return math.isfinite(value) if isinstance(made, str) else isinstance(made, float) or made == value
 
 
+class _Shortest(reprlib.Repr):
+    """Numbers that Python writes no digits of are named: what reprlib does with them depends on Python's version."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            str(x)
+        except ValueError:
+            return "a number of too many digits"
+        return super().repr_int(x, level)
+
+
 def short(value: Any) -> str:
     """A value of a file as an error says it, however long or deep it is."""
-    shortest = reprlib.Repr()
+    shortest = _Shortest()
     shortest.maxstring, shortest.maxlevel = 80, 2
-    try:
-        return shortest.repr(value)
-    except ValueError:
-        return "a number of too many digits"
+    return shortest.repr(value)
 
 
 def read_file(path: Path, base: Options) -> Options:
