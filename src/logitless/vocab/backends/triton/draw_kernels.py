@@ -162,7 +162,7 @@ def look_for_tokens(
     top = tl.load(tops + row)
     temperature = tl.load(temperatures + row)
     divisor = tl.where(temperature == 0, 1.0, temperature)
-    scale = tl.minimum(LOG2_E / divisor, 3e38)  # so that 0 stays 0
+    scale = tl.minimum(tl.fdiv(LOG2_E, divisor), 3e38)  # so that 0 stays 0
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     begin = part * part_width
