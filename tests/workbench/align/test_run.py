@@ -316,6 +316,8 @@ def test_a_policy_that_has_diverged_ends_the_run_in_one_line(start, tmp_path, mo
         tensors["model.norm.weight"][0] = torch.nan
         save_file(tensors, "model/model.safetensors", {"format": "pt"})
         given = [*given, "--model", "model"]
+    if method == "grpo":  # a reward that differs whatever the text was that the model has learned
+        given = [*given, "--repetition-guard", "1"]
     assert main(["align", *given, "--output-dir", "run"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
