@@ -66,7 +66,7 @@ def whole_calls(size: str, rounds: int) -> list[dict]:
     ]
 
 
-def slices_of(inputs: Scoring, work: Callable[[torch.Tensor, int], None], first: int = 0) -> None:
+def each_slice(inputs: Scoring, work: Callable[[torch.Tensor, int], None], first: int = 0) -> None:
     """`work(z, number)` on the logits of each slice of the first chunk from `first` on, just made."""
     hidden = inputs.hidden[:TOKENS]
     z = torch.empty(len(hidden), TILE)
@@ -85,7 +85,7 @@ def by_stretch(inputs: Scoring) -> dict[str, float]:
         best.add(z, number * TILE)
         found[end] = found.get(end, 0.0) + 1e3 * (time.perf_counter() - begin)
 
-    slices_of(inputs, work)
+    each_slice(inputs, work)
     return {f"to slice {end}": ms for end, ms in found.items()}
 
 
@@ -108,7 +108,7 @@ def late_operations(inputs: Scoring) -> dict[str, float]:
         step("their entries", lambda: (z.view(-1, BLOCK).index_select(0, row * blocks.shape[1] + block),))
         step("maxima of rows", lambda: (z.amax(1),))
 
-    slices_of(inputs, work, len(inputs.weight) // TILE // 2)
+    each_slice(inputs, work, len(inputs.weight) // TILE // 2)
     return {name: round(statistics.median(found), 1) for name, found in times.items()}
 
 

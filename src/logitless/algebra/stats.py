@@ -66,6 +66,7 @@ def _row(
     return Statistic(value, coefficients, frozenset(sums.split()), frozenset(bases.split()), needs_label)
 
 
+_REVERSE_KL = _row(lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q")
 STATISTICS: dict[str, Statistic] = {
     "logprob": _row(lambda T, V: T.logprob, lambda T, g, V, b, xp: {"logprob": g}, bases="p", needs_label=True),
     "logsumexp": _row(lambda T, V: T.logsumexp, lambda T, g, V, b, xp: {"p": g}, bases="p"),
@@ -98,10 +99,8 @@ STATISTICS: dict[str, Statistic] = {
         sums="ref",
         bases="p pD",
     ),
-    "reverse_kl": _row(lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"),
-    "reverse_kl_shared": _row(
-        lambda T, V: T.reverse_kl, lambda T, g, V, b, xp: {"p": g, "q": -g}, sums="ref qe", bases="p q"
-    ),
+    "reverse_kl": _REVERSE_KL,
+    "reverse_kl_shared": _REVERSE_KL,
     "jsd": _row(
         lambda T, V: T.jsd,
         lambda T, g, V, b, xp: {"pM": (1 - b) * g, "p": -(1 - b) * times(g, T.kl_mixture, xp)},
