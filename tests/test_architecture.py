@@ -93,7 +93,7 @@ def test_imports_run_one_way(path):
 
 # Packages of a package, from the ground up: each may use those before it and itself.
 FLOORS = {
-    "vocab": ("sizing", "devices", "head", "ranks", "call", "backends", "passes"),
+    "vocab": ("sizing", "devices", "dtypes", "head", "ranks", "call", "backends", "passes"),
     "workbench": (
         "common",
         "sources",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
-from .vocab.face import LMHead, Options, TokenStats, compute_dtype, token_loss
+from .vocab.face import LMHead, Options, TokenStats, compute_dtype, of_integers, token_loss
 
 __all__ = ["MultiTokenLoss", "multi_token_cross_entropy"]
 
@@ -142,7 +142,7 @@ def _checked(
         raise DtypeError(f"head: expected an LMHead, or one for each depth, got {got}; use LMHead.of")
     if len(heads) != k:
         raise ShapeError(f"head: expected one LMHead for all depths or {k}, one for each, got {len(heads)}")
-    if not isinstance(labels, Tensor) or not _of_integers(labels):
+    if not of_integers(labels):
         got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise DtypeError(f"labels: expected integer ids, got {got}")
     for depth, hidden in enumerate(hiddens):
@@ -157,10 +157,6 @@ def _checked(
     if not isinstance(first, int) or first < 0:
         raise OptionError(f"first: expected how many tokens further on depth 0 predicts, 1 for the next, got {first!r}")
     return heads
-
-
-def _of_integers(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def _factors(weights: Sequence[float] | None, k: int) -> list[float]:

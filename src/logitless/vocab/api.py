@@ -21,7 +21,7 @@ from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_loss, flatten, flatten_inputs, flatten_whole_loss
-from .devices import compute_dtype
+from .dtypes import compute_dtype
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
 from .passes import compiled, quack

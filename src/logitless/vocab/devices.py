@@ -12,11 +12,6 @@ from torch import Tensor
 from ..algebra.costs import DEFAULT_BUDGET, gpu_budget
 
 
-def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype of statistics, losses and accumulated gradients: fp32, fp64 for fp64 inputs."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
 def full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
     return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()

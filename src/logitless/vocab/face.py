@@ -16,7 +16,8 @@ from .call.lora import agreed, lora_b_of, lora_hidden_of, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
-from .devices import capturing, compute_dtype, default_budget, full_precision
+from .devices import capturing, default_budget, full_precision
+from .dtypes import compute_dtype, of_integers
 from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
@@ -79,6 +80,7 @@ __all__ = [
     "lora_hidden_of",
     "max_pool",
     "max_pool_kept",
+    "of_integers",
     "on_all",
     "place",
     "reason_of",

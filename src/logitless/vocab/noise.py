@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from .dtypes import of_integers
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -70,7 +71,7 @@ class Noise(NamedTuple):
     def expand(self, lead: tuple[int, ...]) -> Noise:
         """The noise with a seed and a position for each of the tokens, or an error that says what is wrong."""
         for name, x in zip(self._fields, self, strict=True):
-            if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            if not of_integers(x):
                 got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise DtypeError(f"noise: expected {name} as an integer tensor, got {got}")
             if x.dim() > len(lead) or any(a not in (1, b) for a, b in zip(x.shape[::-1], lead[::-1], strict=False)):

@@ -107,9 +107,11 @@ def test_memory_has_no_logits():
     ("inputs", "error", "message"),
     [
         (torch.ones(1, 3, dtype=torch.long), DtypeError, "by name in a dict"),
-        ({}, ShapeError, "expected a tensor"),
+        ({}, ShapeError, "expected integer ids"),
         ({"input_ids": [[1, 2]]}, ShapeError, "return_tensors"),
-        ({"input_ids": torch.ones(3, dtype=torch.long)}, ShapeError, "expected a tensor"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, ShapeError, "expected integer ids of shape"),
+        ({"input_ids": torch.ones(1, 3)}, ShapeError, "got torch.float32 of shape"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, ShapeError, "got torch.bool of shape"),
         ({"input_ids": torch.ones(0, 3, dtype=torch.long)}, ShapeError, "at least one token"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)}, ShapeError, "attention_mask"),
     ],

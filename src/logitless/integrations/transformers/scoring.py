@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import DtypeError, ShapeError
 from ...sample import SampleRecord
-from ...vocab.face import LMHead, TokenStats, token_stats
+from ...vocab.face import LMHead, TokenStats, of_integers, token_stats
 from .lm_head import evaluating, forward_with, through_head
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
@@ -91,9 +91,9 @@ def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if not isinstance(inputs, Mapping):
         raise DtypeError(f"inputs: expected the text by name in a dict, got {type(inputs).__name__}")
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ShapeError(f"input_ids: expected a tensor (B, T) of ids, got {got}; pass return_tensors='pt'")
+    if not of_integers(ids) or ids.dim() != 2:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ShapeError(f"input_ids: expected integer ids of shape (B, T), got {got}; pass return_tensors='pt'")
     if ids.numel() == 0:
         raise ShapeError(f"input_ids: expected texts of at least one token, got shape {tuple(ids.shape)}")
     if mask is None:

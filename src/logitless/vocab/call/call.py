@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import LabelError
-from ..devices import capturing, compute_dtype, default_budget
+from ..devices import capturing, default_budget
+from ..dtypes import compute_dtype
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.shard import VocabShard

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import compute_dtype, full_precision
+from ..devices import full_precision
+from ..dtypes import compute_dtype
 from ..head.lm_head import LMHead
 from ..head.low_rank import LowRank
 from ..head.shard import VocabShard

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
+from ..dtypes import of_integers
 
 
 class Places(NamedTuple):
@@ -41,7 +42,7 @@ class SamplingMask:
     def __post_init__(self) -> None:
         for name in ("token_ids", "offsets"):
             x = getattr(self, name)
-            if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            if not of_integers(x):
                 got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 hint = "; SamplingMask.of takes lists" if isinstance(x, Sequence) else ""
                 raise DtypeError(f"SamplingMask: {name} must be a tensor of integers, got {got}{hint}")

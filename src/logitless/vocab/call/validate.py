@@ -16,6 +16,7 @@ from ...algebra.options import check_ignore_index, check_numbers, check_reductio
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
+from ..dtypes import of_integers
 from ..head.draft import split
 from ..head.lm_head import LMHead
 from ..head.shard import is_dtensor
@@ -270,7 +271,7 @@ def _check_sampling_mask(o: dict[str, Any], n_tokens: int, hidden: Tensor) -> Sa
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if not of_integers(ids):
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         hint = "; probability targets are not supported: see losses.soft_targets" if name == "labels" else ""
         raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, RankError
+from ..dtypes import of_integers
 from ..head.shard import VocabShard, process_group
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def count_tokens(
     `VocabShard` takes them; None counts these labels alone. At least 1, so that a mean over no token is 0. One
     collective of a number. Raises DtypeError, ConfigError, RankError.
     """
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
+    if not of_integers(labels):
         got: Any = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise DtypeError(f"labels: expected integer ids, got {got}")
     total = (labels != ignore_index).sum()
