@@ -38,7 +38,7 @@ def keep_best(best, keys):
 
 @triton.jit
 def add_block(x, m, rest, t, r, above, label_logit, WITH_T: tl.constexpr, WITH_R: tl.constexpr, RANK: tl.constexpr):
-    """Accumulation a block of logits with MASK for what does not count into the sums over the policy alone.
+    """Accumulates a block of logits, MASK where one does not count, into the sums over the policy alone.
 
     Also returns the weights e^(x-m), the old weights' factor, and its logarithm.
     """
@@ -81,7 +81,7 @@ def moved_b(b, s, s_ref, grow, step, down, up):
 
 @triton.jit
 def add_reference(gap, z_ref, w, grow, m, shift, m_ref, s_ref, a, b, a_ref, WITH_QE: tl.constexpr):
-    """Accumulation a block into the sums of KL; also returns the reference's weights and their old ones' factor.
+    """Accumulates a block into the sums of KL; also returns the reference's weights and their old ones' factor.
 
     m, shift: with the block. a, b and a_ref are measured from that shift already, b relative to that maximum.
     """

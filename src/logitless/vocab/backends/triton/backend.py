@@ -98,7 +98,7 @@ class Running:
         return simple and bare and scaled and as_is and chunk.policy.compute == torch.float32
 
     def add(self, tile: Tile, w: Operands) -> None:
-        """Accumulation one slice in."""
+        """Accumulates one slice."""
         if self.lean:
             self.add_plain(tile)
         elif self.weighs:
