@@ -30,7 +30,7 @@ from .call.validate import check_loss, check_sparse, compilable, flatten, flatte
 from .head.lm_head import LMHead
 from .passes.autograd import loss_price, stats_price
 from .passes.engine import planned
-from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time
+from .passes.kept import bytes_an_entry, chunks_of, entries_at_a_time, rounds_once
 from .passes.quack import slices_for
 
 
@@ -211,13 +211,15 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
 def _gradient_bytes(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
     """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower.
 
-    Of a weight without the first where one product is all of its gradient; with what hidden states' takes while it is
-    formed, slice by slice.
+    Of a weight without the first where one product, or one scatter, is all of its gradient; with what hidden states'
+    takes while it is formed, slice by slice.
     """
     i, itemsize = call.inputs, call.compute.itemsize
     by_slices = price.skips and call.options.backend != quack_support.NAME
     backend = load(call.options.backend) if by_slices else None
     once = backend is not None and price.method == "in-forward" and backend.sums_once(call, slices)
+    if call.sampling_mask is not None:
+        once = rounds_once(call, call.sampling_mask.token_ids.shape[0], load(call.options.backend))
     total = needs.hidden * i.hidden.nbytes
     if i.lora_b is not None:
         total += needs.lora_hidden * i.hidden.shape[0] * i.lora_b.shape[1] * itemsize

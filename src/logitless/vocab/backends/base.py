@@ -229,6 +229,10 @@ class Backend(ABC):
         """Whether one product in the head's own dtype is all of its gradient in a loss, but for the labels' part."""
         return False
 
+    def scatters_once(self, call: Call) -> bool:
+        """Whether rows scattered into a gradient in the head's own dtype are summed wide and rounded once."""
+        return False
+
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """x times a scalar tensor: in place, or where `dtype` is another one, in one sweep into a new tensor."""
         if factor.device.type == "cpu" and factor.item() == 1:

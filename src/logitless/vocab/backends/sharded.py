@@ -69,6 +69,9 @@ class ShardedBackend(Backend):
     ) -> tuple[Accumulation, Tensor | None]:
         return self.local.accumulate_sets(sums, label, entries, z, z_ref)
 
+    def scatters_once(self, call: Call) -> bool:
+        return self.local.scatters_once(call)
+
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         return self.local.finish(state, label)
 

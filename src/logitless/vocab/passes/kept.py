@@ -45,6 +45,11 @@ def bytes_an_entry(call: Call, widths: int, ref_widths: int) -> int:
     return (3 * widths + ref_widths if on_cpu else NUMBERS) * call.compute.itemsize
 
 
+def rounds_once(call: Call, entries: int, backend: Backend) -> bool:
+    """Whether the head's gradient is in its own dtype while it is summed: one chunk, and one scatter, are all of it."""
+    return entries <= entries_at_a_time(call) and backend.scatters_once(call)
+
+
 def chunks_of(offsets: list[int], step: int) -> list[tuple[int, int, int, int]]:
     """(first, end) of the tokens of each chunk, and of its entries: as many as have `step`, one token at least."""
     found, n, first = [], len(offsets) - 1, 0
@@ -175,7 +180,7 @@ def gradients(
     """(dhidden, dweight, dbias, dlora_hidden, dlora_b) for upstream gradients of the statistics, (N,) each."""
     mask = _valid_sets(call)
     run = KeptPass(call, mask, Places(mask.tokens, saved.extra.get("labels_at")))
-    total = GradientBuffers(call, run.backend, needs)
+    total = GradientBuffers(call, run.backend, needs, rounds_once(call, mask.token_ids.shape[0], run.backend))
     total.total.clear()
     for rows, chunk, entries in run.chunks():
         here = slice(entries.start, entries.start + entries.ids.shape[0])

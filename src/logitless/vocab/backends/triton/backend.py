@@ -478,14 +478,17 @@ class TritonBackend(Backend):
             return Heads(chunk)
 
     def sums_once(self, call: Call, slices: Slices) -> bool:
-        weight, options = call.inputs.weight, call.options
-        if weight is None or weight.dtype != torch.bfloat16 or call.n_tokens > slices.tokens:
+        if call.n_tokens > slices.tokens or not self.scatters_once(call):
+            return False
+        return slices.in_products and not sums_of(call.options.want) and call.inputs.candidates is None
+
+    def scatters_once(self, call: Call) -> bool:
+        weight = call.inputs.weight
+        if weight is None or weight.dtype != torch.bfloat16:
             return False
         if weight.is_leaf and getattr(weight, "grad_dtype", weight.dtype) != weight.dtype:
             return False
-        if call.inputs.hidden.stride(1) != 1:  # the kernel that adds the labels' part to such rows reads no columns
-            return False
-        return slices.in_products and not sums_of(options.want) and call.inputs.candidates is None
+        return call.inputs.hidden.stride(1) == 1  # the kernel reads no columns
 
     def scaled(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """In place it costs nothing where the number is 1, and nobody waits to know."""

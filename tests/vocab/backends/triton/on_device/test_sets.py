@@ -4,11 +4,13 @@ from unittest.mock import patch
 
 import torch
 
+import logitless as ll
 from logitless.sample import SamplingMask
 from logitless.vocab.backends import rows as plain
 from logitless.vocab.backends.triton import rows, sets
 from logitless.vocab.backends.triton.sets import look_at
 from logitless.vocab.call.sampling_mask import Places
+from logitless.vocab.passes import kept
 from tests.support.plain import over
 from tests.support.vocab.comparing import EVERYTHING, operands
 from tests.support.vocab.triton_calls import check
@@ -78,6 +80,24 @@ def test_a_mask_whose_tensors_are_columns_of_others(device):
     mask = mask_around(ops.labels).to(device)
     columns = (torch.stack([x, torch.zeros_like(x)], 1)[:, 0] for x in (mask.token_ids, mask.offsets))
     check(device, ops, ("logprob", "entropy"), sampling_mask=SamplingMask(*columns))
+
+
+@over("budget", {"one chunk": None, "several": 20_000})
+@over("form", {"plain": {"bias": False}, "bias, softcap and lora": {"softcap": 5.0, "ranks": (2,)}})
+def test_a_gradient_of_one_chunk_is_rounded_once(budget, form, device):
+    """In the head's own dtype: no sum in fp32 beside it, which several chunks need."""
+    ops = operands((N,), H, V, dtype=torch.bfloat16, **form).training("weight").on(device)
+    options = {"sampling_mask": mask_around(ops.labels).to(device), "memory_budget": budget, "backend": "triton"}
+    exact = ops.to(torch.float64)
+    of_exact = ll.token_stats(exact.hidden, exact.head, exact.labels, **options | {"backend": "eager"})
+    (true,) = torch.autograd.grad(of_exact.logprob.sum(), exact.weight)
+    with patch.object(kept, "scatter_one_hots", wraps=kept.scatter_one_hots) as scattered:
+        stats = ll.token_stats(ops.hidden, ops.head, ops.labels, **options)
+        (found,) = torch.autograd.grad(stats.logprob.sum(), ops.weight)
+    assert ll.explain(ops.hidden, ops.head, ops.labels, **options).gradient_bytes == V * H * (6 if budget else 2)
+    summed = {call.args[3].weight.dtype for call in scattered.call_args_list}
+    assert summed == {torch.float32 if budget else torch.bfloat16}
+    torch.testing.assert_close(found.double(), true, rtol=2**-8, atol=1e-5)
 
 
 @over("dtype", [torch.float32, torch.bfloat16])
