@@ -88,6 +88,22 @@ class Backend(ABC):
         where it holds slices, and recomputes them where it does not. Nothing to do where `is_dense` says so.
         """
 
+    @abstractmethod
+    def sets_grad(
+        self,
+        chunk: Chunk,
+        entries: Entries,
+        logits: tuple[Tensor, Tensor | None],
+        totals: Totals,
+        coefficients: Coefficients,
+        at_label: Tensor | None,
+    ) -> Tensor:
+        """dL/d(hW) of every entry of ragged sets, (M,): the dense bases' share and the constant term, and at the label.
+
+        logits: the entries', (M,), and the reference's; coefficients: as `logits_grad` takes them; at_label: (C,), as
+        `label_coefficient` has it.
+        """
+
     few_rows: FewRows = plain_rows  # products with a few rows of a table for each token
     draws_on_device = False  # whether kernels of its own draw tokens from a chunk's rows: see `sample.triton_draw`
     sums_logits_anyway = False  # whether `zsum` costs it nothing

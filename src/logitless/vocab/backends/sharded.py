@@ -72,6 +72,17 @@ class ShardedBackend(Backend):
     def scatters_once(self, call: Call) -> bool:
         return self.local.scatters_once(call)
 
+    def sets_grad(
+        self,
+        chunk: Chunk,
+        entries: Entries,
+        logits: tuple[Tensor, Tensor | None],
+        totals: Totals,
+        coefficients: Coefficients,
+        at_label: Tensor | None,
+    ) -> Tensor:
+        return self.local.sets_grad(chunk, entries, logits, totals, coefficients, at_label)
+
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         return self.local.finish(state, label)
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from ...algebra.costs import Price, Slices
 from ...algebra.online_softmax import Totals, difference
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
-from ..backends.base import Backend, Chunk, Scratch, is_dense, put_second_sums
-from ..backends.eager.formulas import logits_grad
-from ..backends.logits import Projection, flatness, of_tokens
+from ..backends.base import Backend, Chunk, Scratch, put_second_sums
+from ..backends.logits import Projection
 from ..backends.sets import Entries
 from ..call.call import Call, Needs
 from ..call.sampling_mask import Places, SamplingMask
@@ -206,36 +205,11 @@ def _entries_grad(
     """dL/d(hW) of every entry, (M,)."""
     policy, own, z = chunk.policy, entries.tokens, logits[0]
     c = coefficients_of(stat_grads, totals, entries.counts.to(z.dtype), chunk.jsd_beta, torch)
-    dense = without_label(c)
-    chained = {basis: policy.chain(x) for basis, x in dense.items()}
-    dz = _dense_part(chunk, entries, logits, totals, chained) if is_dense(chunk, dense) else torch.zeros_like(z)
-    if "one" in c and policy.outer is None:
-        dz += chained["one"][own]
-    if entries.labels_at is not None:
-        dz.index_add_(0, entries.labels_at, backend.label_coefficient(chunk, totals, c))
+    at_label = None if entries.labels_at is None else backend.label_coefficient(chunk, totals, c)
+    dz = backend.sets_grad(chunk, entries, logits, totals, without_label(c), at_label)
     if "argmax" in c:
         best, ids = z == totals.m[own], entries.ids.to(torch.float64)
         lowest = -entries.max(torch.where(best, -ids, -math.inf), -math.inf)  # of equal ones the lowest id
         first = (best & (ids == lowest[own])).nonzero().squeeze(1)
         dz[first] += policy.chain(c["argmax"], totals.m)[own[first]]
     return dz
-
-
-def _dense_part(
-    chunk: Chunk,
-    entries: Entries,
-    logits: tuple[Tensor, Tensor | None],
-    totals: Totals,
-    chained: dict[str, Tensor],
-) -> Tensor:
-    """The gradient formula, (M,): each entry is a token of its own with one entry; 0 at labels."""
-    own, outer = entries.tokens, chunk.policy.outer
-    z, z_ref = (None if x is None else entries.without_labels(x)[:, None] for x in logits)
-    assert z is not None
-    flat = None if outer is None else flatness(z, of_tokens(outer, own))
-    numbers = Totals(**{name: x[own] for name, x in totals.items()})
-    c = {basis: x[own] for basis, x in chained.items()}
-    infinite = chunk.may_be_infinite
-    return logits_grad(z, z_ref, None, flat, numbers, c, chunk.jsd_beta, lambda name, like: None, infinite=infinite)[
-        :, 0
-    ]

@@ -6,7 +6,7 @@ to what they read. The gradient of bf16 operands is written in bf16 over the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ..sets import Entries
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on, processors
 from .parts import accumulation_of, flags_of, flags_of_reference, merge
-from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_slice, slice_of
+from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_gradient, of_slice, rows_of, slice_of
 from .topk import TopK
 from .tuned import launch, table_for
 from .weights import state_bytes, sum_products, sums_products, weigh_products, weights_grad, writes_weights
@@ -300,11 +300,6 @@ def accumulate_products(chunk: Chunk) -> Partial:
     return run.result()
 
 
-def _rows_of(names: Iterable[str], values: dict[str, Tensor], other: Tensor) -> Tensor:
-    """(len(names), n), anything where there is no value: nobody reads it."""
-    return torch.stack([values.get(name, other) for name in names])
-
-
 class TritonBackend(Backend):
     """Kernels of Triton that read a slice's products in place, on CUDA or, interpreted, on a CPU."""
 
@@ -338,7 +333,7 @@ class TritonBackend(Backend):
         device = totals.m.device
         with on(device):
             heads, sizes = heads_of(chunk), table_for(device)["look"]
-            numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
+            numbers = rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
             out = torch.zeros(len(SECOND_LOOK), chunk.n_tokens, dtype=totals.m.dtype, device=device)
             flags = heads.flags | {name.upper(): name in chunk.sums for name in SECOND_LOOK if name != "behind"}
             del flags["REF"]  # without which there is no second look
@@ -369,13 +364,9 @@ class TritonBackend(Backend):
                 self._logits_grad(chunk, totals, coefficients, grads)
 
     def _logits_grad(self, chunk: Chunk, totals: Totals, coefficients: Coefficients, grads: Gradients) -> None:
-        heads, chained = heads_of(chunk), {basis: chunk.policy.chain(c) for basis, c in coefficients.items()}
-        if "p" not in chained:
-            chained["p"] = torch.zeros_like(totals.m)
-        given = _rows_of(differentiating.COEFFICIENTS, chained, chained["p"])
-        numbers = _rows_of(differentiating.TOTALS, dict(totals.items()), totals.m)
+        heads = heads_of(chunk)
+        given = of_gradient(chunk.policy, totals, coefficients)
         sizes = table_for(totals.m.device)["logits_grad"]
-        flags = {name.upper(): name in coefficients for name in differentiating.COEFFICIENTS[1:]}
         # an fp16 head's products with dL/dz in fp32: TF32 has all of its digits
         tf32 = chunk.policy.factors[0].dtype == torch.float16 and has_tf32(totals.m)
         dtype, pairs = logits_grad_dtype(chunk.policy.factors[0].dtype, chunk.policy.compute), grads.pairs
@@ -392,12 +383,10 @@ class TritonBackend(Backend):
                 **of_slice(tile),
                 **heads.tensors,
                 **heads.flags,
-                **flags,
+                **given,
                 **launch(sizes),
                 out=dz,
                 out_stride=dz.stride(0),
-                totals=numbers,
-                coefficients=given,
                 BETA=chunk.jsd_beta,
                 RAW=tile.raw,
                 TEN_DIGITS=tf32,
@@ -423,6 +412,17 @@ class TritonBackend(Backend):
         self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
     ) -> tuple[Accumulation, Tensor | None]:
         return sets.accumulate(sums, label, entries, z, z_ref)
+
+    def sets_grad(
+        self,
+        chunk: Chunk,
+        entries: Entries,
+        logits: tuple[Tensor, Tensor | None],
+        totals: Totals,
+        coefficients: Coefficients,
+        at_label: Tensor | None,
+    ) -> Tensor:
+        return sets.logits_grad(chunk, entries, logits, totals, coefficients, at_label)
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         total = label_coefficients(coefficients, totals, chunk.jsd_beta)

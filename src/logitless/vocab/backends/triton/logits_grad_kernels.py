@@ -144,6 +144,52 @@ def ten_digits(x):
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
 
 
+@triton.jit
+def logits_grad(
+    x, z_ref, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
+    BETA: tl.constexpr, INFINITE: tl.constexpr, CAP: tl.constexpr, PLOGP: tl.constexpr, PD: tl.constexpr,
+    PM: tl.constexpr, AHEAD: tl.constexpr, P2: tl.constexpr, Q: tl.constexpr, ONE: tl.constexpr, EXCESS: tl.constexpr,
+):  # fmt: skip
+    """dL/d(products) of a block of finite logits, 0 where x is MASK; with CAP where it is not `valid`, too.
+
+    m, log_s, base: the rows of totals and coefficients that every block needs.
+    """
+    log_p = (x - m[:, None]) - log_s[:, None]
+    p = tl.exp(log_p)
+    total = tl.zeros(x.shape, x.dtype) + base[:, None]
+    if PD or PM or AHEAD or EXCESS:
+        gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), valid)
+        d = load_rows(totals, 3, n, rows, live)[:, None] - gap
+        if PD:
+            total += load_rows(coefficients, 2, n, rows, live)[:, None] * d
+        if PM:
+            log_share, _ = mixture_logs(d, BETA)
+            total += load_rows(coefficients, 3, n, rows, live)[:, None] * log_share
+        if EXCESS:
+            total += load_rows(coefficients, 9, n, rows, live)[:, None] * excess(d, BETA)
+        if AHEAD:
+            ahead, behind = sides(d)
+            total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
+            total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
+    if PLOGP:
+        total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
+    if P2:
+        total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
+    dz = p * total
+    if PD or PM or (PLOGP and INFINITE):  # whose factors of p can be infinite
+        dz = times(p, total)
+    if Q:
+        m_ref = load_rows(totals, 4, n, rows, live)[:, None]
+        q = tl.exp((tl.where(valid, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
+        dz += q * load_rows(coefficients, 5, n, rows, live)[:, None]
+    if CAP:
+        if ONE:
+            dz += load_rows(coefficients, 6, n, rows, live)[:, None]
+        share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
+        dz = tl.where(valid, dz * (1.0 - share * share), 0.0)
+    return dz
+
+
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["labels"])
 def logits_grad_slice(
     raw,
@@ -209,9 +255,6 @@ def logits_grad_slice(
             x = finite(x)
         if LABEL:
             x = without_label(x, ids, label, start + column, BLOCK)
-        log_p = (x - m[:, None]) - log_s[:, None]
-        p = tl.exp(log_p)
-        total = tl.zeros((ROWS, BLOCK), raw.dtype.element_ty) + base[:, None]
         z_ref = x
         valid = room
         if LABEL and (REF or CAP):
@@ -220,36 +263,10 @@ def logits_grad_slice(
             z_ref = tl.load(ref_raw + rows[:, None] * ref_stride + columns[None, :], mask=room, other=0.0)
             z_ref = logits(z_ref, ref_row_scales, ref_bias, n, rows, live, ids, inside, REF_BIAS, REF_CAP, RAW)
             z_ref = finite(z_ref)
-        if PD or PM or AHEAD or EXCESS:
-            gap = minus_e(x, z_ref, load_rows(totals, 2, n, rows, live), valid)
-            d = load_rows(totals, 3, n, rows, live)[:, None] - gap
-            if PD:
-                total += load_rows(coefficients, 2, n, rows, live)[:, None] * d
-            if PM:
-                log_share, _ = mixture_logs(d, BETA)
-                total += load_rows(coefficients, 3, n, rows, live)[:, None] * log_share
-            if EXCESS:
-                total += load_rows(coefficients, 9, n, rows, live)[:, None] * excess(d, BETA)
-            if AHEAD:
-                ahead, behind = sides(d)
-                total += load_rows(coefficients, 7, n, rows, live)[:, None] * ahead
-                total += load_rows(coefficients, 8, n, rows, live)[:, None] * behind
-        if PLOGP:
-            total += load_rows(coefficients, 1, n, rows, live)[:, None] * log_p
-        if P2:
-            total += load_rows(coefficients, 4, n, rows, live)[:, None] * p
-        dz = p * total
-        if PD or PM or (PLOGP and BIAS):  # whose factors of p can be infinite
-            dz = times(p, total)
-        if Q:
-            m_ref = load_rows(totals, 4, n, rows, live)[:, None]
-            q = tl.exp((tl.where(valid, z_ref, MASK) - m_ref) - load_rows(totals, 5, n, rows, live)[:, None])
-            dz += q * load_rows(coefficients, 5, n, rows, live)[:, None]
-        if CAP:
-            if ONE:
-                dz += load_rows(coefficients, 6, n, rows, live)[:, None]
-            share = x / load_rows(row_scales, 2, n, rows, live)[:, None]
-            dz = tl.where(valid, dz * (1.0 - share * share), 0.0)
+        dz = logits_grad(
+            x, z_ref, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
+            BETA, BIAS, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
+        )  # fmt: skip
         if TEN_DIGITS:
             dz = ten_digits(dz)
         tl.debug_barrier()

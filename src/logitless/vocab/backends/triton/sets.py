@@ -8,12 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ....algebra.online_softmax import Accumulation
+from ....algebra.online_softmax import Accumulation, Totals
+from ....algebra.stats import Coefficients
 from ...call.sampling_mask import Places, SamplingMask
+from ..base import Chunk
 from ..sets import Entries
 from . import accumulate_kernels, sets_kernels
 from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference
+from .slices import of_gradient, row_scales_of
 
 kernels: Any = sets_kernels  # a launch turns plain numbers into what a kernel's signature says
 COMPARED = 1024  # entries of a set that are compared with one another; of a larger one sorting is less work
@@ -52,8 +55,7 @@ def accumulate(
     flags = flags_of(sums) | flags_of_reference(sums, z_ref is not None)
     fields = accumulate_kernels.FIELDS if z_ref is not None else accumulate_kernels.FIELDS[: accumulate_kernels.ALONE]
     state = torch.empty(len(fields), n, dtype=z.dtype, device=z.device)
-    block = triton.next_power_of_2(triton.cdiv(z.shape[0], max(1, n)))
-    block = min(max(block, BLOCKS[0]), BLOCKS[1])
+    block = block_of(z, n)
     with on(z.device):
         kernels.accumulate_sets[(n,)](
             z,
@@ -69,3 +71,43 @@ def accumulate(
             num_warps=max(1, block // 256),
         )
     return accumulation_of(state, flags)
+
+
+def logits_grad(
+    chunk: Chunk,
+    entries: Entries,
+    logits: tuple[Tensor, Tensor | None],
+    totals: Totals,
+    coefficients: Coefficients,
+    at_label: Tensor | None,
+) -> Tensor:
+    """`Backend.sets_grad` in one launch, and two that lay out what it reads."""
+    (z, z_ref), n, policy = logits, chunk.n_tokens, chunk.policy
+    given, out = of_gradient(policy, totals, coefficients), torch.empty_like(z)
+    del given["BEHIND"]  # comes with AHEAD
+    block = block_of(z, n)
+    with on(z.device):
+        kernels.logits_grad_sets[(n,)](
+            z,
+            z if z_ref is None else z_ref,
+            entries.offsets.contiguous(),
+            z if entries.labels_at is None else entries.labels_at,
+            z if at_label is None else at_label,
+            z if policy.outer is None else row_scales_of(policy, n, z.device),
+            out,
+            n,
+            **given,
+            LABEL=entries.labels_at is not None,
+            REF=z_ref is not None,
+            CAP=policy.outer is not None,
+            INFINITE=chunk.may_be_infinite,
+            BETA=chunk.jsd_beta,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
+    return out
+
+
+def block_of(z: Tensor, n: int) -> int:
+    """The entries that a program reads at a time: as many as a token has on average, between the two BLOCKS."""
+    return min(max(triton.next_power_of_2(triton.cdiv(z.shape[0], max(1, n))), BLOCKS[0]), BLOCKS[1])

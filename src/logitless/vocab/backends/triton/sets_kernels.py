@@ -1,5 +1,5 @@
 # type: ignore  # Triton's language: its tensors have no types that a checker knows
-"""Kernels over ragged sets of entries, a program for each token: what they hold, and their online softmax."""
+"""Kernels over ragged sets of entries, a program for each token: what they hold, their online softmax, its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from .accumulate_kernels import add_block, add_reference, moved_b, nearest, store_reference, store_sums
-from .maths import EMPTY, MASK, finite, minus_e
+from .logits_grad_kernels import logits_grad
+from .maths import EMPTY, MASK, finite, load_rows, minus_e
 
 
 @triton.jit(do_not_specialize=["rows", "ignored"], do_not_specialize_on_alignment=["ids", "labels"])
@@ -122,3 +123,65 @@ def accumulate_sets(
     store_sums(cell, field, live, m, rest, t, r, above, zsum, WITH_T, WITH_R, RANK, WITH_SUM)
     if REF:
         store_reference(cell, field, live, m_ref, s_ref, near, shift, a, b, a_ref, WITH_QE)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["z", "z_ref", "labels_at", "at_label"])
+def logits_grad_sets(
+    z,
+    z_ref,
+    offsets,
+    labels_at,
+    at_label,
+    row_scales,
+    out,
+    n,
+    totals,
+    coefficients,
+    PLOGP: tl.constexpr,
+    PD: tl.constexpr,
+    PM: tl.constexpr,
+    P2: tl.constexpr,
+    Q: tl.constexpr,
+    ONE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EXCESS: tl.constexpr,
+    LABEL: tl.constexpr,
+    REF: tl.constexpr,
+    CAP: tl.constexpr,
+    INFINITE: tl.constexpr,
+    BETA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dL/d(hW) of each token's entries, (M,): the formula, and at the label its own number."""
+    token = tl.program_id(0).to(tl.int64)
+    rows = token + tl.zeros((1,), tl.int64)
+    live = rows == token
+    m = load_rows(totals, 0, n, rows, live)
+    log_s = load_rows(totals, 1, n, rows, live)
+    base = load_rows(coefficients, 0, n, rows, live)
+    one = tl.zeros((1,), base.dtype)
+    if ONE and not CAP:
+        one = load_rows(coefficients, 6, n, rows, live)
+    place = tl.full((), -1, tl.int64)
+    own = base
+    if LABEL:
+        place = tl.load(labels_at + token)
+        own = load_rows(at_label, 0, n, rows, live)
+    begin = tl.load(offsets + token)
+    stop = tl.load(offsets + token + 1)
+    for first in range(begin, stop, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < stop
+        valid = (inside & (at != place))[None, :]
+        x = tl.where(valid, finite(tl.load(z + at, mask=inside, other=0.0)[None, :]), MASK)
+        y = x
+        if REF:
+            y = finite(tl.load(z_ref + at, mask=inside, other=0.0)[None, :])
+        dz = logits_grad(
+            x, y, valid, m, log_s, base, totals, coefficients, row_scales, n, rows, live,
+            BETA, INFINITE, CAP, PLOGP, PD, PM, AHEAD, P2, Q, ONE, EXCESS,
+        )  # fmt: skip
+        if LABEL:
+            dz = tl.where(valid, dz, own[:, None])
+        dz = tl.ravel(dz + one[:, None])
+        tl.store(out + at, dz, mask=inside)

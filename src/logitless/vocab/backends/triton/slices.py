@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from ....algebra.costs import ALIGNED, aligned
+from ....algebra.online_softmax import Totals
+from ....algebra.stats import Coefficients
 from ..base import Chunk, Tile
 from ..logits import Operands, Projection, add_product, product
+from .logits_grad_kernels import COEFFICIENTS, TOTALS
 
 
 def row_scales_of(p: Projection, n: int, device: torch.device) -> Tensor:
@@ -156,6 +159,23 @@ class Heads:
     def plain(self) -> bool:
         """Whether products are the logits."""
         return self.policy.plain and (self.reference is None or self.reference.plain)
+
+
+def rows_of(names: Iterable[str], values: dict[str, Tensor], other: Tensor) -> Tensor:
+    """(len(names), n), anything where there is no value: nobody reads it."""
+    return torch.stack([values.get(name, other) for name in names])
+
+
+def of_gradient(policy: Projection, totals: Totals, coefficients: Coefficients) -> dict[str, Any]:
+    """A gradient kernel's numbers per token, and which coefficients there are."""
+    chained = {basis: policy.chain(c) for basis, c in coefficients.items()}
+    if "p" not in chained:
+        chained["p"] = torch.zeros_like(totals.m)
+    return {
+        "totals": rows_of(TOTALS, dict(totals.items()), totals.m),
+        "coefficients": rows_of(COEFFICIENTS, chained, chained["p"]),
+        **{name.upper(): name in coefficients for name in COEFFICIENTS[1:]},
+    }
 
 
 def of_slice(tile: Tile) -> dict[str, Any]:
