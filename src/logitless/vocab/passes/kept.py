@@ -66,6 +66,11 @@ def _less(x: Tensor, number: int) -> Tensor:
     return x - number if number else x
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The parts in one, itself where there is but one: no launch."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class KeptPass:
     """A call over a sampling mask: its valid tokens in chunks, with their entries."""
 
@@ -144,10 +149,10 @@ def values(run: KeptPass, save: bool) -> tuple[dict[str, Tensor], Saved]:
             for name, x in (("z", z), ("z_ref", z_ref)):
                 if x is not None:
                     kept.setdefault(name, []).append(x)
-    extra = {name: torch.cat(parts) for name, parts in kept.items()}
+    extra = {name: _joined(parts) for name, parts in kept.items()}
     if run.places.labels is not None:
         extra["labels_at"] = run.places.labels
-    return out, Saved({name: torch.cat(parts) for name, parts in totals_kept.items()}, extra, {})
+    return out, Saved({name: _joined(parts) for name, parts in totals_kept.items()}, extra, {})
 
 
 def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref: Tensor | None) -> Totals:
