@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import math
 import pickle
 
 import pytest
@@ -226,6 +227,15 @@ def test_no_token_of_a_part_of_the_batch_counts(name):
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0)], ids=repr)
+def test_tokens_that_nobody_counted(items):
+    """A sum over none is inf, as with the model's own loss: not the mean."""
+    model = installed()
+    loss = model(**batch_for(""), num_items_in_batch=items).loss
+    logitless.uninstall(model)
+    assert loss == model(**batch_for(""), num_items_in_batch=items).loss == math.inf
 
 
 def test_nan_in_the_hidden_states():

@@ -462,8 +462,9 @@ def _loss(
     return loss
 
 
-def _denominator(items: Tensor | int | None) -> Tensor | int | None:
-    return None if isinstance(items, int) and items == 0 else items
+def _denominator(items: Tensor | float | None) -> Tensor | float | None:
+    """What divides the sum, as in the model's own loss: also 0, which the pass takes as a tensor alone."""
+    return items if items is None or isinstance(items, Tensor) or items else torch.zeros(())
 
 
 def _verify(model: Any, state: Installed, seen: HiddenCapture, head: LMHead, logits: Tensor) -> None:
