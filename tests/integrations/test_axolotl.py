@@ -16,7 +16,7 @@ pytest.importorskip("axolotl", reason="axolotl is not installed here: make test-
 from axolotl.integrations.base import BasePlugin, load_plugin
 from axolotl.utils.dict import DictDefault
 
-from logitless.errors import ConfigError, LabelError
+from logitless.errors import ConfigError
 from logitless.integrations import axolotl as ours
 from tests.support.integrations.launching import ROOT
 from tests.support.integrations.tiny import TINY
@@ -66,17 +66,20 @@ def test_losses_of_newer_versions_are_refused():
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_part_of_a_sequence_may_have_no_token_that_counts(size):
-    """Of a prompt's rank, where axolotl cuts sequences over ranks; it weighs their losses by their tokens itself."""
+def test_a_part_of_a_batch_may_have_no_token_that_counts(size):
+    """NaN without a gradient, as the model's own, whose step goes on; 0 where axolotl cuts sequences over ranks, whose
+    losses it weighs by their tokens itself."""
     model, ids = TINY["qwen3-tied"].build(), torch.arange(1, 9)[None]
+    masked = torch.full_like(ids, -100)
+    own, expected = model(input_ids=ids, labels=masked).loss, model(input_ids=ids, labels=ids).loss
     ours.LogitlessPlugin().post_model_load(DictDefault({"context_parallel_size": size}), model)
-    if size:
-        loss = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
-        loss.backward()
-        assert loss == 0 == sum(x.grad.abs().sum() for x in model.parameters() if x.grad is not None)
-    else:
-        with pytest.raises(LabelError, match="expected a token that counts"):
-            model(input_ids=ids, labels=torch.full_like(ids, -100))
+    loss = model(input_ids=ids, labels=masked).loss
+    loss.backward()
+    assert own.isnan()
+    assert loss == 0 if size else loss.isnan()
+    assert sum(x.grad.abs().sum() for x in model.parameters() if x.grad is not None) == 0
+    assert model(input_ids=ids, labels=masked, num_items_in_batch=7).loss == 0
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
 
 def test_another_axolotl_is_an_error_that_names_versions(monkeypatch):

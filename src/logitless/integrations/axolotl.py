@@ -11,6 +11,7 @@ Works with axolotl 0.19 to 0.21.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -64,7 +65,8 @@ class LogitlessPlugin(BasePlugin):
                 f"LogitlessPlugin: expected axolotl's cross-entropy, got {', '.join(asked)}; leave one of the two out"
             )
         install(model, loss=cfg.logitless_loss or "logitless", memory_budget=cfg.logitless_memory_budget)
-        causal_lm(model).__dict__[STATE].parts = (cfg.context_parallel_size or 1) > 1
+        # axolotl counts no tokens: its mean over none is NaN; the parts that ranks have it weighs by theirs
+        causal_lm(model).__dict__[STATE].empty = 0.0 if (cfg.context_parallel_size or 1) > 1 else math.nan
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Streams the trainer's label smoothing too, and gives its evaluation the logits that it asks for."""

@@ -59,7 +59,7 @@ class Installed:
     threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
     masked: bool = False  # a masked language model
     mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
-    parts: bool = False  # a host cuts sequences over ranks: one's part may have no token that counts
+    empty: float | None = None  # the loss of a host's part of a batch in which no token counts; None: an error
 
     @classmethod
     def of(
@@ -390,11 +390,14 @@ def _causal_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-    if shift_labels is None and not state.parts:  # shifted before: so that sequences could be cut
+    if shift_labels is None and state.empty is None:  # shifted before: so that sequences could be cut
         check_counts(targets, ignore_index, num_items_in_batch)
     further = attached(model)
     if further is None:
-        return _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+        loss = _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+        if state.empty is None or num_items_in_batch is not None:
+            return loss
+        return torch.where((targets != ignore_index).any().to(loss.device), loss, state.empty)
     first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
     options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
     return _with_further(model, state, seen, logits, further, text_of(given), labels, first, options)
