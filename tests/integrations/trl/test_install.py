@@ -50,6 +50,8 @@ def test_installing_again_changes_the_options(trainer):
     with pytest.raises(OptionError):
         install(trainer, top_k=10**6)
     assert fused(trainer).top_k_ids is not None
+    install(trainer, statistics="logsumexp")
+    assert fused(trainer).logsumexp is not None
     uninstall(trainer)
     assert not isinstance(fused(trainer), TokenOutput)
 

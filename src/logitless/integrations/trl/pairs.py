@@ -36,7 +36,7 @@ def pairs_forward(trainer: Any, kind: str) -> Callable[..., Any]:
         out = model(input_ids=ids, attention_mask=attended, labels=labels, fused_lm_head=True, **asked)
 
         valid = answers[:, 1:] != IGNORED
-        logps = (out.log_probs * valid).sum(-1)
+        logps = (out.log_probs[:, -valid.shape[1] :] * valid).sum(-1)  # a soft prompt's come first
         if orpo or trainer.loss_type in ("ipo", "simpo"):
             logps = logps / valid.sum(-1)
         nll = -out.log_probs[:n].sum() / (likelihood_labels[:n, 1:] != IGNORED).sum()

@@ -32,7 +32,7 @@ STATE = "_logitless"
 def install(
     trainer: Any,
     *,
-    statistics: tuple[str, ...] = (),
+    statistics: str | tuple[str, ...] = (),
     top_k: int = 0,
     exact_kl: bool = False,
     replay: bool = False,
@@ -69,6 +69,7 @@ def install(
     GRPO with the exact KL or a bonus on a frozen head's entropy what `token_stats` costs, 6 with KL and trained head;
     replay 0.
     """
+    statistics = (statistics,) if isinstance(statistics, str) else tuple(statistics)  # one name, as `want` takes it
     _install(trainer, Asked(statistics, top_k, exact_kl, replay, corrected, order, metrics, memory_budget))
 
 
