@@ -200,6 +200,21 @@ def test_rollouts_from_before_are_made_again(place):
     assert trainer.state.log_history[0]["sampling/k3"] < 1e-6
 
 
+def test_rollouts_are_made_again_once_taken_back(place):
+    """Old log-probs over sets are not those that TRL compares with."""
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P, num_iterations=2, steps_per_generation=1, learning_rate=1e-9)
+    trainer.current_gradient_accumulation_steps = 1
+    install(trainer, replay=True)
+    rollouts(trainer)
+    trainer._step += 1
+    uninstall(trainer)
+    batch = rollouts(trainer)
+    assert replay.SETS not in batch
+    whole, _ = dense(trainer, batch)
+    old, valid = batch["old_per_token_logps"], batch["completion_mask"].bool()
+    torch.testing.assert_close(old[valid], chosen(whole, batch)[valid], rtol=0, atol=2e-6)
+
+
 def test_taken_back(trainer):
     before = {name: vars(trainer).get(name) for name in ("_compute_loss", "_generate_single_turn")}
     install(trainer, replay=True)

@@ -159,6 +159,14 @@ class Change:
             delattr(self.owner, self.name)
 
 
+class Emptied(Change):
+    """An attribute that is None from then on, and again from `undo` on: rollouts that are scored in another way."""
+
+    def undo(self) -> None:
+        self.put = False
+        setattr(self.owner, self.name, None)
+
+
 @dataclass
 class Installed:
     """All changes of one `install`."""
@@ -212,7 +220,7 @@ def _fused(trainer: Any, kind: str, policy: Any, wanted: Wanted, exact_kl: bool,
         changes.append(Change(trainer, "_compute_loss", fused.exact.compute_loss))
     if replay is not None:
         changes += [Change(trainer, name, method) for name, method in replay.methods().items()]
-        changes.append(Change(trainer, "_buffered_inputs", None))  # rollouts of which nobody knows what from
+        changes.append(Emptied(trainer, "_buffered_inputs", None))
     return Installed(changes)
 
 
