@@ -108,6 +108,28 @@ def test_nothing_of_the_size_of_logits_is_made(model):
     assert streamed < logits / 4
 
 
+class Drafts:
+    def __init__(self, takes_logits):
+        self._takes_logits, self.seen = takes_logits, []
+
+    def put(self, value):
+        self.seen.append(value)
+
+    put_draft, end = put, lambda self: None
+
+
+def test_a_streamer_of_drafts(model):
+    ours.install(model)
+    try:
+        streamer = Drafts(False)
+        generated(model, streamer=streamer)
+        assert len(streamer.seen) == 1 + 2 * (4 + 1)
+        with pytest.raises(ConfigError, match="streamer: expected one that takes token ids, got one that takes logits"):
+            generated(model, streamer=Drafts(True))
+    finally:
+        ours.uninstall(model)
+
+
 def test_refusals(model):
     with pytest.raises(ConfigError, match="expected transformers' DiffusionGemmaForBlockDiffusion, got Linear"):
         ours.install(nn.Linear(2, 2))

@@ -64,6 +64,8 @@ class MeanEmbedding(Tensor):
             return args[0].plain()
         if func is Tensor.__repr__:
             return f"MeanEmbedding({args[0].plain()!r})"
+        if func is Tensor.cpu:  # by `generate` itself, for a streamer of drafts
+            raise ConfigError("streamer: expected one that takes token ids, got one that takes logits; leave it out")
         name = getattr(func, "__name__", func)
         raise HOST.error(f"its model asks {name} of self-conditioning logits, expected their softmax times the table")
 
