@@ -108,6 +108,28 @@ def test_metrics_are_of_the_call_with_the_batchs_labels(tmp_path):
     assert twice.predict(data()[:6]).predictions["rank"].shape == (6, 12)
 
 
+def test_a_hook_calls_the_model_again():
+    """For a loss and for logits of other sequences, while the loss of these is on its way."""
+    model, ids = build(), torch.stack([row["input_ids"] for row in data()[:2]])
+
+    def found():
+        inner, again = [], []
+
+        def hook(*_):
+            if not again:
+                again.append(1)
+                inner.extend([model(ids[:1], labels=ids[:1]).loss, model(ids[1:, :3]).logits])
+
+        with model.model.norm.register_forward_hook(hook):
+            loss = model(ids, labels=ids).loss
+        return loss, *inner, torch.autograd.grad(loss, model.model.embed_tokens.weight)[0]
+
+    expected = found()
+    logitless.install(model)
+    for _ in range(2):  # the first call also looks at what the model does to its logits
+        torch.testing.assert_close(found(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_loss_set_after_install_is_refused():
     model, ids = build(), data()[0]["input_ids"][None]
     logitless.install(model)

@@ -131,6 +131,23 @@ def test_beneath_accelerates_autocast(fresh_accelerate):
     assert unwrapped(**batch).logits is not None
 
 
+def test_around_accelerates_autocast(fresh_accelerate):
+    """What was prepared first and is taken out of accelerate's hands then runs in fp32, and the loss stays ours."""
+    model = TINY["qwen3-tied"].build()
+    batch = {name: torch.stack([row[name] for row in data()[:2]]) for name in data()[0]}
+    exact = model(**batch).loss
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
+    logitless.install(prepared)
+    assert abs(prepared(**batch).loss - exact) > 1e-4
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert unwrapped(**batch).logits is None
+    torch.testing.assert_close(unwrapped(**batch).loss, exact)
+    logitless.uninstall(unwrapped)
+    assert unwrapped(**batch).logits is not None
+    torch.testing.assert_close(unwrapped(**batch).loss, exact)
+
+
 def test_smoothing_survives_changes_of_options(tmp_path):
     made = trainer(tmp_path, TINY["qwen3-tied"].build(), label_smoothing_factor=0.2)
     expected = made.evaluate()["eval_loss"]

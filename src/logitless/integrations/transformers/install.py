@@ -27,6 +27,7 @@ from .lm_head import (
     HiddenCapture,
     adapter_configs,
     alone,
+    called_again,
     capturing_hidden,
     causal_lm,
     entries_of,
@@ -40,6 +41,7 @@ from .multi_token import NAME, MultiToken, attach, attached, text_of
 from .trainer import follow, give_back, is_trainer, smoother_of, take_over, trainers_of
 
 Method = Literal["dense", "logitless"]
+BENEATH = "_original_forward"  # where accelerate has the forward that its autocast is around
 OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
 
 
@@ -52,6 +54,7 @@ class Installed:
     smoothing: float
     names: tuple[str, ...]  # of forward's parameters
     previous: Callable[..., Any] | None  # forward of the instance, where it had one
+    beneath: Callable[..., Any] | None  # what that is accelerate's autocast around, where it is
     on: bool = True
     lent: bool = False  # the smoothing is that of a Trainer's label smoother
     verified: bool = False  # the model changes its logits as its LMHead says
@@ -68,13 +71,14 @@ class Installed:
         """With what is read of the model as it is now."""
         names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         previous = model.__dict__.get("forward") if _is_installed(model) else None
-        found = cls(method, budget, smoothing, names, previous, threshold=threshold)
+        found = cls(method, budget, smoothing, names, previous, model.__dict__.get(BENEATH), threshold=threshold)
         found.masked = is_masked(model)
         found.mean = found.masked and takes_the_mean(model)
         return found
 
     def dense(self, model: Any) -> Callable[..., Any]:
-        return self.previous or functools.partial(type(model).forward, model)
+        taken_off = self.beneath is not None and BENEATH not in model.__dict__
+        return (self.beneath if taken_off else self.previous) or functools.partial(type(model).forward, model)
 
 
 def choose(loss: str, size: int, budget: int) -> Method:
@@ -299,7 +303,9 @@ def _forward_like(kind: type) -> Callable[..., Any]:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, args, kwargs)
+        args = args[1:] if args and args[0] is self else args  # accelerate binds once more what autocast was around
+        with called_again(self):
+            return _forward(self, args, kwargs)
 
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__  # accelerate goes down this chain when it takes its autocast off
@@ -338,6 +344,7 @@ def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: di
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
     with alone(model), capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
+        seen.of_loss = True
         full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
     output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
     return output if as_dict else output.to_tuple()

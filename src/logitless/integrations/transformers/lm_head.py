@@ -178,6 +178,7 @@ class HiddenCapture:
         self.head: Any = owner._modules[name]
         self.seen: Tensor | None = None
         self.probe: Tensor | None = None
+        self.of_loss = False  # of the installed forward: another call of it is one of a hook
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype
@@ -215,6 +216,20 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
             yield stand_in
         finally:
             stand_in.put_back()
+
+
+@contextmanager
+def called_again(model: Any) -> Iterator[None]:
+    """While it lasts, a model that a hook calls on the way to a loss of it has its own head."""
+    stand_in = None if torch.compiler.is_compiling() else output_head(model)
+    if not isinstance(stand_in, HiddenCapture) or not stand_in.of_loss or stand_in.thread != this_thread():
+        yield
+        return
+    stand_in.put_back()
+    try:
+        yield
+    finally:
+        stand_in.owner._modules[stand_in.name] = stand_in  # type: ignore[assignment]
 
 
 @contextmanager
