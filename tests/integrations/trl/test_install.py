@@ -1,5 +1,6 @@
 """Install, install again, uninstall; what is refused leaves the trainer as it was."""
 
+import copy
 import inspect
 from importlib.metadata import version
 
@@ -54,6 +55,16 @@ def test_installing_again_changes_the_options(trainer):
     assert fused(trainer).logsumexp is not None
     uninstall(trainer)
     assert not isinstance(fused(trainer), TokenOutput)
+
+
+def test_a_copy_computes_with_its_own_weights(trainer):
+    install(trainer)
+    copied, ids = copy.deepcopy(trainer.model), torch.arange(3, 15)[None]
+    with torch.no_grad():
+        copied.model.layers[0].mlp.up_proj.weight.mul_(3)
+    loss = copied(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    torch.testing.assert_close(loss, type(copied).forward(copied, input_ids=ids, labels=ids).loss)
+    assert abs(loss - fused(trainer).loss) > 1e-3
 
 
 def test_what_wraps_the_forward_later_stays(trainer):

@@ -77,7 +77,9 @@ class Fused:
         @functools.wraps(getattr(self.before, "__func__", self.before))
         def forward(own: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
             if fused_lm_head and self.on:
-                return self(own, *args, **kwargs)
+                # of a copy of the model: what was there before is the model's, and would run that
+                before = self.before if own is model else functools.partial(type(own).forward, own)
+                return self(own, before, *args, **kwargs)
             if fused_lm_head:
                 kwargs["fused_lm_head"] = True
             return self.before(*args, **kwargs)
@@ -87,6 +89,7 @@ class Fused:
     def __call__(
         self,
         model: Any,
+        before: Callable[..., Any],
         *args: Any,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
@@ -99,9 +102,9 @@ class Fused:
         kwargs["use_cache"] = False
         self.watch.before()
         with self.autocast():
-            reference = None if self.exact is None else self.exact.reference(model, self.before, kwargs)
+            reference = None if self.exact is None else self.exact.reference(model, before, kwargs)
             with capturing_hidden(model) as seen:
-                own = self.before(*args, **kwargs)
+                own = before(*args, **kwargs)
             numbers = self._scores(model, seen.hidden(), targets, reference)
         self.watch.after(numbers["logprob"].detach().sum())
         if self.replay is not None:
