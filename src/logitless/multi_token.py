@@ -58,8 +58,9 @@ def multi_token_cross_entropy(
     is token t itself; they are shifted here, and a depth's last tokens have none. weights: a number for each depth, 1
     unless given. first: 1 where depth 0 predicts the next token, 2 where it is the first module or Medusa head, 0 where
     labels are shifted already. position_ids: of packed documents, restarting at each: no label then is of another
-    document. denominator: divides each depth's sum in the place of its number of labels. Returns the sum and the K
-    means, fp32 (fp64 for fp64 inputs); a mean over no label is 0 with a live graph. Raises what `token_loss` raises.
+    document, but for those that came shifted already at a document's last token. denominator: divides each depth's sum
+    in the place of its number of labels. Returns the sum and the K means, fp32 (fp64 for fp64 inputs); a mean over no
+    label is 0 with a live graph. Raises what `token_loss` raises.
     Memory: slices within the budget, the gradients, and a copy of hidden states that come one by one and share a head.
     Gloeckle et al., arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437; Medusa, arXiv 2401.10774.
     """
