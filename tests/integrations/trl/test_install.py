@@ -1,6 +1,7 @@
 """Install, install again, uninstall; what is refused leaves the trainer as it was."""
 
 import copy
+import importlib
 import inspect
 from importlib.metadata import version
 
@@ -134,6 +135,14 @@ def test_another_trainer(place, tmp_path):
     for wrong in (other.model, None):
         with pytest.raises(ConfigError, match=f"got {type(wrong).__name__}"):
             install(wrong)
+
+
+@pytest.mark.parametrize(("module", "name"), [("gold", "GOLD"), ("server_distillation", "ServerDistillation")])
+def test_trls_trainers_that_want_logits_are_refused(module, name):
+    """They derive from SFT's and distillation's, of which nothing else would be left to replace."""
+    kind = getattr(importlib.import_module(f"trl.experimental.{module}"), f"{name}Trainer")
+    with pytest.raises(ConfigError, match=f"expected a TRL SFTTrainer, .*, got {name}Trainer"):
+        install(object.__new__(kind))
 
 
 def test_a_model_without_an_output_head(trainer):

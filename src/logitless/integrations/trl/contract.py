@@ -33,6 +33,7 @@ LOSS = {
     "ORPOTrainer": "trl.experimental.orpo.orpo_trainer:ORPOTrainer.concatenated_forward",
     "GKDTrainer": "trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss",
 }
+OF_LOGITS = ("GOLDTrainer", "ServerDistillationTrainer")  # which derive from these, with losses of whole logits
 PARAMETERS: dict[str, tuple[str, ...]] = {
     FUSED: ("model", *SETTINGS),
     USE_ADAPTER: ("model", "adapter_name"),
@@ -87,7 +88,7 @@ K3 = (
 def kind_of(trainer: Any) -> str:
     """The name of TRL's trainer class that `trainer` is or derives from. Raises ConfigError for others."""
     names = [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
-    found = next((name for name in names if name in LOSS), None)
+    found = None if set(names) & set(OF_LOGITS) else next((name for name in names if name in LOSS), None)
     if found is None:
         raise ConfigError(f"trainer: expected a TRL {', '.join(LOSS)}, got {type(trainer).__name__}")
     return found
