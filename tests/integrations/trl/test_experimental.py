@@ -71,7 +71,7 @@ def test_the_same_training_with_options(untied, name):
 
 @pytest.mark.parametrize("name", ["cpo", "orpo"])
 def test_a_soft_prompt_is_no_token(untied, name, monkeypatch):
-    """TRL's own step ends in an error there; the numbers are those of a prefix that says the same."""
+    """TRL's own step ends in an error there; the numbers are those of the logits behind the virtual tokens."""
 
     def soft(place):
         torch.manual_seed(4)
