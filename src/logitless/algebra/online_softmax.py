@@ -228,12 +228,14 @@ def widen(totals: Totals, outside: Array, xp: Any) -> Array:
     """The totals where the reference has entries that the policy lacks, of which `outside` is the log-sum-exp.
 
     Each log q is less by what these add to the reference's log-sum-exp, so each log p - log q, and KL, is more by it.
-    Returns that.
+    Returns that: infinite where the reference has none of the policy's entries, whose e are infinite themselves.
     """
     inside = totals.m_ref + totals.log_s_ref
-    more = xp.logaddexp(outside - inside, xp.zeros_like(inside))
-    totals.log_s_ref, totals.log_ratio = totals.log_s_ref + more, totals.log_ratio + more
-    totals.kl = totals.kl + more
+    zero = xp.zeros_like(inside)
+    more, none = xp.logaddexp(outside - inside, zero), (inside == -math.inf) & (outside > -math.inf)
+    totals.log_s_ref = xp.where(none, zero, totals.log_s_ref + more)
+    totals.log_ratio = xp.where(none, zero, totals.log_ratio + more)
+    totals.kl = xp.where(none, math.inf, totals.kl + more)
     totals.log_inside = -more
     return more
 

@@ -144,6 +144,21 @@ def test_a_target_that_gives_a_draft_next_to_nothing(logit):
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_target_that_gives_a_draft_nothing(labels, backend):
+    """None of the draft's entries is possible: an infinite KL, probabilities that have nothing in common."""
+    ops, ids, options = drafted(torch.float32)
+    ops.labels = ops.labels if labels else None
+    _, target = options["reference"]
+    options["reference"] = options["reference"][0], replace(target, bias=target.bias.index_fill(0, ids, -torch.inf))
+    check(ops, ids, options, ("jsd", "acceptance", "total_variation"), tolerance=3e-5, backend=backend)
+    head, want = replace(ops.head, token_ids=ids), ("kl", "kl_mixture", "reverse_kl_mixture")
+    stats = ll.token_stats(ops.hidden, head, ops.labels, want=want, backend=backend, **options)
+    assert stats.kl[0].isposinf().all()
+    for x in (stats.kl_mixture[0], stats.reverse_kl_mixture[0]):
+        torch.testing.assert_close(x, torch.full((5,), 2.0).log())
+
+
 def test_all_entries_in_another_order_are_the_whole_vocabulary():
     _, _, options = drafted()
     target_hidden, target = options["reference"]
