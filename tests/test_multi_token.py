@@ -165,6 +165,18 @@ def test_half_precision_operands_give_fp32_losses():
     torch.testing.assert_close((found.loss, found.each), (expected.float(), means.float()))
 
 
+def test_depths_of_unlike_precision():
+    """Each is computed in its own, and all are added up in the widest."""
+    hiddens, labels = make_batch()
+    heads = one_each()
+    dtypes = torch.bfloat16, torch.float64, torch.float32
+    unlike = [x.detach().to(dtype) for x, dtype in zip(hiddens, dtypes, strict=True)]
+    found = multi_token_cross_entropy(unlike, heads, labels)
+    expected, means = dense([x.double() for x in unlike], heads, labels, weights=(1.0, 1.0, 1.0))
+    assert found.loss.dtype == found.each.dtype == torch.float64
+    torch.testing.assert_close((found.loss, found.each), (expected, means), rtol=1e-5, atol=0)
+
+
 def test_what_does_not_fit_is_one_clear_line():
     hiddens, labels = make_batch()
     head = make_head()

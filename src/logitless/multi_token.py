@@ -66,7 +66,7 @@ def multi_token_cross_entropy(
     """
     heads = _checked(hiddens, head, labels, position_ids, first)
     options: Options = {"ignore_index": ignore_index, "memory_budget": memory_budget, "backend": backend}
-    like = {"dtype": compute_dtype(hiddens[0]), "device": hiddens[0].device}
+    like = {"dtype": max((compute_dtype(x) for x in hiddens), key=lambda x: x.itemsize), "device": hiddens[0].device}
     factors = torch.tensor(_factors(weights, len(heads)), **like)
     targets = torch.stack([_shifted(labels, first + k, ignore_index, position_ids) for k in range(len(heads))])
     counts = (targets != ignore_index).flatten(1).sum(1).clamp(min=1).to(**like)
@@ -88,6 +88,7 @@ def _weighted_sum(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the negative log-probs of some depths, and each depth's own sum, without gradient."""
+    factors = factors.to(compute_dtype(hidden))
     sums = torch.zeros_like(factors)
     depths = torch.arange(len(factors), device=factors.device).reshape(-1, *[1] * (targets.ndim - 1))
 
