@@ -1,5 +1,6 @@
 """`LMHead.of`: the head it finds gives the module's own logits, loss and gradients, or refuses by name."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,20 @@ def test_padded_vocabulary(bias):
     for got, want in zip(found, wanted, strict=True):
         assert_same(got, want)
         assert got[V:].eq(0).all()
+
+
+def test_a_copy_of_a_split_head_is_of_the_same_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shard = ll.VocabShard(torch.distributed.group.WORLD, 0, V)
+        head, hidden = ll.LMHead(torch.randn(V, H), shard=shard), torch.randn(3, H)
+        copied = deepcopy(head)
+        assert copied.shard.process_group is shard.process_group
+        head.weight.zero_()
+        found = ll.linear_cross_entropy(hidden, copied, torch.arange(3))
+        assert_same(found, F.cross_entropy(hidden @ copied.weight.T, torch.arange(3)), 1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_parametrized_head():

@@ -67,6 +67,10 @@ class VocabShard:
             object.__setattr__(shard, "layout", layout)
         return other
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
+        """The same rows of the same group: a process group cannot be copied."""
+        return copy(self)
+
     @property
     def name(self) -> str:
         """The process group's name, by which it is found where a group cannot go."""
