@@ -5,6 +5,7 @@ import inspect
 import io
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,33 @@ def test_auto_is_dense_up_to_the_budget():
     assert installed(**both, threshold=logits - 1)(**batch).logits is None
     with pytest.raises(OptionError, match="threshold: expected a positive number of bytes or None, got 0"):
         installed(threshold=0)
+
+
+def in_four_bits(vocab: int, width: int) -> nn.Linear:
+    """A head that looks and multiplies as bitsandbytes' own does."""
+    q, code, absmax = torch.randint(16, (vocab, width)), torch.linspace(-1, 1, 16), torch.rand(vocab)
+    dense = code[q] * absmax[:, None]
+    forward = {"__module__": "bitsandbytes.nn.modules", "forward": lambda self, x: nn.functional.linear(x, dense)}
+    layer = type("Linear4bit", (nn.Linear,), forward)(width, vocab, bias=False)
+    del layer.weight
+    layer.weight = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8).as_subclass(type("Params4bit", (torch.Tensor,), {}))
+    layer.weight.quant_state = SimpleNamespace(
+        shape=dense.shape, dtype=dense.dtype, code=code, absmax=absmax, blocksize=width, nested=False, quant_type="nf4"
+    )
+    return layer
+
+
+def test_auto_counts_the_logits_of_a_head_that_is_stored_in_bytes():
+    """They are as wide as hidden states, not as what four bits are packed into."""
+    model, batch = tiny(tie_word_embeddings=False), batch_for("")
+    model.lm_head = in_four_bits(97, 16)
+    logits, losses = 4 * batch["labels"].numel() * 97, []
+    for threshold, dense in ((logits, True), (logits - 1, False)):
+        logitless.install(model, loss="auto", threshold=threshold)
+        output = model(**batch)
+        assert (output.logits is not None) == dense
+        losses.append(output.loss)
+    torch.testing.assert_close(*losses)
 
 
 def test_a_head_of_a_part_of_the_vocabulary():

@@ -330,7 +330,8 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given["use_cache"] = False
     if state.method != "logitless" and not state.smoothing:
         head: Any = output_head(model)
-        size = logits_bytes(labels.numel(), entries_of(model, head), head.weight.dtype.itemsize)
+        dtype = head.weight.dtype if head.weight.is_floating_point() else model.dtype  # of 4 bits: bytes
+        size = logits_bytes(labels.numel(), entries_of(model, head), dtype.itemsize)
         if choose(state.method, size, state.threshold or state.budget or DEFAULT_BUDGET) == "dense":
             return dense(**given)
     return _streamed(model, state, dense, given)
