@@ -132,8 +132,7 @@ def built(kind: str, config: str) -> nn.Module:
             return getattr(transformers, kind)(configured(config, few_layers=False)).eval()
 
 
-def check(kind: str, config: str) -> None:
-    model = built(kind, config)
+def check(model: nn.Module) -> None:
     head = ll.LMHead.of(model)
     raw = torch.randn(1, 3, head.weight.shape[0]) * 3
     z = head.scale * raw[..., : head.vocab_size].double()
@@ -144,14 +143,33 @@ def check(kind: str, config: str) -> None:
 
 @pytest.mark.parametrize("model_type", WITH_TRANSFORMS.split())
 def test_transforms_are_the_models_own(model_type):
-    check(KINDS[model_type], CONFIG_MAPPING_NAMES[model_type])
+    check(built(KINDS[model_type], CONFIG_MAPPING_NAMES[model_type]))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["cohere", "cohere2_moe", "falcon_h1", "gemma2", "granite", "inkling2", "mistral_large4"]
+)
+def test_numbers_that_have_changed_since_the_model_was_made(model_type):
+    """Some models read them from their configuration in each forward, others have kept what it said."""
+    model = built(KINDS[model_type], CONFIG_MAPPING_NAMES[model_type])
+    for part in texts_of(model.config):
+        for option in KNOWN & vars(part).keys():
+            setattr(part, option, 1.7)
+    check(model)
+
+
+def test_a_scale_that_is_set_on_the_model():
+    model = built("CohereForCausalLM", "CohereConfig")
+    model.logit_scale = 0.3
+    assert ll.LMHead.of(model).scale == 0.3
+    check(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted({*KINDS} - {*WITH_TRANSFORMS.split(), *NOT_RUN.split()}))
 def test_every_other_model_leaves_its_logits_alone_or_is_refused(model_type):
     try:
-        check(KINDS[model_type], CONFIG_MAPPING_NAMES[model_type])
+        check(built(KINDS[model_type], CONFIG_MAPPING_NAMES[model_type]))
     except ConfigError as error:
         assert str(error).startswith("LMHead.of: ")  # noqa: PT017
 

@@ -81,13 +81,21 @@ def test_a_weight_that_zero3_keeps_elsewhere():
     refused(ConfigError, lambda: ll.LMHead(weight), "LMHead: weight is sharded", "ZeRO-3", "logitless.install")
 
 
-def test_hooks_that_may_change_the_logits():
-    for register, kind in (("register_forward_hook", "hook"), ("register_forward_pre_hook", "pre-hook")):
-        linear = nn.Linear(H, V)
-        handle = getattr(linear, register)(partial(lambda *_: None))
-        refused(ConfigError, lambda x=linear: ll.LMHead.of(x), f"a forward {kind} of {__name__}, which may change")
-        handle.remove()
-        ll.LMHead.of(linear)
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward hook"),
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+    ],
+)
+def test_hooks_that_may_change_the_logits_or_gradients(register, kind):
+    linear = nn.Linear(H, V)
+    handle = getattr(linear, register)(partial(lambda *_: None))
+    refused(ConfigError, lambda: ll.LMHead.of(linear), f"a {kind} of {__name__}, which may change")
+    handle.remove()
+    ll.LMHead.of(linear)
 
 
 def test_a_forward_that_was_replaced():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +19,13 @@ MULTIPLIES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVIDES = ("logits_scaling",)
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 TRIMS = "unpadded_vocab_size"  # the rows that are left where a model cuts its padding off
+# Where models keep such a number that their forward does not read from their configuration, under its name there.
+KEPT = {
+    "logit_scale": "logit_scale",
+    "base_model.lm_head_multiplier": "lm_head_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_softcap.softcap": "final_logit_softcapping",
+}
 # Models by type. Some have a transform in their configuration that their forward leaves out, or applies before the
 # head (MiniCPM3) ...
 LEAVES_OUT = frozenset({"mpt", "minicpm3", "gemma3", "aya_vision", "cohere2_vision"})
@@ -86,23 +95,31 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _prepare(layer: nn.Module) -> None:
-    """Let hooks make the layer's weight; ConfigError where others may change what it is called with or returns."""
+    """Let hooks make the layer's weight; ConfigError where others may change its logits or their gradients."""
     for part in layer.modules():
         own = _own_forward(part)
         under_way = any(_origin(forward).startswith("logitless") for forward in own)  # the layer's call: hooks have run
-        changes = [("a forward pre-hook", hook) for hook in part._forward_pre_hooks.values()]
-        changes += [("a forward hook", hook) for hook in part._forward_hooks.values()]
-        changes += [("a replaced forward", forward) for forward in own]
-        for kind, what in changes:
+        for kind, what in [*_hooks(part), *(("a replaced forward", forward) for forward in own)]:
             whose = _origin(what)
             if not any(whose == known or whose.startswith(f"{known}.") for known in HARMLESS):
                 raise ConfigError(
-                    f"LMHead.of: the output head has {kind} of {whose}, which may change its logits; "
+                    f"LMHead.of: the output head has {kind} of {whose}, which may change its logits or gradients; "
                     "remove it, or pass LMHead(weight, bias) and do to the hidden states what it does"
                 )
         for hook in part._forward_pre_hooks.values():
             if not under_way and _origin(hook).startswith(MAKES_WEIGHT):
                 hook(part, ())
+
+
+def _hooks(part: nn.Module) -> list[tuple[str, Any]]:
+    """What runs around a module's forward and backward, and in which place."""
+    places = {
+        "a forward pre-hook": part._forward_pre_hooks,
+        "a forward hook": part._forward_hooks,
+        "a backward pre-hook": part._backward_pre_hooks,
+        "a backward hook": part._backward_hooks,
+    }
+    return [(place, hook) for place, hooks in places.items() for hook in hooks.values()]
 
 
 def _own_forward(part: nn.Module) -> list[Any]:
@@ -130,13 +147,25 @@ def _transforms(model: Any) -> tuple[float, float | None, int | None]:
     name, config = class_of(model).__name__, getattr(model, "config", None)
     if config is None:
         raise ConfigError(f"LMHead.of: {name} has no config to read softcap and scale from; pass LMHead(weight, bias)")
-    return transforms_of(config, name)
+    return transforms_of(config, name, _kept(model))
 
 
-def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | None]:
+def _kept(model: Any) -> dict[str, float]:
+    """The numbers that a model keeps itself, which may have been changed since its configuration was read."""
+    found = {}
+    for path, name in KEPT.items():
+        value = functools.reduce(lambda part, step: getattr(part, step, None), path.split("."), model)
+        if isinstance(value, Real):
+            found[name] = float(value)
+    return found
+
+
+def transforms_of(
+    config: Any, name: str, kept: Mapping[str, float] | None = None
+) -> tuple[float, float | None, int | None]:
     """(scale, softcap, vocab_size) that the forward of a model of this configuration applies to its logits.
 
-    name: what errors call the model. Raises ConfigError.
+    name: what errors call the model; kept: what it has in the place of its configuration's. Raises ConfigError.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"LMHead.of: {name} is an encoder-decoder; pass LMHead(weight, bias, scale)")
@@ -146,7 +175,7 @@ def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | No
         raise ConfigError(f"LMHead.of: {name} {REFUSED[kind]}; pass LMHead(weight, bias) if your loss does not")
     if kind in LEAVES_OUT:
         return 1.0, None, None
-    scale, softcap, rows = _scale(text), _softcap(text), getattr(text, TRIMS, None)
+    scale, softcap, rows = _scale(text, kept or {}), _softcap(text, kept or {}), getattr(text, TRIMS, None)
     if text is not config and kind not in APPLIES_TEXT and (scale, softcap, rows) != (1.0, None, None):
         raise ConfigError(
             f"LMHead.of: {name} holds a text model with scale {scale}, softcap {softcap} and {rows or 'all'} rows, and "
@@ -155,10 +184,10 @@ def transforms_of(config: Any, name: str) -> tuple[float, float | None, int | No
     return scale, softcap, rows
 
 
-def _scale(config: Any) -> float:
+def _scale(config: Any, kept: Mapping[str, float]) -> float:
     scale = 1.0
     for name in MULTIPLIES + DIVIDES:
-        value = _number(config, name)
+        value = _number(config, name, kept)
         if value is None:
             continue
         divides = name in DIVIDES and not getattr(config, "model_type", "").startswith("hyperclovax")
@@ -166,13 +195,13 @@ def _scale(config: Any) -> float:
     return scale
 
 
-def _softcap(config: Any) -> float | None:
-    return next((c for name in SOFTCAPS if (c := _number(config, name))), None)
+def _softcap(config: Any, kept: Mapping[str, float]) -> float | None:
+    return next((c for name in SOFTCAPS if (c := _number(config, name, kept))), None)
 
 
-def _number(config: Any, name: str) -> float | None:
-    """What a configuration says of its logits, if it does; ConfigError where that is no number."""
-    value = getattr(config, name, None)
+def _number(config: Any, name: str, kept: Mapping[str, float]) -> float | None:
+    """What a configuration, or the model itself, says of its logits; ConfigError where that is no number."""
+    value = kept.get(name, getattr(config, name, None))
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):

@@ -147,7 +147,7 @@ class LMHead:
         module: an `nn.Linear`, a transformers model, a PEFT model or layer (active, merged or disabled LoRA, a
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
-        it does not know (DoRA, other adapters, trained quantised, sharded, with forward hooks or a replaced forward),
+        it does not know (DoRA, other adapters, trained quantised, sharded, with hooks or a replaced forward),
         which it never ignores. A weight that a hook makes (weight_norm, spectral_norm, prune) is made anew.
         """
         parts = parts_of_model(module)
