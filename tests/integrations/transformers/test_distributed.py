@@ -12,7 +12,10 @@ from tests.support.integrations.launching import torchrun
 from tests.support.integrations.trainer_ranks import evaluated, trained
 
 ROUNDING = 1e-6  # of float64 models, whose norms and rotary embeddings are float32
-WRAPPED = ("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2", "first fsdp")
+WRAPPED = (
+    *("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2"),
+    *("first fsdp", "first fsdp, install after"),
+)
 ADAPTED = ("ddp, adapted", "root, adapted", "norm and head, adapted", "head, adapted")
 
 

@@ -145,14 +145,17 @@ def statistics(batch: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def first_fsdp(batch: dict[str, Tensor], items: int) -> dict[str, Any]:
-    """FullyShardedDataParallel, with the head a unit of its own."""
+def first_fsdp(batch: dict[str, Tensor], items: int, after: bool) -> dict[str, Any]:
+    """FullyShardedDataParallel, with the head a unit of its own; after: is what `install` meets."""
     loss, exact = expected(batch, items)
     model = build()
-    logitless.install(model)
+    if not after:
+        logitless.install(model)
     options = {"use_orig_params": True, "device_id": torch.device("cpu")}
     model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
     model = FullyShardedDataParallel(model, **options)
+    if after:
+        logitless.install(model)
     found = step(model, batch, items)
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
         return {"loss": [found, loss], "errors": errors(model, exact)}
@@ -185,7 +188,8 @@ def main(place: str) -> None:
     }
     for how in ("ddp", "root", "norm and head", "head"):
         results[f"{how}, adapted"] = wrapped(how, copy.deepcopy(batch), items, adapted=True)
-    results["first fsdp"] = first_fsdp(batch, items)
+    results["first fsdp"] = first_fsdp(batch, items, after=False)
+    results["first fsdp, install after"] = first_fsdp(batch, items, after=True)
     results["statistics"] = statistics(batch)
     results["mixed precision"] = mixed_precision(batch, items)
     if dist.get_rank() == 0:

@@ -81,6 +81,16 @@ def test_a_weight_that_zero3_keeps_elsewhere():
     refused(ConfigError, lambda: ll.LMHead(weight), "LMHead: weight is sharded", "ZeRO-3", "logitless.install")
 
 
+def test_a_weight_that_fsdp1_keeps_as_a_part_of_one_row():
+    weight = nn.Parameter(torch.zeros(V * H // 2))
+    weight._fsdp_flattened = True
+    for make in (lambda: ll.LMHead(weight), lambda: ll.LowRank(weight, WEIGHT)):
+        refused(ConfigError, make, "is sharded (FSDP, ", "logitless.install")
+    whole, bias = nn.Parameter(WEIGHT), nn.Parameter(BIAS)
+    whole._fsdp_flattened = bias._fsdp_flattened = True  # as FSDP1 gathers them
+    assert ll.LMHead(whole, bias).bias is bias
+
+
 @pytest.mark.parametrize(
     ("register", "kind"),
     [

@@ -21,7 +21,7 @@ T = TypeVar("T")
 STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
 COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves in a module
-SHARDED = ("full_tensor", "ds_id")  # weights of FSDP2 and ZeRO-3: whole only while the model runs
+SHARDED = ("full_tensor", "_fsdp_flattened", "ds_id")  # weights of FSDP and ZeRO-3: whole only while the model runs
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 

@@ -213,7 +213,7 @@ def _check_bias(bias: Tensor | None, weight: Weight) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
-    check_whole("LMHead: bias", bias)
+    check_whole("LMHead: bias", bias, matrix=False)
     rows = weight.shape[0]
     if tuple(bias.shape) != (rows,):
         raise ShapeError(f"LMHead: bias must have shape ({rows},), one per row, got {tuple(bias.shape)}")

@@ -51,11 +51,12 @@ class LowRank:
         object.__setattr__(self, "dropout", float(self.dropout))
 
 
-def check_whole(name: str, x: Tensor) -> None:
+def check_whole(name: str, x: Tensor, matrix: bool = True) -> None:
     """Raise ConfigError where a tensor is not all here as plain numbers: sharded or quantised."""
-    if type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
+    flat = matrix and x.dim() == 1 and hasattr(x, "_fsdp_flattened")  # FSDP1's, outside of forward
+    if flat or type(x).__name__ == "DTensor" or (x.numel() == 0 and hasattr(x, "ds_numel")):
         raise ConfigError(
-            f"{name} is sharded (FSDP2, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
+            f"{name} is sharded (FSDP, ZeRO-3 or tensor parallel), expected it whole; call the pass inside the head "
             "module's own forward, as logitless.install does, or gather the parameter first"
         )
     if x.layout is not torch.strided:
