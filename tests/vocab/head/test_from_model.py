@@ -187,6 +187,15 @@ def test_what_a_model_does_is_said_before_what_its_layer_is():
     refused(built("DoryForCausalLM", "DoryConfig"), "LMHead.of: DoryForCausalLM scales each entry's logit")
 
 
+@pytest.mark.parametrize("kind", ["Deberta", "DebertaV2"])
+def test_a_head_that_is_no_layer(kind):
+    """What DeBERTa calls its output embeddings then comes before the product with the vocabulary."""
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=1, legacy=False)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    refused(model, f"{kind}ForMaskedLM multiplies with its word embedding", "pass LMHead(word_embeddings.weight, bias)")
+
+
 def test_a_composite_model_of_unknown_habits_is_refused():
     """Around a text model that scales: what the outer forward does is anybody's guess."""
     text = SimpleNamespace(model_type="cohere", logit_scale=0.3)

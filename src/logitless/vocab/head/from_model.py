@@ -46,6 +46,7 @@ REFUSED = {
     "mobilebert": "joins two matrices into its head",
     **dict.fromkeys(("esm", "luke", "lxmert", "bridgetower", "perceiver"), "adds a bias that is not its head's"),
 }
+WITHOUT_LAYER = ("deberta", "deberta-v2")  # where their configuration says legacy=False
 # Whose hooks and forwards on a head gather its weight, make, move or watch it, and leave the logits as they are.
 HARMLESS = (
     "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "deepspeed", "accelerate", "transformers", "trl",
@@ -173,6 +174,11 @@ def transforms_of(
     kind = getattr(config, "model_type", "")
     if kind in REFUSED:
         raise ConfigError(f"LMHead.of: {name} {REFUSED[kind]}; pass LMHead(weight, bias) if your loss does not")
+    if kind in WITHOUT_LAYER and not getattr(config, "legacy", True):
+        raise ConfigError(
+            f"LMHead.of: {name} multiplies with its word embedding (legacy=False), expected an output head that is a "
+            "layer; pass LMHead(word_embeddings.weight, bias)"
+        )
     if kind in LEAVES_OUT:
         return 1.0, None, None
     scale, softcap, rows = _scale(text, kept or {}), _softcap(text, kept or {}), getattr(text, TRIMS, None)
