@@ -106,6 +106,21 @@ def test_a_second_derivative_is_refused_where_the_operators_own_backward_runs():
             torch.autograd.grad(compiled(hidden, weight), hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_heads_that_were_made_before_with_other_numbers(dynamic):
+    """Dynamo takes what differs, or with dynamic=True every number, for a variable."""
+    hidden, weight, labels = torch.randn(7, 6), torch.randn(33, 6), torch.randint(20, (7,))
+
+    def loss(head):
+        return ll.linear_cross_entropy(hidden, head, labels)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="eager", dynamic=dynamic)
+    for options in ((1.0, None, None), (0.5, 3.0, 30), (0.7, 4.0, 31), (0.9, 5.0, 32)):
+        head = ll.LMHead(weight, None, *options)
+        torch.testing.assert_close(compiled(head), loss(head))
+
+
 @pytest.mark.parametrize("what", ["sampled", "nucleus", "soft", "expected", "draft", "top_k", "softcap", "scale"])
 def test_other_sizes_and_numbers_than_the_first(what):
     """A second batch size, which dynamo then takes for a variable, and options that are arguments."""

@@ -54,7 +54,10 @@ def _unpacked(tensors: Sequence[Tensor], present: Sequence[bool]) -> list[Any]:
 
 
 def _key(call: Call) -> str:
-    """What an operator is told of a call beside its tensors, by name: options, heads and shard."""
+    """What an operator is told of a call beside its tensors, by name: options, heads and shard.
+
+    Numbers of a head are converted: dynamo may have symbols for those of one that was made outside of the graph.
+    """
     o = call.options
     said = (
         f"want={'+'.join(o.want)};temperature={o.temperature};ignore_index={o.ignore_index};top_k={o.top_k};"
@@ -64,12 +67,12 @@ def _key(call: Call) -> str:
     if call.reference is not None:
         said += f";{_of_head('reference', call.reference)}"
     if call.shard is not None:
-        said += f";group={call.shard.name};offset={call.shard.offset};total={call.shard.total}"
+        said += f";group={call.shard.name};offset={int(call.shard.offset)};total={int(call.shard.total)}"
     return said
 
 
 def _of_head(name: str, head: LMHead) -> str:
-    return f"{name}={head.scale},{head.softcap or 0.0},{head.vocab_size or 0}"
+    return f"{name}={float(head.scale)},{float(head.softcap or 0.0)},{int(head.vocab_size or 0)}"
 
 
 def _call_of(key: str, inputs: Inputs) -> Call:
