@@ -47,6 +47,19 @@ def test_auto_is_dense_up_to_the_budget():
         installed(threshold=0)
 
 
+def test_a_head_whose_weight_moves_with_each_call():
+    """While training, spectral_norm takes a step of its power iteration in each: as many as without us."""
+    own, ours = (tiny(tie_word_embeddings=False).train() for _ in range(2))
+    for model in (own, ours):
+        torch.manual_seed(0)
+        nn.utils.spectral_norm(model.lm_head)
+    logitless.install(ours)
+    batch = batch_for("")
+    for _ in range(2):
+        torch.testing.assert_close(ours(**batch).loss, own(**batch).loss)
+        assert torch.equal(ours.lm_head.weight_u, own.lm_head.weight_u)
+
+
 def in_four_bits(vocab: int, width: int) -> nn.Linear:
     """A head that looks and multiplies as bitsandbytes' own does."""
     q, code, absmax = torch.randint(16, (vocab, width)), torch.linspace(-1, 1, 16), torch.rand(vocab)

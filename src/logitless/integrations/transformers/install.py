@@ -31,6 +31,7 @@ from .lm_head import (
     capturing_hidden,
     causal_lm,
     entries_of,
+    evaluating,
     forward_with,
     output_head,
     replaced,
@@ -253,7 +254,8 @@ def _check(wrapped: nn.Module, model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder, whose loss is not shifted: use linear_cross_entropy")
     if not any(hasattr(getattr(head, "weight", None), mark) for mark in SHARDED):
-        LMHead.of(model)
+        with evaluating(head):  # while it trains, each look moves the weight that spectral_norm makes
+            LMHead.of(model)
     if is_masked(model):
         check_masked(model)
         return

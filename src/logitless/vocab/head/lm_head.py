@@ -148,7 +148,8 @@ class LMHead:
         `modules_to_save` copy), bare or under DDP or torch.compile. sparse: as the head's own. Look it up anew for
         every call: wrappers replace parameters. Raises ConfigError for a module without an output head, and for heads
         it does not know (DoRA, other adapters, trained quantised, sharded, with hooks or a replaced forward),
-        which it never ignores. A weight that a hook makes (weight_norm, spectral_norm, prune) is made anew.
+        which it never ignores. A weight that a hook makes (weight_norm, spectral_norm, prune) is made anew, as by
+        a call of the layer: while it trains, spectral_norm's moves with each.
         """
         parts = parts_of_model(module)
         return cls(
