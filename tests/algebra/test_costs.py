@@ -8,6 +8,7 @@ from logitless.algebra.costs import (
     ALIGNED,
     FUSED_WIDTH,
     MIB,
+    aligned,
     copied,
     dense_loss_bytes,
     fused_slices_of,
@@ -150,7 +151,8 @@ def test_slices_of_kernels_keep_to_the_budget(n, v, budget, heads, bases, conver
     assert 1 <= s.tokens <= n
     assert 1 <= s.width <= v
     tiles = heads + max(0, bases - 1)
-    least = tiles * (v + ALIGNED) if whole else tiles * (64 + ALIGNED)
+    row = -(-v // s.width) * aligned(s.width)  # of slices that all stay, each with room for the widest
+    least = tiles * row if whole else tiles * (64 + ALIGNED)
     assert s.nbytes <= max(budget, 4 * (least + converted * s.width + tiles * s.tokens * ALIGNED))
     if bases and not whole:
         assert s.width <= FUSED_WIDTH
