@@ -238,7 +238,8 @@ def fused_slices_of(
     if streamed:
         most = min(most, max(ALIGNED, streamed // (itemsize * tokens)))
     width = max(1, min(most, budget // (each * tokens + itemsize * converted)))
-    width = width if width < ALIGNED or width == vocab_size else width // ALIGNED * ALIGNED
+    whole_rows = width == vocab_size and each * tokens * aligned(width) + itemsize * converted * width <= budget
+    width = width if width < ALIGNED or whole_rows else width // ALIGNED * ALIGNED
     if processors and (beside or not bases):
         width = _width_in_waves(tokens, width, vocab_size, processors)
     return Slices(tokens, width, each * tokens * aligned(width) + itemsize * converted * width)
