@@ -102,7 +102,7 @@ def of_z_loss(x):
         (OptionError, "positive number of bytes", lambda: token_stats(HIDDEN, HEAD, LABELS, memory_budget=0.5)),
         (
             ShapeError,
-            r"candidates: .*'K'\), got \(\)",
+            r"candidates: .*, K\), got \(\)",
             lambda: token_stats(HIDDEN, HEAD, LABELS, candidates=np.int32(3)),
         ),
         (OptionError, r"Noise\(seeds, positions\)", lambda: draw(jnp.arange(4))),

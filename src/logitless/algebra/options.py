@@ -10,6 +10,15 @@ from numbers import Integral, Real
 from ..errors import OptionError
 from .stats import STATISTICS
 
+# What a call gives without `want`, and the option that asks for it.
+BY_REQUEST = {
+    "top_k": "top_k=k",
+    "top_k_ids": "top_k=k",
+    "top_k_logits": "top_k=k",
+    "candidates": "candidates=ids",
+    "candidate_logits": "candidates=ids",
+}
+
 
 def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candidates: bool = False) -> tuple[str, ...]:
     """The statistics' names, each once; `labels`, `reference` and `candidates` say whether the call has them."""
@@ -21,6 +30,7 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
         if name not in STATISTICS:
             near = difflib.get_close_matches(str(name), STATISTICS, 2)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = f"; pass {BY_REQUEST[name]}" if name in BY_REQUEST else hint
             raise OptionError(f"want: expected names among {', '.join(STATISTICS)}, got {name!r}{hint}")
         if STATISTICS[name].needs_label and not labels:
             raise OptionError(f"want: {name!r} needs labels, got None; pass labels, or leave {name!r} out of want")

@@ -46,7 +46,7 @@ def checked_call(
     if candidates is not None:
         width = jnp.shape(candidates)[-1:]
         if not width:
-            raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got ()")
+            raise ShapeError(f"candidates: expected shape ({', '.join([*map(str, lead), 'K'])}), got ()")
         candidates = _check_ids("candidates", candidates, (*lead, *width), vocab_size).reshape(n, *width)
     each = _check_temperature(temperature, lead, compute_dtype(hidden))
     options = replace(
@@ -112,7 +112,8 @@ def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -
     if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"hidden: expected (..., {weight.shape[1]}), the width of the {name}'s weight {weight.shape}, "
-            f"got {hidden.shape}"
+            f"got {hidden.shape}; give what the head is called with rather than its logits, and a weight (vocab, "
+            "hidden)"
         )
     rows = weight.shape[0]
     if axis_name is not None:

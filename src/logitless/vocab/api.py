@@ -20,7 +20,7 @@ from .call.lora import agreed, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_loss, flatten, flatten_inputs, flatten_whole_loss
+from .call.validate import check_loss, check_loss_fn, flatten, flatten_inputs, flatten_whole_loss
 from .dtypes import compute_dtype
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
@@ -139,6 +139,7 @@ def token_loss(
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
+    on_all(head, lambda: check_loss_fn(loss_fn))
     on_all(head, lambda: check_loss(reduction, per, hidden))
     alike = reduction, per
     call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden, per), alike=alike, **options)

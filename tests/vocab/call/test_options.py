@@ -32,6 +32,13 @@ def test_unknown_statistic(got, nearest):
     refused_everywhere(OptionError, fragments, want=got)
 
 
+@pytest.mark.parametrize(
+    ("got", "option"), [("top_k", "top_k=k"), ("top_k_ids", "top_k=k"), ("candidate_logits", "candidates=ids")]
+)
+def test_statistics_that_an_option_asks_for(got, option):
+    refused_everywhere(OptionError, ("want: expected names among", f"got {got!r}; pass {option}"), want=(got,))
+
+
 @pytest.mark.parametrize(("got", "nearest"), [("temprature", "'temperature'"), ("candidate", "'candidates'")])
 def test_unknown_option(got, nearest):
     args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)

@@ -60,8 +60,13 @@ def test_candidates_outside_the_vocabulary(got):
 
 @pytest.mark.parametrize("shape", [(2, 3, H + 1), (2, 3, 1), (H, 3), ()])
 def test_hidden_width(shape):
-    fragments = ("hidden: expected (..., 4)", "(9, 4)", f"got {shape}")
+    fragments = ("hidden: expected (..., 4)", "(9, 4)", f"got {shape}", "rather than its logits")
     refused_everywhere(ShapeError, fragments, hidden=torch.randn(shape))
+
+
+def test_a_weight_that_is_transposed():
+    fragments = ("hidden: expected (..., 9)", "(4, 9)", "got (2, 3, 4)", "a weight (vocab, hidden)")
+    refused_everywhere(ShapeError, fragments, head=ll.LMHead(WEIGHT.T))
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 2), (2, 3, 1), (2, 4), ()])
@@ -74,7 +79,7 @@ def test_label_shape(shape):
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 2), (2, 3, 1, 2), (2,)])
 def test_candidate_rank(shape):
-    fragments = ("candidates: expected shape (2, 3, 'K')", f"got {shape}")
+    fragments = ("candidates: expected shape (2, 3, K)", f"got {shape}")
     refused_everywhere(ShapeError, fragments, candidates=torch.zeros(shape, dtype=torch.long))
 
 
@@ -130,7 +135,11 @@ def test_reference_that_is_no_pair():
         ShapeError, ("reference: expected rows of logits or log-probs", "got (2, 3, 5)"), reference=hidden
     )
     refused_everywhere(OptionError, ("reference: expected (hidden, head)", "got LMHead"), reference=head)
-    refused_everywhere(DtypeError, ("expected an LMHead", "got Tensor", "LMHead.of"), reference=(hidden, head.weight))
+    refused_everywhere(
+        DtypeError, ("reference head: expected an LMHead", "got Tensor", "LMHead.of"), reference=(hidden, head.weight)
+    )
+    fragments = ("reference: expected (hidden, head)", "got Linear", "(hidden_states(model, batch), LMHead.of(model))")
+    refused_everywhere(OptionError, fragments, reference=nn.Linear(H, V))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
@@ -154,10 +163,31 @@ def test_hidden_dtype(dtype):
 
 
 def test_what_is_no_tensor():
-    refused_everywhere(DtypeError, ("hidden: expected a floating-point tensor", "got list"), hidden=HIDDEN.tolist())
+    fragments = ("hidden: expected a floating-point tensor", "got list", "hidden_states(model, batch)")
+    refused_everywhere(DtypeError, fragments, hidden=HIDDEN.tolist())
     refused_everywhere(DtypeError, ("labels: expected integer ids", "got list"), labels=LABELS.tolist())
     refused_everywhere(DtypeError, ("head: expected an LMHead", "got Tensor", "LMHead.of"), head=WEIGHT)
     refused_everywhere(DtypeError, ("head: expected an LMHead", "got Linear"), head=nn.Linear(H, V))
+
+
+def test_a_loss_that_is_no_function():
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    refused(
+        *(OptionError, lambda: ll.token_loss(*args, lambda s: s.logprob)),
+        *("loss_fn: expected a function", "got Tensor", "token_loss(loss_fn, hidden, head, labels)"),
+    )
+    refused(OptionError, lambda: ll.token_loss("nll", *args), "loss_fn: expected a function", "got str")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_error_of_the_loss_says_what_it_was_called_with(reduction):
+    args = (HIDDEN, ll.LMHead(WEIGHT), LABELS)
+    for loss_fn in (ll.losses.nll, lambda s: s.logprob * torch.ones(2, 3), lambda s, weights: s.logprob * weights):
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            ll.token_loss(loss_fn, *args, reduction=reduction)
+        (note,) = caught.value.__notes__
+        assert "loss_fn(stats, *inputs) with the statistics of 6 tokens and 0 inputs" in note
+        assert "\n" not in note
 
 
 def test_candidates_that_are_no_tensor():

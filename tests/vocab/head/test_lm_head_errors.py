@@ -18,7 +18,11 @@ from tests.support.vocab.refusing import BIAS, NAN, WEIGHT, H, V, refused
 HEADS = {
     "weight of one dimension": (ShapeError, {"weight": WEIGHT[0]}, ("(vocab, hidden)", "got (4,)")),
     "weight of three dimensions": (ShapeError, {"weight": WEIGHT[None]}, ("(vocab, hidden)", "got (1, 9, 4)")),
-    "weight that is a module": (ShapeError, {"weight": nn.Linear(H, V)}, ("(vocab, hidden)", "got Linear")),
+    "weight that is a module": (
+        ShapeError,
+        {"weight": nn.Linear(H, V)},
+        ("(vocab, hidden)", "got Linear; use LMHead.of(module)"),
+    ),
     "weight of no rows": (ShapeError, {"weight": WEIGHT[:0]}, ("weight has no rows",)),
     "weight of integers": (DtypeError, {"weight": WEIGHT.to(torch.int8)}, ("floating point", "got torch.int8")),
     "short bias": (ShapeError, {"bias": BIAS[1:]}, ("bias must have shape (9,)", "got (8,)")),

@@ -37,7 +37,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     """The checked call, its tensors flat; the adapters' products of hidden (`lora.with_lora`) are to come."""
     _refuse_functorch()
     o = _with_defaults(options)
-    lead = _check_hidden("hidden", hidden, head)
+    lead = _check_hidden(hidden, head)
     _refuse_dtensors(hidden=hidden, labels=labels, **{name: o[name] for name in ("temperature", "candidates")})
     _refuse_duals(hidden, head.weight_tensor, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
@@ -106,6 +106,15 @@ def compilable(hidden: Tensor, head: LMHead) -> int:
     """The call's logits; 0 where nothing is to be compiled: in a caller's graph, or of tensors without numbers."""
     plain = not torch.compiler.is_compiling() and type(hidden) is Tensor and current_sizing() is None
     return hidden.shape[:-1].numel() * head.rows if plain else 0
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise OptionError where a loss is no function."""
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn: expected a function of (stats, *inputs), got {type(loss_fn).__name__}; it comes first: "
+            "token_loss(loss_fn, hidden, head, labels)"
+        )
 
 
 def check_loss(reduction: str, per: str, hidden: Tensor) -> None:
@@ -219,19 +228,25 @@ def _refuse_dtensors(**given: Any) -> None:
             )
 
 
-def _check_hidden(name: str, hidden: Tensor, head: LMHead) -> tuple[int, ...]:
+def _check_hidden(hidden: Tensor, head: LMHead, of: str = "") -> tuple[int, ...]:
     if not isinstance(head, LMHead):
-        raise DtypeError(f"head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)")
+        raise DtypeError(
+            f"{of}head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)"
+        )
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
         got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise DtypeError(f"{name}: expected a floating-point tensor, got {got}")
+        raise DtypeError(
+            f"{of}hidden: expected a floating-point tensor, got {got}; of a transformers model it is "
+            "hidden_states(model, batch)"
+        )
     if hidden.dim() == 0 or hidden.shape[-1] != head.hidden_size:
         raise ShapeError(
-            f"{name}: expected (..., {head.hidden_size}), the width of the head's weight "
-            f"{tuple(head.weight.shape)}, got {tuple(hidden.shape)}"
+            f"{of}hidden: expected (..., {head.hidden_size}), the width of the {of}head's weight "
+            f"{tuple(head.weight.shape)}, got {tuple(hidden.shape)}; give what the head is called with rather than its "
+            "logits, and a weight (vocab, hidden)"
         )
     if hidden.device != head.weight.device:
-        raise DeviceError(f"{name} is on {hidden.device}, the head on {head.weight.device}; move one of them")
+        raise DeviceError(f"{of}hidden is on {hidden.device}, the {of}head on {head.weight.device}; move one of them")
     return tuple(hidden.shape[:-1])
 
 
@@ -241,7 +256,8 @@ def _check_candidates(candidates: Tensor | None, lead: tuple[int, ...], hidden: 
     if not isinstance(candidates, Tensor):
         raise DtypeError(f"candidates: expected integer ids in a tensor, got {type(candidates).__name__}")
     if candidates.dim() != len(lead) + 1:
-        raise ShapeError(f"candidates: expected shape {(*lead, 'K')}, got {tuple(candidates.shape)}")
+        expected = ", ".join([*map(str, lead), "K"])
+        raise ShapeError(f"candidates: expected shape ({expected}), got {tuple(candidates.shape)}")
     width = candidates.shape[-1]
     return _check_ids("candidates", candidates, (*lead, width), hidden).reshape(math.prod(lead), width)
 
@@ -318,14 +334,16 @@ def _check_reference(
             got = tuple(reference.shape)
             raise ShapeError(f"reference: expected rows of logits or log-probs, {(*lead, head.rows)}, got {got}")
         return None, None, RowsOfReference(reference.detach().reshape(math.prod(lead), head.rows))
-    if callable(reference):
+    module = isinstance(reference, torch.nn.Module)  # callable, too, but not with tokens and entries
+    if callable(reference) and not module:
         return None, None, RowsOfReference(reference)
-    if not (isinstance(reference, tuple) and len(reference) == 2):
+    if module or not (isinstance(reference, tuple) and len(reference) == 2):
         raise OptionError(
-            f"reference: expected (hidden, head), rows of logits or what reads them, got {type(reference).__name__}"
+            f"reference: expected (hidden, head), rows of logits or what reads them, got {type(reference).__name__}; "
+            "of a transformers model it is (hidden_states(model, batch), LMHead.of(model))"
         )
     ref_hidden, ref_head = reference
-    ref_lead = _check_hidden("reference hidden", ref_hidden, ref_head)
+    ref_lead = _check_hidden(ref_hidden, ref_head, of="reference ")
     if ref_lead != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
     if ref_head.rows != head.rows and not _is_draft(head, ref_head):

@@ -185,7 +185,8 @@ def _check_weight(weight: Weight, shard: VocabShard | None) -> None:
         check_whole("LMHead: weight", weight)
     if not isinstance(weight, Weight) or len(weight.shape) != 2:
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}")
+        hint = "; use LMHead.of(module)" if isinstance(weight, torch.nn.Module) else ""
+        raise ShapeError(f"LMHead: weight must be a (vocab, hidden) tensor, got {got}{hint}")
     if not weight.dtype.is_floating_point:
         raise DtypeError(f"LMHead: weight must be floating point, got {weight.dtype}; dequantise it first")
     if shard is None and weight.shape[0] == 0:

@@ -91,9 +91,7 @@ def _loss_at_once(loss_fn: LossFn, seen: Seen, numbers: dict[str, Tensor], extra
     call, every = seen.call, seen.every
     shown = TokenStats({name: seen.numbers(name, call.rows(x, every), every) for name, x in numbers.items()})
     with full_precision(call.inputs.hidden.device.type):  # as where a chunk's loss is formed in the pass
-        loss = loss_fn(shown, *(x[seen.units(every)].clone() for x in extra))
-    _check_loss(loss, seen.losses(every), seen.unit)
-    return loss
+        return _evaluated(loss_fn, shown, [x[seen.units(every)].clone() for x in extra], seen.losses(every), seen.unit)
 
 
 def _finish(
@@ -237,8 +235,7 @@ class _Caller:
                 part = x.detach()[units].clone()
                 parts.append(part if full is None else part.to(full.dtype).requires_grad_())
             shown = {name: self.seen.numbers(name, x, rows) for name, x in leaves.items()}
-            loss = self.loss_fn(TokenStats(shown), *parts)
-            _check_loss(loss, self.seen.losses(rows), self.seen.unit)
+            loss = _evaluated(self.loss_fn, TokenStats(shown), parts, self.seen.losses(rows), self.seen.unit)
             summed = (loss.to(self.scale.dtype) * _part(self.scale, units)).sum()
         self.total += summed.detach()
         if not summed.requires_grad:
@@ -252,6 +249,20 @@ class _Caller:
             if g is not None:
                 full[units] = g.to(full.dtype)
         return {name: g for name, g in zip(named, found, strict=False) if g is not None}
+
+
+def _evaluated(loss_fn: LossFn, stats: TokenStats, parts: list[Tensor], n: int, unit: str) -> Tensor:
+    """The caller's losses of `n` tokens or sequences; an error in them has a note on what they were made from."""
+    try:
+        loss = loss_fn(stats, *parts)
+    except Exception as error:
+        error.add_note(
+            f"token_loss calls loss_fn(stats, *inputs) with the statistics of {n} {unit}s and {len(parts)} inputs: it "
+            f"reads stats.logprob and so on; what is one number per {unit} goes through inputs="
+        )
+        raise
+    _check_loss(loss, n, unit)
+    return loss
 
 
 def _check_loss(loss: object, n: int, unit: str) -> None:
