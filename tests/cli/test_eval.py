@@ -50,6 +50,14 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
     assert parse(EvalConfig, prog="x", description=command.DESCRIPTION, arguments=given.split()) == expected
 
 
+@pytest.mark.parametrize("words", ["eval", "score"])
+def test_help_names_what_data_may_be(words, capsys):
+    with pytest.raises(SystemExit):
+        main([words, "--help"])
+    told = capsys.readouterr().out
+    assert all(kind in told for kind in ("jsonl", "parquet", "conversations", "`datasets`"))
+
+
 def test_a_table_for_people_and_json_for_machines(micro_evaluated, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("texts.jsonl").write_text('{"text": "one text, and then the end"}\n{"title": "x"}\n{"text": "another"}\n')

@@ -24,7 +24,8 @@ class EvalConfig(TextOptions):
     """Options of `logitless eval`; the command line mirrors them. Raises OptionError from `check`."""
 
     data: str | None = None
-    """The text: a text file or folder, a jsonl or parquet file with a text column, or a `datasets` directory."""
+    """The text: a text file or folder, a jsonl or parquet file with a text column or conversations (messages, or prompt
+    and completion), whose answers are evaluated, or a `datasets` directory."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness in the place of --data: its names, or YAML files, with spaces or commas between.
     It is installed by itself, `pip install lm-eval`."""
