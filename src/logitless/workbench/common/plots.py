@@ -55,9 +55,9 @@ def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> Non
         axes.annotate(
             f"{record['held_out_loss']:.2f}",
             (record["step"], record["held_out_loss"]),
-            (-7 if last else 7, -13),
+            (8, -3) if last else (7, -13),  # the last beside the axes, where no line runs
             textcoords="offset points",
-            ha="right" if last else "left",
+            ha="left",
             color=DENSE,
             fontsize=8,
         )
