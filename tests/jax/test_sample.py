@@ -1,6 +1,7 @@
 """`logitless.jax.sample_tokens` against the dense float64 oracle, against torch's, and as a distribution."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
 from logitless.errors import NotFiniteError, OptionError  # noqa: E402
-from logitless.jax import LMHead, Noise, SampleRecord, sample_tokens  # noqa: E402
+from logitless.jax import LMHead, Noise, SampleRecord, linear_topk, sample_tokens  # noqa: E402
 from logitless.jax.sampling.record import names  # noqa: E402
 from tests.support.jax.comparing import array  # noqa: E402
 from tests.support.sample.dense import dense_record, some_noise  # noqa: E402
@@ -97,6 +98,26 @@ def test_temperature_per_token():
     temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 3 + [0.0], dtype=torch.float64)
     with jax.enable_x64(True):
         compare(*operands(), some_noise((N,)), 1e-10, temperature=temperature, top_p=0.9)
+
+
+@pytest.mark.parametrize("v", [3, 3_000])
+def test_zeros_of_either_sign_are_equal(v):
+    """lax.top_k puts -0.0 behind 0.0."""
+    zeros = jnp.full((v, 1), -1.0).at[1].set(-0.0).at[v - 1].set(0.0)
+    record = sample_tokens(jnp.ones((1, 1)), LMHead(zeros), temperature=0, keep=2)
+    assert record.token.tolist() == [1]
+    assert record.topk_ids.tolist() == [[1, v - 1]]
+    assert linear_topk(jnp.ones((1, 1)), LMHead(zeros), 2).ids.tolist() == [[1, v - 1]]
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.inf, 1e-37, True])
+def test_temperatures_over_which_float32_holds_no_logit(temperature):
+    draw = partial(sample_tokens, jnp.ones((2, 1)), LMHead(jnp.arange(3.0)[:, None]), Noise(1, 0), keep=1)
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number from 1e-30 on, got"):
+        draw(temperature=temperature)
+    with pytest.raises(OptionError, match=r"temperature: expected finite values, 0 \(greedy\) or at least 1e-30"):
+        draw(temperature=jnp.asarray([0.0, -1.0 if temperature is True else temperature]))
+    assert draw(temperature=1e-30).behaviour_logprob.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("rules", [{}, pytest.param({"top_p": 0.999}, marks=pytest.mark.slow)])

@@ -25,9 +25,11 @@ def test_k():
     refused(OptionError, call(k=0), "embeddings: expected the tables", "k=0")
 
 
-@pytest.mark.parametrize("tau", [0, -0.5, float("nan"), float("inf"), "1", None, True])
-def test_tau(tau):
-    refused(OptionError, call(tau=tau), "tau: expected a positive number", repr(tau))
+@pytest.mark.parametrize("k", [3, 0])
+@pytest.mark.parametrize("tau", [0, -0.5, 1e-38, float("nan"), float("inf"), "1", None, True])
+def test_tau(tau, k):
+    refused(OptionError, call(tau=tau, k=k, embeddings=(TABLE,)), "tau: expected a number from 1e-30 on", repr(tau))
+    assert call(tau=1e-30, k=k, embeddings=(TABLE,))().embedded[0].isfinite().all()
 
 
 @pytest.mark.parametrize("k", [3, 0])

@@ -139,10 +139,14 @@ def test_bad_input_is_refused():
     prompts, mask, seeds = batch()
     with pytest.raises(ShapeError, match="expected prompts"):
         generate(model.reader(), prompts, mask[:, :-1], seeds, Sampling(T))
+    for none in (prompts[:0], mask[:0], seeds[:0]), (prompts[:, :0], mask[:, :0], seeds):
+        with pytest.raises(ShapeError, match=r"B and P at least 1, got \((0, 3|2, 0)\)"):
+            generate(model.reader(), *none, Sampling(T))
     with pytest.raises(OptionError, match="mask: expected prompts that are padded on the left"):
         generate(model.reader(), prompts, mask.flip(1), seeds, Sampling(T))
     for wrong, words in (
-        ({"steps": 0}, "steps: expected"),
+        ({"steps": 0}, "steps: expected a whole number of at least 1, got 0"),
+        ({"steps": 2.5}, "steps: expected a whole number of at least 1, got 2.5"),
         ({"steps": 2, "carry": "magic"}, "carry: expected one of"),
         ({"steps": 2, "most_sweeps": -1}, "most_sweeps: expected"),
     ):

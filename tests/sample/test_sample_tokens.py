@@ -101,16 +101,30 @@ def test_under_autocast():
     )
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e39, True, "1"])
-def test_temperatures_that_no_float32_holds(temperature):
-    """3e38 is one, at which every entry is as likely as any other."""
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e39, 1e-37, True, "1"])
+def test_temperatures_over_which_float32_holds_no_logit(temperature):
+    """3e38 is one, at which every entry is as likely as any other, and 1e-30, at which the best one is certain."""
     hidden, head = torch.randn(3, 8), ll.LMHead(torch.randn(11, 8))
-    with pytest.raises(
-        OptionError, match=r"temperature: expected a number of 0 \(greedy\) or more, at most 3.4e\+38, got"
-    ):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..3.4e\+38, got"):
         ll.sample_tokens(hidden, head, temperature=temperature, noise=some_noise((3,)))
+    with pytest.raises(OptionError, match=r"temperature: expected finite values, 0 \(greedy\) or at least 1e-30"):
+        ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, 1e-37]), noise=some_noise((3,)))
+    for rules in ({}, {"top_p": 0.9}, {"top_k": 2}):
+        cold = ll.sample_tokens(hidden, head, temperature=1e-30, noise=some_noise((3,)), **rules)
+        assert cold.token.equal(ll.sample_tokens(hidden, head, temperature=0.0).token)
+        assert cold.behaviour_logprob.tolist() == [0.0] * 3
     drawn = ll.sample_tokens(hidden, head, temperature=3e38, noise=some_noise((3,)))
     assert drawn.logsumexp_at_temperature.tolist() == pytest.approx([math.log(11)] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 70}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 1e-3, "order": "vllm"}])
+def test_under_another_default_device(rules):
+    (hidden, head), noise = problem(), some_noise((N,))
+    expected = ll.sample_tokens(hidden, head, noise=noise, **rules)
+    with torch.device("meta"):
+        found = ll.sample_tokens(hidden, head, noise=noise, **rules)
+    assert found.token.equal(expected.token)
+    assert found.behaviour_logprob.equal(expected.behaviour_logprob)
 
 
 def test_temperature_per_token():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -13,6 +14,7 @@ Array = Any
 Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
+COLDEST = 1e-30  # a temperature over which fp32 still holds logits of 1e8
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,17 @@ class Rules:
         """How many of the best entries to hold: mostly the rules end, or the drawn token lies, among them."""
         return min(vocab_size, max(keep, min(self.top_k or RETAINED, MOST_RETAINED)))
 
-    def kept_of(self, x: Array, logsumexp: Array, xp: Any, wide: Any) -> Array:
+    def kept_of(self, x: Array, logsumexp: Array, xp: Any, widened: Callable[[Array], Array] = lambda x: x) -> Array:
         """How many of the sorted scaled logits x (n, R) are kept, (n,); `logsumexp` (n,) is of the whole row.
 
-        xp: the array namespace; wide: the dtype in which shares are added up.
+        xp: the array namespace; widened: numbers as shares of them are added up.
         """
         keep = self._before_top_p(x, xp)
         if self.top_p < 1:
             if self.top_k or self.min_p_first:
                 best = x[:, :1]
                 logsumexp = best[:, 0] + xp.log(xp.where(keep, xp.exp(x - best), 0.0).sum(1))
-            p = xp.exp(xp.asarray(x - logsumexp[:, None], dtype=wide))
+            p = xp.exp(widened(x - logsumexp[:, None]))
             keep = keep & (xp.cumsum(p, 1) - p < self.top_p)
         if self.min_p:
             keep = keep & self.near_best(x, x[:, :1])

@@ -62,8 +62,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.carry not in CARRIES:
             raise OptionError(f"carry: expected one of {', '.join(CARRIES)}, got {self.carry!r}")
-        if self.steps < 1:
-            raise OptionError(f"steps: expected at least 1, got {self.steps}")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise OptionError(f"steps: expected a whole number of at least 1, got {self.steps!r}")
         if self.most_sweeps is not None and self.most_sweeps < 0:
             raise OptionError(f"most_sweeps: expected 0 or more, got {self.most_sweeps}")
 
@@ -140,9 +140,9 @@ def generate(
 
 
 def _check(prompts: Tensor, mask: Tensor, seeds: Tensor) -> None:
-    if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1]:
+    if prompts.shape != mask.shape or prompts.dim() != 2 or seeds.shape != prompts.shape[:1] or 0 in prompts.shape:
         got = ", ".join(str(tuple(x.shape)) for x in (prompts, mask, seeds))
-        raise ShapeError(f"generate: expected prompts (B, P), mask (B, P) and seeds (B,), got {got}")
+        raise ShapeError(f"generate: expected prompts and mask (B, P) and seeds (B,), B and P at least 1, got {got}")
     if not mask[:, -1:].bool().all():  # its last position's state would be what the first token is drawn from
         raise OptionError("mask: expected prompts that are padded on the left, got one that ends with padding")
 

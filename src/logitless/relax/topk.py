@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ..algebra.rules import COLDEST
 from ..errors import NotFiniteError, OptionError
 from ..vocab.face import LMHead, Noise, check_logits, explain, first_on_all, on_all, token_stats
 from .full import soft_whole
@@ -107,8 +108,10 @@ def _check(
     hidden: Tensor, head: LMHead, tau: float, k: int, embeddings: tuple[Tensor, ...], memory_budget: int | None
 ) -> None:
     explain(hidden, head, want=("logsumexp",), memory_budget=memory_budget)  # checks its arguments, computes nothing
-    if isinstance(tau, bool) or not isinstance(tau, Real) or not 0 < tau < math.inf:
-        raise OptionError(f"tau: expected a positive number, got {tau!r}; small ones are nearly hard, large ones flat")
+    if isinstance(tau, bool) or not isinstance(tau, Real) or not COLDEST <= tau < math.inf:
+        raise OptionError(
+            f"tau: expected a number from {COLDEST} on, got {tau!r}; small ones are nearly hard, large ones flat"
+        )
     if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= head.rows:
         raise OptionError(f"k: expected a whole number in 0..{head.rows} (the vocabulary; 0 is all of it), got {k!r}")
     if not isinstance(embeddings, tuple):

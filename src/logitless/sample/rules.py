@@ -27,7 +27,7 @@ class Rules(rules.Rules):
 
     def prefix(self, x: Tensor, logsumexp: Tensor) -> Tensor:
         """How many of the sorted scaled logits x (n, R) are kept, (n,); `logsumexp` (n,) is of the whole row."""
-        return self.kept_of(x, logsumexp, torch, torch.float64)
+        return self.kept_of(x, logsumexp, torch, Tensor.double)
 
     def kept(self, x: Tensor, logsumexp: Tensor) -> Kept:
         """What is kept of a whole row of scaled logits x (V,), at most 0: `prefix`, without a sort.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price
-from ..algebra.rules import Order
+from ..algebra.rules import COLDEST, Order
 from ..errors import OptionError, ShapeError
 from ..vocab.face import (
     Call,
@@ -161,13 +161,16 @@ def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Te
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
         most = torch.finfo(dtype).max
-        if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature <= most:
+        number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+        if not number or not (temperature == 0 or COLDEST <= temperature <= most):
             raise OptionError(
-                f"temperature: expected a number of 0 (greedy) or more, at most {most:.3g}, got {temperature!r}"
+                f"temperature: expected 0 (greedy) or a number in {COLDEST}..{most:.3g}, got {temperature!r}"
             )
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
-    if not capturing(hidden) and not bool(((temperature >= 0) & temperature.isfinite()).all()):
-        raise OptionError("temperature: expected finite values of 0 (greedy) or more, got others")
+    if not capturing(hidden):
+        right = temperature.isfinite() & ((temperature == 0) | (temperature >= COLDEST))
+        if not bool(right.all()):
+            raise OptionError(f"temperature: expected finite values, 0 (greedy) or at least {COLDEST}, got others")
     try:
         return temperature.to(hidden.device).expand(lead)
     except RuntimeError:

@@ -16,6 +16,7 @@ def top_k(z: Array, k: int) -> TopEntries:
     Were one elsewhere, each of these blocks would have an entry before it: a higher one, or an equal one with a lower
     place.
     """
+    z = jnp.where(z == 0, 0.0, z)  # lax.top_k puts -0.0 behind 0.0
     block = 1 << max(0, round(math.log2(z.shape[1] / k) / 2))
     count = z.shape[1] // block
     if block < 8 or count <= k:

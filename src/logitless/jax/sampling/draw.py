@@ -183,7 +183,7 @@ def pick(
 ) -> Drawn:
     """A token of each row among those that the rules keep of these entries."""
     values, ids = entries
-    n_kept = rules.kept_of(x, log_s, jnp, x.dtype).astype(jnp.int32)
+    n_kept = rules.kept_of(x, log_s, jnp).astype(jnp.int32)
     x = jnp.where(jnp.arange(x.shape[1], dtype=jnp.int32) < n_kept[:, None], x, -jnp.inf)
     where = (x + keys.gumbel(ids)).argmax(1)[:, None]
     log_mass = jnp.minimum(jax.nn.logsumexp(x, 1) - log_s, 0)
