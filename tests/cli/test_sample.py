@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 
 import pyarrow.parquet as pq
@@ -87,6 +88,28 @@ def test_vllms_order(model, capsys):
         z = micro_model(initializer_range=0.3).eval()(torch.tensor([ids])).logits[0, -1:].double()
     kept = vllm_kept(z / 2, 0, 0.8, 0.3).log_softmax(-1)
     assert token["behaviour_logprob"] == pytest.approx(float(kept[0, token["id"]]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"temperature": 0.2, "top_k": 2, "top_p": 0.1, "min_p": 0.9},
+        {"typical_p": 0.2},
+        {"epsilon_cutoff": 0.1},
+        {"eta_cutoff": 0.9},
+        {"top_h": 0.2},
+        {"num_return_sequences": 2},
+    ],
+    ids=str,
+)
+def test_what_the_checkpoint_would_cut_off_is_drawn_too(own, model, tmp_path, capsys):
+    place = shutil.copytree(model, tmp_path / "model")
+    (place / "generation_config.json").write_text(json.dumps({"do_sample": True, **own}))
+    drawn = []
+    for directory in (model, place):
+        assert sample(directory, "--prompt", "abc", "--json", "-") == 0
+        drawn.append([(t["id"], t["behaviour_logprob"]) for t in told(capsys)["sequences"][0]["tokens"]])
+    assert drawn[0] == drawn[1]
 
 
 def test_seeds_and_batches(model, capsys):

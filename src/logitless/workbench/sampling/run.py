@@ -30,6 +30,7 @@ from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_tra
 from ..sources.tokenizer import chat_ids, reading
 from .config import SampleConfig
 
+OTHER_CUTS = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}  # none of them
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "order", "repetition_penalty")
 
 
@@ -171,7 +172,8 @@ def _complete(
         max_new_tokens=jobs[0].room,
         pad_token_id=pad,
         repetition_penalty=config.repetition_penalty,
-        **({"do_sample": True, **warm} if config.temperature else {"do_sample": False}),
+        num_return_sequences=1,
+        **({"do_sample": True, **warm, **OTHER_CUTS} if config.temperature else {"do_sample": False}),
         **({"stop_strings": list(config.stop), "tokenizer": tokenizer} if config.stop else {}),
     )
     record = out.record.map(Tensor.cpu)
