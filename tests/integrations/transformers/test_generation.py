@@ -306,6 +306,7 @@ def test_memory_holds_no_row_per_step():
         ({"dola_layers": "low"}, OptionError, "got dola_generation"),
         ({"prompt_lookup_num_tokens": 2}, OptionError, "got assisted_generation"),
         ({"stop_strings": ["x"]}, OptionError, "tokenizer"),
+        ({"token_healing": True, "tokenizer": object()}, OptionError, "expected no token_healing"),
         ({"seeds": torch.arange(2)}, ShapeError, "(3,)"),
         ({"keep": V + 1}, OptionError, "0..97"),
         ({"top_p": 0.0, "do_sample": True}, OptionError, "0 < p ≤ 1"),
@@ -318,6 +319,7 @@ def test_memory_holds_no_row_per_step():
             "got TypicalLogitsWarper last",
         ),
         ({"temperature": 0.0, "do_sample": True}, OptionError, "do_sample=False is greedy"),
+        ({"temperature": "1", "do_sample": True}, OptionError, "temperature: expected more than 0, got '1'"),
         ({"logits_processor": [lambda ids, z: z * math.nan]}, NotFiniteError, "logits processors"),
         ({"logits_processor": [lambda ids, z: z[:, 1:]]}, ShapeError, "(3, 97)"),
     ],
@@ -337,6 +339,8 @@ def test_bad_prompts():
         generate(tiny("llama"), {"input_ids": torch.ones(1, 65, dtype=torch.long)}, max_new_tokens=1)
     with pytest.raises(ShapeError, match="at least one token"):
         generate(tiny("llama"), {"input_ids": torch.zeros(1, 0, dtype=torch.long)})
+    with pytest.raises(ShapeError, match=r"expected input_ids \(B, P\), got shape \(3,\); pass input_ids\[None\]"):
+        generate(tiny("llama"), {"input_ids": torch.ones(3, dtype=torch.long)})
     with pytest.raises(DtypeError, match="by name"):
         generate(tiny("llama"), PROMPTS["input_ids"])
 

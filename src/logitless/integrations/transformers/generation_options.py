@@ -76,6 +76,8 @@ def padding(stopping_criteria: Any, config: Any) -> int | None:
 def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raises ShapeError, OptionError for what would fail later and in words of transformers'."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        raise ShapeError(f"inputs: expected input_ids (B, P), got shape {tuple(ids.shape)}; pass input_ids[None]")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return
     lengths = _lengths(ids, mask)
@@ -118,7 +120,8 @@ def check_rules(options: Mapping[str, Any], order: Order) -> None:
     given = {name: value for name, value in given.items() if value is not None}
     temperature = given.pop("temperature", 1.0)
     Rules(**given, order=order)
-    if options.get("do_sample", getattr(config, "do_sample", False)) and not 0 < temperature < math.inf:
+    positive = isinstance(temperature, int | float) and 0 < temperature < math.inf
+    if options.get("do_sample", getattr(config, "do_sample", False)) and not positive:
         raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
 
 
@@ -131,7 +134,7 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
     options = dict(options)
     strings, tokenizer = options.get("stop_strings", next(iter(found), None)), options.pop("tokenizer", None)
-    for name in ("assistant_model", "synced_gpus", "custom_generate"):
+    for name in ("assistant_model", "synced_gpus", "custom_generate", "token_healing"):
         if options.get(name):
             raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
     if strings is None:
