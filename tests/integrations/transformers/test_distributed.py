@@ -34,6 +34,7 @@ def test_however_the_model_is_wrapped(tmp_path):
     assert results["statistics"]["hidden"] <= ROUNDING  # hidden_states of a sharded model
     assert results["statistics"]["logprob"] <= ROUNDING  # and numbers of one's own through its head
     assert results["mixed precision"] == {"loss_dtype": "torch.float32", "grad_dtype": "torch.float32", "finite": True}
+    assert results["generated"] == [True, True]  # of unlike lengths
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m tests.support.integrations.ranks RESULTS.json
 import copy
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +177,31 @@ def mixed_precision(batch: dict[str, Tensor], items: int) -> dict[str, Any]:
     }
 
 
+def generated(batch: dict[str, Tensor]) -> list[bool]:
+    """Whether each rank's sharded model generates what a whole one does; rank 0's completions end first."""
+    prompts = {name: half(batch)[name] for name in ("input_ids", "attention_mask")}
+    length = prompts["input_ids"].shape[1] + 2 + 3 * dist.get_rank()
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "stopping_criteria": [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= length)],
+    }
+    expected = build().eval().generate(**prompts, **options)
+    out = logitless.generate(shard(build().eval(), "head"), prompts, **options)
+    equal = torch.equal(out.ids, expected) and torch.equal(out.ids[:, -out.record.shape[1] :], out.record.token.long())
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, equal and expected.shape[1] == length)
+    return found
+
+
 def main(place: str) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     torch.set_num_threads(1)
     batch = batch_for("", rows=ROWS)
     batch["labels"][0] = -100  # ranks with unlike numbers of tokens that count
     items = int((batch["labels"][:, 1:] != -100).sum())
-    results = {
+    results: dict[str, Any] = {
         how: wrapped(how, copy.deepcopy(batch), items)
         for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2")
     }
@@ -192,6 +211,7 @@ def main(place: str) -> None:
     results["first fsdp, install after"] = first_fsdp(batch, items, after=True)
     results["statistics"] = statistics(batch)
     results["mixed precision"] = mixed_precision(batch, items)
+    results["generated"] = generated(batch)
     if dist.get_rank() == 0:
         Path(place).write_text(json.dumps(results))
     leave()

@@ -23,6 +23,7 @@ from .generation_options import (
     check_rules,
     padding,
     plan_of,
+    ranks_in_step,
     require,
     with_stop_strings,
 )
@@ -124,17 +125,14 @@ class Recorder:
         seeds = _seeds(self.seeds, batch, input_ids.device)
         alive = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
         pad, outputs = padding(stopping_criteria, generation_config), None
+        in_step, ended = ranks_in_step(model), False
+        kept = {"keep": self.keep, "memory_budget": self.memory_budget}
         with recorded(model) as forward:
-            while bool(alive.any()):
+            while model._has_unfinished_sequences(ended, in_step, input_ids.device):
                 step = input_ids.shape[1] - first
-                forward.options = {
-                    "rules": rules,
-                    "temperature": temperature,
-                    "keep": self.keep,
-                    "noise": Noise(seeds, torch.full_like(seeds, step)),
-                    "memory_budget": self.memory_budget,
-                    "change": None if change is None else functools.partial(forward.changed, change, input_ids),
-                }
+                own = None if change is None else functools.partial(forward.changed, change, input_ids)
+                noise = Noise(seeds, torch.full_like(seeds, step))
+                forward.options = {"rules": rules, "temperature": temperature, "noise": noise, "change": own, **kept}
                 if outputs is None:
                     outputs = model._prefill(input_ids, generation_config, given)
                     self.record = _room(forward.drawn, batch, generation_config.max_length - first)
@@ -143,6 +141,8 @@ class Recorder:
                     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **given)
                     outputs = model(**inputs, return_dict=True)
                 given = model._update_model_kwargs_for_generation(outputs, given)
+                if ended:  # the other ranks' passes take their parameters from this one's, too
+                    continue
                 token = forward.drawn.token.long().to(input_ids.device)
                 token = token if pad is None else torch.where(alive, token, pad)
                 input_ids = torch.cat([input_ids, token[:, None]], 1)
@@ -151,6 +151,7 @@ class Recorder:
                     if self.streamer is not None:
                         self.streamer.put(token.cpu())
                     alive = alive & ~stopping_criteria(input_ids, None)
+                    ended = not bool(alive.any())
         if self.streamer is not None:
             self.streamer.end()
         if self.record is not None:

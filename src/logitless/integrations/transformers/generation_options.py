@@ -73,6 +73,11 @@ def padding(stopping_criteria: Any, config: Any) -> int | None:
     return int(torch.as_tensor(config.eos_token_id).flatten()[0])
 
 
+def ranks_in_step(model: Any) -> bool:
+    """Whether ranks go on until all of them have ended, as transformers has it where parameters are split over them."""
+    return model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]
+
+
 def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raises ShapeError, OptionError for what would fail later and in words of transformers'."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -154,6 +159,14 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "_update_model_kwargs_for_generation": (
         ("outputs", "model_kwargs"),
         ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
+    ),
+    "_has_unfinished_sequences": (
+        ("this_peer_finished", "synced_gpus", "device"),
+        ("this_peer_finished", "synced_gpus", "device"),
+    ),
+    "_extract_generation_mode_kwargs": (
+        ("custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
+        ("custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
     ),
 }
 
