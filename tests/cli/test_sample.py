@@ -99,6 +99,7 @@ def test_vllms_order(model, capsys):
         {"eta_cutoff": 0.9},
         {"top_h": 0.2},
         {"num_return_sequences": 2},
+        {"num_beams": 3},
     ],
     ids=str,
 )
@@ -110,6 +111,21 @@ def test_what_the_checkpoint_would_cut_off_is_drawn_too(own, model, tmp_path, ca
         assert sample(directory, "--prompt", "abc", "--json", "-") == 0
         drawn.append([(t["id"], t["behaviour_logprob"]) for t in told(capsys)["sequences"][0]["tokens"]])
     assert drawn[0] == drawn[1]
+
+
+def test_a_completion_ends_at_the_texts_of_the_checkpoint(model, tmp_path, capsys):
+    greedy = ("--prompt", "abc", "--temperature", "0", "--json", "-")
+    assert sample(model, *greedy) == 0
+    (free,) = told(capsys)["sequences"]
+    stop = next(token["text"] for token in free["tokens"] if token["text"].isalnum())
+    place = shutil.copytree(model, tmp_path / "model")
+    (place / "generation_config.json").write_text(json.dumps({"stop_strings": stop}))
+    assert sample(place, *greedy) == 0
+    (stopped,) = told(capsys)["sequences"]
+    assert stopped["finish"] == "ended by the model"
+    assert stopped["text"] == free["text"][: free["text"].index(stop) + 1]
+    assert sample(place, *greedy, "--stop", "no such text") == 0
+    assert told(capsys)["sequences"][0]["text"] == free["text"]
 
 
 def test_seeds_and_batches(model, capsys):

@@ -33,15 +33,17 @@ def test_a_temperature_without_do_sample_is_saved_again(tmp_path):
         {"exponential_decay_length_penalty": 3},
         {"do_sample": True, "top_p": "x"},
         {"repetition_penalty": 0},
+        {"stop_strings": 3},
     ],
     ids=str,
 )
-def test_values_that_generate_cannot_begin_with(said):
-    model = micro_model()
-    check_generation(model, "here")
+def test_values_that_generate_cannot_begin_with(said, tmp_path):
+    micro_directory(tmp_path)
+    model, tokenizer = micro_model(), pretrained(str(tmp_path)).saved
+    check_generation(model, tokenizer, "here")
     model.generation_config = GenerationConfig.from_dict(said)
     with pytest.raises(ConfigError, match=r"^--model here: generation_config\.json: .") as caught:
-        check_generation(model, "here")
+        check_generation(model, tokenizer, "here")
     assert "\n" not in str(caught.value)
 
 

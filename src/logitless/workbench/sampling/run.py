@@ -59,7 +59,7 @@ def run(
     source = _source(config)
     tokenizer = load_tokenizer(source).saved
     jobs = _jobs(config, prompts, tokenizer, reach(source.config))
-    model = _load(config, source)
+    model = _load(config, source, tokenizer)
     sequences, tables = [], []
     with _watched(jobs, tokenizer, console, screen) as on_step:
         for batch in _batches(jobs, config.batch_size):
@@ -85,10 +85,10 @@ def _source(config: SampleConfig) -> ModelSource:
     return source
 
 
-def _load(config: SampleConfig, source: ModelSource) -> Any:
+def _load(config: SampleConfig, source: ModelSource, tokenizer: Any) -> Any:
     """The model, on its device. Raises LogitlessError."""
     model = load_model(source, dtype=config.dtype)
-    check_generation(model, source.name)
+    check_generation(model, tokenizer, source.name)
     return model.eval().to(device_of(config.device))
 
 
@@ -173,11 +173,19 @@ def _complete(
         pad_token_id=pad,
         repetition_penalty=config.repetition_penalty,
         num_return_sequences=1,
+        num_beams=1,
+        stop_strings=list(_stops(config, model)) or None,
+        tokenizer=tokenizer,
         **({"do_sample": True, **warm, **OTHER_CUTS} if config.temperature else {"do_sample": False}),
-        **({"stop_strings": list(config.stop), "tokenizer": tokenizer} if config.stop else {}),
     )
     record = out.record.map(Tensor.cpu)
     return [record[row] for row in range(len(jobs))]
+
+
+def _stops(config: SampleConfig, model: Any) -> tuple[str, ...]:
+    """The texts that end a completion: those of `--stop`, or the model's own."""
+    own = model.generation_config.stop_strings or ()
+    return config.stop or ((own,) if isinstance(own, str) else tuple(own))
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
@@ -190,7 +198,7 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 def _named(config: SampleConfig, job: Job, about: dict[str, Any], ends: list[int]) -> dict[str, Any]:
     """A sequence with its prompt, and why it ended."""
     last, count = about["tokens"][-1]["id"], len(about["tokens"])
-    if last in ends:
+    if last in ends or (count < job.room and not config.stop):  # at an id, or at a text of its own
         finish = "ended by the model"
     elif config.stop and (count < job.room or any(text in about["text"] for text in config.stop)):
         finish = "ended by --stop"

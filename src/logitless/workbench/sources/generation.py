@@ -22,13 +22,17 @@ def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
     _make_valid(model.generation_config)
 
 
-def check_generation(model: Any, name: str) -> None:
+def check_generation(model: Any, tokenizer: Any, name: str) -> None:
     """ConfigError where transformers can make nothing of what `generate` of this model begins with."""
     import torch
 
+    from ...integrations.transformers.generation_options import with_stop_strings
+
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    alone = {"max_new_tokens": 1, "custom_generate": lambda model, ids, **_: ids}
     try:
-        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1, custom_generate=lambda model, ids, **_: ids)
+        stop = with_stop_strings({"tokenizer": tokenizer}, model.generation_config)
+        model.generate(ids, attention_mask=ids + 1, **alone, **stop)
     except Exception as error:  # of each option's own code
         raise ConfigError(f"--model {name}: generation_config.json: {in_one_line(error, 300)}") from None
 
