@@ -274,6 +274,17 @@ def _die_after_the_other(place: Path) -> None:
     Records.write = then_die
 
 
+def test_what_the_harness_says_in_its_own_way(micro, tmp_path, monkeypatch, capfd):
+    """git's complaint that there is no repository here; a ValueError; and what a refused run has written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"^--num-fewshot 5000: more examples than a task has to show: give a lower"):
+        run(options(micro, tmp_path / "e", num_fewshot=5000, json=tmp_path / "new" / "e.json"))
+    assert list(tmp_path.iterdir()) == []
+    run(options(micro, tmp_path / "e", tasks=(WORD,), limit=2, json=tmp_path / "new" / "e.json"))
+    assert json.loads((tmp_path / "new" / "e.json").read_text())["requests"] == 2
+    assert "fatal" not in capfd.readouterr().err
+
+
 def test_tasks_that_cannot_be_loaded(micro, tmp_path):
     with pytest.raises(DataError, match=r"--tasks hellaswagg: lm-eval has no task .* did you mean .*hellaswag"):
         run(options(micro, tmp_path / "e", tasks=(f"{CHOICE},hellaswagg",)))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from logitless.errors import ConfigError, DataError, NotFiniteError, OptionError
 from logitless.models.positions import scale
@@ -155,9 +156,9 @@ def test_an_unfinished_run_goes_on_with_the_same_options_only(micro, whole, tmp_
 CHANGES = {
     "the content of .*a.jsonl": lambda place: edit(place / "a.jsonl", "a", "b"),
     "the tokenizer": lambda place: edit(place / "model" / "tokenizer.json", '"Ġ"', '"ġ"'),
-    "the chat template": lambda place: edit(place / "model" / "chat_template.jinja", "role", "rule"),
-    "the weights model.safetensors of .*": lambda place: flip(place / "model" / "model.safetensors"),
-    "the model's config": lambda place: edit(
+    "chat_template.jinja of --model .*": lambda place: edit(place / "model" / "chat_template.jinja", "role", "rule"),
+    "model.safetensors of --model .*": lambda place: flip(place / "model" / "model.safetensors"),
+    "config.json of --model .*": lambda place: edit(
         place / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'
     ),
     "the content of .*data-00000.*arrow": lambda place: edit(next((place / "table").glob("*.arrow")), "xyz", "xyy"),
@@ -428,6 +429,35 @@ def test_nothing_else_is_among_the_parts(micro, tmp_path, option, name):
     with pytest.raises(OptionError, match=f"--{option} .* is among what the run itself writes into"):
         run(replace(given, **{option: str(place) if option == "data" else place}))
     assert not list(folder.iterdir())
+
+
+def test_texts_that_the_tokenizer_cannot_read_are_passed_over(micro, tmp_path):
+    """One of words has no id for a word: the whole run ended there, with no document's name."""
+    shutil.copytree(micro, tmp_path / "model")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    saved = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", chat_template=template)
+    saved.save_pretrained(tmp_path / "model")
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": x}]} for x in "bc"]
+    rows = [{"text": "a b a"}, {"text": "a c"}, {"text": "b a"}, *chats]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run(config(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    assert (summary["documents"], summary["scored_tokens"]) == (5, 2 + 1 + 1)
+    assert [x["name"] for x in summary["skipped_documents"]] == [f"{tmp_path}/a.jsonl:{line}" for line in (2, 5)]
+    for skipped in summary["skipped_documents"]:
+        assert skipped["why"].startswith(f"the tokenizer at {tmp_path}/model cannot read this text: WordLevel error")
+
+
+def test_folders_that_nothing_is_written_into_are_taken_away(micro, tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    there = tmp_path / "there"
+    there.mkdir()
+    for place in (there, tmp_path / "new" / "deep"):
+        given = config(micro, tmp_path / "a.txt", place / "a.parquet", json=tmp_path / "new" / "b" / "a.json")
+        with pytest.raises(DataError, match="no token to score in 1 document"):
+            run(given)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "there"]
 
 
 @pytest.mark.parametrize(

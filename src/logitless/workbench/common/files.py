@@ -146,6 +146,21 @@ def _replaces(path: Path, read: Path) -> bool:
         return False  # whoever reads it says what is wrong
 
 
+@contextmanager
+def folders_for(paths: Iterable[Path]) -> Iterator[None]:
+    """Makes the folders that files are to lie in; those that are empty at the end are taken away again."""
+    made: set[Path] = set()
+    try:
+        for path in paths:
+            made |= {folder for folder in path.parents if not folder.exists()}
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in sorted(made, key=lambda folder: len(folder.parts), reverse=True):
+            with suppress(OSError):  # something lies there
+                folder.rmdir()
+
+
 def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) -> None:
     """OptionError for a path, by the name of its option, that is or lies in what is written into a folder anyway.
 

@@ -52,6 +52,11 @@ class Certainty:
         return {"of": self.unit, **self.calibration.summary(), "entropy": found}
 
 
+def record_files(folder: Path) -> list[Path]:
+    """Where several runs and ranks wrote their records."""
+    return sorted(folder.glob(f"{Path(RECORDS).stem}*.jsonl"))
+
+
 class Gathered:
     """The records that several runs and ranks wrote, by the question that they answer."""
 
@@ -61,7 +66,7 @@ class Gathered:
         self.folder, self.damaged = folder, 0  # lines that were changed or are unfinished
         self.answers: dict[str, Any] = {}  # the newest of each question
         self.places: dict[str, list[tuple[Path, int]]] = {}
-        for path in sorted(folder.glob(f"{Path(RECORDS).stem}*.jsonl")):
+        for path in record_files(folder):
             for start, record in read_records(path):
                 if record is None:
                     self.damaged += 1

@@ -36,7 +36,7 @@ def measure(config: EvalConfig, subject: Subject) -> Measure:
         _beside(config, subject, model),
         lambda rows: _sums(rows, config.top_k) | _compared(rows),
         finite={"logsumexp": "model", "jsd": "against"},
-        others=(other,),
+        others={"against": other},
     )
 
 

@@ -6,20 +6,22 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ...errors import ConfigError, DataError, in_one_line
+from ...errors import ConfigError, DataError, OptionError, in_one_line
 from ...hashes import hash_of
+from ...integrations.transformers.lm_head import replaced
 from ...resident import peak_bytes, reset_peak
 from ...units import plural
 from ...versions import versions
 from ..common.device import device_of
+from ..common.files import folders_for
 from ..common.say import quiet, say
 from ..scoring.parts import Parts
 from ..scoring.run import explained, identities, joined, sum_over_ranks
@@ -27,7 +29,7 @@ from ..scoring.summary import finished
 from ..sft.default_model import default_model
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
-from .answers import RECORDS, Gathered, conclude_answers
+from .answers import RECORDS, Gathered, conclude_answers, record_files
 from .config import EvalConfig
 from .page import page_of_tasks, write_pages
 
@@ -47,12 +49,16 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
     console = console or Console(stderr=True)
     quiet()
     tasks = _load(config.tasks)
+    with folders_for(config.written()):
+        return _run_tasks(config, tasks, console)
+
+
+def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[str, Any]:
     rank, ranks = joined()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "evaluate")
     tokenizer, device = load_tokenizer(source), device_of(config.device, rank)
     model = load_model(source, dtype=config.dtype, length=config.context_length or 1).eval().to(device)
-    config.folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(config.place)
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
         if rank == 0 and parts.open(_manifest(config, source, tokenizer)):
@@ -60,8 +66,8 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
         sum_over_ranks(0)  # the folder is there
         reset_peak(device)
         begin = time.perf_counter()
-        _take_up(parts.folder, rank, console)
-        found = _evaluated(config, model, tokenizer, tasks, parts.folder)
+        with _taken_up(parts.folder, rank, console):
+            found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}
         seconds = time.perf_counter() - begin
@@ -114,23 +120,30 @@ def _load(names: Sequence[str]) -> list[Any]:
 def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
-    return {"schema": SCHEMA, **config.deciding(), **identities(tokenizer, source), **files}
+    return {"schema": SCHEMA, **config.deciding(), **identities(tokenizer, {"model": source}), **files}
 
 
-def _take_up(folder: Path, rank: int, console: Console) -> None:
+@contextmanager
+def _taken_up(folder: Path, rank: int, console: Console) -> Iterator[None]:
     """Gives the harness the answers that a killed run left, as whole records say them."""
     gathered = Gathered(folder)
     if rank == 0 and gathered.damaged:
         lines = plural(gathered.damaged, "record")
         say(console, f"{lines} in {folder} unfinished or damaged: what they answered is asked again")
-    gathered.write_cache(folder / f"{ANSWERS}_rank{rank}.db")  # as the harness calls it
+    cache = folder / f"{ANSWERS}_rank{rank}.db"  # as the harness calls it
+    gathered.write_cache(cache)
+    try:
+        yield
+    finally:
+        if not any(record_files(folder)):  # so that nothing stays of a run that was refused
+            cache.unlink(missing_ok=True)
 
 
 def _evaluated(
     config: EvalConfig, model: Any, tokenizer: TextTokenizer, tasks: list[Any], folder: Path
 ) -> dict[str, Any]:
     """Metrics and curves of each task and group, and how many requests there were; on other ranks nothing."""
-    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     from ...integrations.lm_eval import LogitlessLM
@@ -145,8 +158,8 @@ def _evaluated(
         over_ranks=True,
         records=folder / RECORDS,
     )
-    with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr):  # which is for the results
-        found = simple_evaluate(
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr), _told(config):  # stdout: the results'
+        found = evaluator.simple_evaluate(
             lm,
             tasks=tasks,
             num_fewshot=config.num_fewshot,
@@ -168,6 +181,21 @@ def _evaluated(
         for name, metrics in found["results"].items()
     }
     return {"tasks": results, **known, "longest": lm.max_length}
+
+
+@contextmanager
+def _told(config: EvalConfig) -> Iterator[None]:
+    """What the harness says in its own way: git's complaint of no repository here, and of too few examples to show."""
+    from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
+
+    try:
+        with replaced(evaluator, "get_git_commit_hash", lambda: None):
+            yield
+    except ValueError as error:
+        if "larger than population" not in str(error):
+            raise
+        asked = "num_fewshot of a task" if config.num_fewshot is None else f"--num-fewshot {config.num_fewshot}"
+        raise OptionError(f"{asked}: more examples than a task has to show: give a lower --num-fewshot") from None
 
 
 def _metrics(metrics: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -16,7 +16,7 @@ from ...sample.text import byte_count
 from ..sources.chat import example
 from ..sources.corpus import Row
 from ..sources.model import ModelSource
-from ..sources.tokenizer import TemplateError, TextTokenizer
+from ..sources.tokenizer import TemplateError, TextTokenizer, UnreadError
 from .documents import PIECE, Piece
 from .windows import Batch, Tokens, batches, windows
 
@@ -42,7 +42,7 @@ class Measure:
     read: Reading
     sums: Callable[[Rows], dict[str, float]] = lambda rows: {}
     finite: Mapping[str, str] = field(default_factory=lambda: {"logsumexp": "model"})
-    others: tuple[ModelSource, ...] = ()  # models that it reads beside the scorer's
+    others: Mapping[str, ModelSource] = field(default_factory=dict)  # models beside the scorer's, by their options
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,42 @@ class Scorer:
 
     def tokens(self, pieces: list[Piece]) -> list[Tokens]:
         """The pieces' tokens, each behind the begin-of-text token or the end of the piece before."""
-        encode = self.subject.tokenizer.encode
-        found = encode(["" if p.problem else p.text for p in pieces])
-        leads = encode([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
+        found = self._encoded(["" if p.problem else p.text for p in pieces])
+        leads = self._encoded([p.lead for p in pieces]) if any(p.lead for p in pieces) else [[]] * len(pieces)
         out = []
         for piece, ids, lead in zip(pieces, found, leads, strict=True):
             if piece.chat is not None:
                 out.append(self._conversation(piece.chat, piece.name))
+                continue
+            if isinstance(ids, str) or isinstance(lead, str):
+                out.append(_none_for(ids if isinstance(ids, str) else str(lead)))
                 continue
             start = [] if piece.lead or self.bos is None or not ids else [self.bos]
             before = [*start, *lead[-(self.subject.context + 1 - self.stride) :]]
             out.append(Tokens(np.array([*before, *ids], dtype=np.int64), len(before)))
         return out
 
+    def _encoded(self, texts: list[str]) -> list[list[int] | str]:
+        """The ids of each text, or why the tokenizer cannot read it."""
+        try:
+            return [*self.subject.tokenizer.encode(texts)]
+        except UnreadError as error:  # of one of them
+            if len(texts) == 1:
+                return [str(error)]
+        return [found for text in texts for found in self._encoded([text])]
+
     def _conversation(self, row: Row, name: str) -> Tokens:
         """A whole conversation as the chat template has it. Raises ConfigError where there is no template."""
         try:
             found = example(row, self.subject.tokenizer, name)
-        except (DataError, TemplateError) as error:  # of this conversation: others may be of another form
-            return Tokens(np.zeros(0, dtype=np.int64), 0, problem=str(error).removeprefix(f"--data {name}: "))
+        except (DataError, TemplateError, UnreadError) as error:  # of this conversation: others may be of another form
+            return _none_for(str(error).removeprefix(f"--data {name}: "))
         return Tokens(found.ids.astype(np.int64), 0, found.said)
+
+
+def _none_for(problem: str) -> Tokens:
+    """The tokens of a piece that is skipped."""
+    return Tokens(np.zeros(0, dtype=np.int64), 0, problem=problem)
 
 
 @dataclass

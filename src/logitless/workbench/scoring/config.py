@@ -92,6 +92,10 @@ class TextOptions:
         """The files and folders that are written, by the names of their options."""
         raise NotImplementedError
 
+    def written(self) -> list[Path]:
+        """The files that are written, those in folders too; standard output is none."""
+        return [path for path in (self.place, *self.outputs().values()) if path is not None and str(path) != "-"]
+
     def deciding(self) -> dict[str, Any]:
         """The options that decide what the rows hold: an unfinished run goes on with the same ones only."""
         return {name: getattr(self, name) for name in DECIDING}

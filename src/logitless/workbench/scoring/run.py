@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -17,19 +17,19 @@ from rich.console import Console
 from torch import Tensor
 
 from ...errors import OptionError
-from ...hashes import hash_of
 from ...integrations.transformers.scoring import token_scores
 from ...models.positions import reach
 from ...resident import peak_bytes, reset_peak
 from ...sample.columns import STORED, packed_hidden
 from ...vocab.face import LMHead
 from ..common.device import device_of
+from ..common.files import folders_for
 from ..common.say import quiet, say
 from ..common.space import OutOfSpace, room_wanted
 from ..runs.ending import stoppable
 from ..runs.ranks import lost
 from ..sft.default_model import default_model
-from ..sources.identity import known_of
+from ..sources.identity import files_of, known_of
 from ..sources.model import ModelSource, load_model, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .block import Measure, Scorer, Subject, blocks, score_block
@@ -120,16 +120,17 @@ def measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: C
     console = console or Console(stderr=True)
     quiet()
     device_of(config.device)
-    outputs = [path for path in config.outputs().values() if path is not None]
-    for path in (config.place, *outputs):
-        if str(path) != "-":
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with folders_for(config.written()):
+        return _measured(config, wanted, conclude, console)
+
+
+def _measured(config: TextOptions, wanted: Wanted, conclude: Conclude, console: Console) -> dict[str, Any]:
     rank, ranks = joined()
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "score with")
     scorer = _scorer(config, source, load_tokenizer(source), wanted, rank)
     parts = Parts(config.place)
-    documents = Documents(Path(config.data or ""), scorer.subject.context, (*outputs, parts.folder))
+    documents = Documents(Path(config.data or ""), scorer.subject.context, (*config.written(), parts.folder))
     with explained(config.place), parts.locked() if rank == 0 else nullcontext():
         if rank == 0 and parts.open(_manifest(config, scorer, documents)):
             say(console, f"going on with the unfinished run in {parts.folder}")
@@ -198,19 +199,16 @@ def _manifest(config: TextOptions, scorer: Scorer, documents: Documents) -> dict
         files |= {f"the file {name}": f"of {size} bytes", f"the content of {name}": found}
     decided = {"context_length": scorer.subject.context, "stride": scorer.stride}
     decided |= {"a budget of bytes": config.memory_budget_bytes, "device": scorer.subject.device.type}  # of sums' order
-    models = identities(scorer.subject.tokenizer, scorer.subject.source, *scorer.measure.others)
-    return {"schema": 4, **config.deciding(), **decided, **models, **files}
+    models = {"model": scorer.subject.source, **scorer.measure.others}
+    read = identities(scorer.subject.tokenizer, models)
+    return {"schema": 4, **config.deciding(), **decided, **read, **files}
 
 
-def identities(tokenizer: TextTokenizer, source: ModelSource, *others: ModelSource) -> dict[str, str]:
-    """What tells a model, with its tokenizer, and the models beside it from all others."""
+def identities(tokenizer: TextTokenizer, models: Mapping[str, ModelSource]) -> dict[str, str]:
+    """What tells a tokenizer, and models by their options, from all others."""
     known = {"the tokenizer": known_of(tokenizer)}
-    if template := getattr(tokenizer.saved, "chat_template", None):
-        known["the chat template"] = hash_of(str(template).encode())
-    for model in (source, *others):
-        known[f"{'the model' if model is source else model.name}'s config"] = known_of(model.config)
-        for path in sorted(Path(model.weights or "").glob("*.safetensors")):
-            known[f"the weights {path.name} of {model.name}"] = hash_of(path)
+    for option, source in models.items():
+        known |= files_of(option, source)
     return known
 
 

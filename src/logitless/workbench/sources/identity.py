@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ...hashes import hash_of
 from ..common.sealed import hashes_of, together
@@ -14,17 +13,12 @@ from .tokenizer import TextTokenizer
 READ = ("config.json", "*.safetensors", "tokenizer*", "*.jinja")  # of a model's directory
 
 
-def known_of(thing: Any) -> str:
-    """A hash of a tokenizer or of a model's configuration: of what they do, wherever they lie."""
-    if isinstance(thing, TextTokenizer):
-        fast, special = getattr(thing.saved, "backend_tokenizer", None), thing.saved.special_tokens_map
-        rules = thing.saved.get_vocab() if fast is None else fast.to_str()
-        values = [rules, {name: str(token) for name, token in special.items()}, thing.saved.split_special_tokens]
-    else:
-        values = [
-            {name: x for name, x in thing.to_dict().items() if name != "_name_or_path"},
-            getattr(thing, "_commit_hash", None),
-        ]
+def known_of(tokenizer: TextTokenizer) -> str:
+    """A hash of what a tokenizer does, wherever it lies."""
+    saved = tokenizer.saved
+    fast, special = getattr(saved, "backend_tokenizer", None), saved.special_tokens_map
+    rules = saved.get_vocab() if fast is None else fast.to_str()
+    values = [rules, {name: str(token) for name, token in special.items()}, saved.split_special_tokens]
     return hash_of(json.dumps(values, sort_keys=True, default=str).encode())
 
 

@@ -24,6 +24,10 @@ class TemplateError(ConfigError):
     """A chat template that fails, as many do at conversations of a form that they do not know."""
 
 
+class UnreadError(ConfigError):
+    """A text that a tokenizer cannot read, as where one of words has no id for a word."""
+
+
 @dataclass(frozen=True)
 class TextTokenizer:
     """Text -> ids, with what a run needs to know about the vocabulary; `saved` is transformers' own object."""
@@ -102,11 +106,11 @@ def _pretrained(name: str) -> TextTokenizer:
 
 @contextmanager
 def reading(saved: Any) -> Iterator[None]:
-    """ConfigError for what a tokenizer raises of a text: plain exceptions, such as for a word that it has no id for."""
+    """UnreadError for what a tokenizer raises of a text: plain exceptions."""
     try:
         yield
     except Exception as error:
-        raise ConfigError(
+        raise UnreadError(
             f"the tokenizer at {saved.name_or_path} cannot read this text: {in_one_line(error)}"
         ) from None
 
