@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.workbench.evaluation.config import EvalConfig
+from logitless.workbench.evaluation.measure import DIVERGENCES
+from logitless.workbench.evaluation.page import page
 from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import leave, torchrun
@@ -319,8 +322,28 @@ def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:2: empty"):
         run(options(micro, tmp_path / "a.jsonl", tmp_path / "e"))
+    assert not (tmp_path / "e").exists()
     summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e", bos="yes"))
     assert summary["scored_tokens"] == 1
+
+
+COMPARED = (*DIVERGENCES, "perplexity", "perplexity_ratio")
+
+
+def test_the_page_counts_documents_with_a_score_and_shows_any_perplexity(micro, tmp_path):
+    texts = ["ab", "", "x"]  # one has a score, one is skipped, one has a single token
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    summary = run(options(micro, tmp_path / "a.jsonl", tmp_path / "e"))
+    assert "of 1 token in 1 document<" in page(summary)
+    huge = {**summary, "perplexity": 1.5e304, "compared": {**dict.fromkeys(COMPARED, 1e304), "agreement": 1.0}}
+    huge["options"] = {**summary["options"], "against": "other"}
+    huge["divergences"] = {name: {"0.99": 1.0, "1": 1.0} for name in DIVERGENCES}
+    hardest = {**summary["by_document"]["highest"][0], "perplexity": 1e304}
+    huge["by_document"] = {**summary["by_document"], "highest": [hardest]}
+    shown = page(huge)
+    assert shown.count("1e+304") >= 4
+    assert "1.5e+304" in shown
+    assert not re.search(r"\d{1,3}(,\d{3}){4}", shown)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from ...pages import document, fill
 from ...units import plural
 from ...versions import version_of
 from ..common.files import remove_leftovers, strict_json, write_text
-from ..scoring.summary import measured_rows
+from ..scoring.summary import legible, measured_rows
 from .charts import Axis, Chart
 from .config import SUMMARY, EvalConfig
-from .report import metric_value, metrics_of, rows_of_tasks, table_rows
+from .report import metric_value, metrics_of, rows_of_tasks, scored_documents, table_rows
 
 ASSETS = Path(__file__).with_name("assets")
 ROOM = 1.08  # of an axis above the highest number
@@ -82,19 +82,20 @@ def write_pages(config: EvalConfig, summary: dict[str, Any], text: str) -> None:
 def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, its number, what it means) of each headline."""
     bits, calibration = summary["bits_per_byte"], summary["calibration"]["expected_calibration_error"]
-    tokens, documents = plural(summary["scored_tokens"], "token"), plural(summary["documents"], "document")
+    tokens, documents = plural(summary["scored_tokens"], "token"), plural(scored_documents(summary), "document")
     tiles = [
-        ("perplexity", f"{summary['perplexity']:,.2f}", f"of {tokens} in {documents}"),
+        ("perplexity", legible(summary["perplexity"]), f"of {tokens} in {documents}"),
         ("bits per byte", "none" if bits is None else f"{bits:.3f}", "comparable across tokenizers"),
         ("accuracy", f"{summary['accuracy']:.1%}", "of tokens are the model's best entry"),
         ("calibration error", f"{calibration:.3f}", "between confidence and accuracy, on average"),
     ]
     if "compared" in summary:
         found = summary["compared"]
+        ratio, theirs = metric_value(found["perplexity_ratio"]), legible(found["perplexity"])
         tiles += [
             ("KL", f"{found['kl']:.4g}", "nats per token, from the model to the other"),
             ("same best entry", f"{found['agreement']:.2%}", "of tokens"),
-            ("ratio of perplexities", f"{found['perplexity_ratio']:.4f}", f"the other has {found['perplexity']:,.2f}"),
+            ("ratio of perplexities", ratio, f"the other has {theirs}"),
         ]
     return tiles
 
@@ -180,7 +181,7 @@ def _row(name: str, value: str) -> str:
 
 def _document(record: dict[str, Any]) -> str:
     values = (
-        f"{record['perplexity']:,.1f}",
+        legible(record["perplexity"]),
         f"{record['scored_tokens']:,}",
         "" if record["bits_per_byte"] is None else f"{record['bits_per_byte']:.3f}",
         f"{record['accuracy']:.1%}",

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ...units import plural
 from ..common.files import arrow_file
-from ..scoring.summary import measured_rows, perplexity, rows_of, show_rows
+from ..scoring.summary import legible, measured_rows, perplexity, rows_of, show_rows
 from .curves import ByContext, Calibration, Spectrum
 from .measure import DIVERGENCES
 
@@ -81,16 +81,21 @@ def by_document(lines: Path) -> dict[str, Any]:
     }
 
 
+def scored_documents(summary: dict[str, Any]) -> int:
+    """How many documents have a score: those that were skipped have none, nor has one of a single token."""
+    return sum(summary["by_document"]["nats_per_token"]["documents"])
+
+
 def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of the table, without what the run took."""
     rows = rows_of(summary)
     quantiles = summary["by_document"]["perplexity"]
-    low, middle, high = (f"{quantiles[share]:,.2f}" for share in ("0.1", "0.5", "0.9"))
+    low, middle, high = (legible(quantiles[share]) for share in ("0.1", "0.5", "0.9"))
     ranks = ", ".join(f"{x:.2%} in the best {k}" for k, x in summary["top_k_accuracy"].items())
     bins, error = summary["options"]["bins"], summary["calibration"]["expected_calibration_error"]
     by_documents = ("by document", f"perplexity {middle} in the median, {low} to {high} in eight of ten")
     rows += [
-        *([by_documents] if summary["documents"] - summary["skipped"] > 1 else []),
+        *([by_documents] if scored_documents(summary) > 1 else []),
         ("accuracy", f"{summary['accuracy']:.2%}{f'; {ranks}' if ranks else ''}"),
         ("calibration error", f"{error:.4f}, expected, in {bins} intervals of confidence"),
     ]
@@ -102,7 +107,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _compared_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     compared, spread = summary["compared"], summary["divergences"]
-    ratio = f"{compared['perplexity']:,.2f}, ours is {compared['perplexity_ratio']:.5f} times that"
+    ratio = f"{legible(compared['perplexity'])}, ours is {compared['perplexity_ratio']:.6g} times that"
     rows = [(f"against {summary['options']['against']}", f"perplexity {ratio}")]
     for name, title in zip(DIVERGENCES, ("KL", "reverse KL", "JSD"), strict=True):
         middle, most = spread[name]["0.99"], spread[name]["1"]

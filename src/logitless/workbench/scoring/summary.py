@@ -168,6 +168,11 @@ def perplexity(nats_per_token: float) -> float:
     return math.exp(min(nats_per_token, 700.0))
 
 
+def legible(perplexity: float) -> str:
+    """A perplexity of any size: "1,234.56", or "1.235e+09" where it is of more digits than can be read."""
+    return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
+
+
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What every summary's table begins with."""
     bits, unscored = summary["bits_per_byte"], summary["tokens"] - summary["scored_tokens"]
@@ -177,16 +182,16 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "tokens",
             f"{summary['scored_tokens']:,} scored; {unscored:,} not: the first of a text, or not the assistant's",
         ),
-        ("perplexity", f"{summary['perplexity']:,.2f} ({summary['nats_per_token']:.4f} nats per token)"),
+        ("perplexity", f"{legible(summary['perplexity'])} ({summary['nats_per_token']:.4f} nats per token)"),
         ("bits per byte", "no byte in the text" if bits is None else f"{bits:.4f}"),
     ]
 
 
 def measured_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How fast it was, and in how much memory."""
-    what = "tokens" if "tokens_per_second" in summary else "requests"
+    what = "token" if "tokens_per_second" in summary else "request"
     return [
-        ("speed", f"{summary[f'{what}_per_second']:,.0f} {what}/s, {summary['seconds']:.0f} s"),
+        ("speed", f"{plural(round(summary[f'{what}s_per_second']), what)}/s, {summary['seconds']:.0f} s"),
         ("peak memory", format_bytes(summary["peak_memory_bytes"])),
     ]
 
