@@ -157,6 +157,7 @@ def test_a_rank_that_failed_ends_at_once():
         (OutOfSpace("no space left at x"), 2, "logitless: no space left at x"),
         (PermissionError(13, "Permission denied", "/x.json"), 2, "logitless: /x.json: Permission denied"),
         (OSError(27, "File too large"), 2, "logitless: train: File too large"),
+        (OSError(36, "File name too long", "nn"), 2, "logitless: nn: File name too long: give a shorter one"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "train needs peft: pip install"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -84,7 +85,8 @@ def _told(command: str, arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.strerror is None:
             raise
-        return _fail(f"{error.filename or command}: {error.strerror}")
+        remedy = ": give a shorter one" if error.errno == errno.ENAMETOOLONG else ""
+        return _fail(f"{error.filename or command}: {error.strerror}{remedy}")
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:

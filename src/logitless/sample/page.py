@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..pages import document, fill, script_value
+from ..units import plural
 from ..versions import version_of
 from .shown import class_names, class_of, percent
 
@@ -57,7 +58,7 @@ def _settings(options: dict[str, Any]) -> str:
 def _sequence(number: int, sequence: dict[str, Any]) -> str:
     tokens = spans(number, sequence)
     count, perplexity = len(sequence["tokens"]), sequence["perplexity"]
-    said = f"{count} token{'' if count == 1 else 's'}, perplexity {perplexity:.4g}, {sequence['finish']}"
+    said = f"{plural(count, 'token')}, perplexity {perplexity:.4g}, {sequence['finish']}"
     return (
         f'<section class="card"><h2>Completion {number + 1}</h2>'
         f'<p class="text" dir="auto"><span class="prompt">{html.escape(sequence["shown_prompt"])}</span>{tokens}</p>'

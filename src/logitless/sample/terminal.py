@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..printable import shown
+from ..units import plural
 from .record import SampleRecord
 from .shown import class_names, class_of, percent
 from .text import Speller
@@ -141,7 +142,7 @@ def show(summary: dict[str, Any], console: Console, with_alternatives: bool, wri
         if with_alternatives:
             parts += ["", alternatives(sequence)]
         count, perplexity = len(sequence["tokens"]), sequence["perplexity"]
-        said = f"{count} token{'' if count == 1 else 's'}, perplexity {perplexity:.4g}, {sequence['finish']}"
+        said = f"{plural(count, 'token')}, perplexity {perplexity:.4g}, {sequence['finish']}"
         console.print(Group(*parts, Text(said, style=FAINT)), highlight=False, markup=False, emoji=False)
         console.print()
     console.print(legend())

@@ -308,6 +308,13 @@ class TestData:
         assert train[0] == {"prompt": "question 0", "chosen": "a", "rejected": "b"}
         assert len(train) + len(held) == 40
 
+    def test_rows_without_text_are_counted(self, tokenizer, tmp_path):
+        text = "".join(f"line {i} of it\n" for i in range(60))
+        pq.write_table(pa.table({"text": [text, None, None]}), tmp_path / "rows.parquet")
+        told: list[str] = []
+        assert rows_of(config(tmp_path / "rows.parquet"), tokenizer, 1000, told.append)[0]
+        assert told == [f"{tmp_path}/rows.parquet: 2 of 3 rows without text (null): left out"]
+
     @pytest.mark.parametrize("value", ["train", "held", "test", None])
     def test_a_column_named_split_is_a_column(self, tokenizer, tmp_path, value):
         """It is the rewards', and says nothing of what is held out."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -344,11 +345,15 @@ def test_a_reward_that_is_not_a_number_ends_the_run(start, tmp_path, monkeypatch
             "--model tiny: .* got a configuration without weights",
         ),
         ({"model": "tinny"}, ConfigError, "--model tinny: expected a directory with weights"),
-        ({"prompt_length": 60}, OptionError, "positions up to 64"),
+        (
+            {"prompt_length": 60},
+            DataError,
+            "60 tokens, .* --completion-length 12 is more than the model's 64 positions",
+        ),
         ({"report_to": "trackio"}, OptionError, "--report-to trackio needs it installed"),
         ({"rewards": "no_such:f"}, OptionError, "No module named 'no_such'"),
         *(
-            ({"method": method, "batch_size": 2**14}, DataError, "a step needs 8192 prompts .* got [0-9]+ beside")
+            ({"method": method, "batch_size": 2**14}, DataError, "a step needs 8,192 prompts .* got [0-9]+ beside")
             for method in ("intuitor", "grpo", "rloo")
         ),
     ],
@@ -361,6 +366,31 @@ def test_bad_input(start, tmp_path, monkeypatch, options, error, message):
         run(replace(start, output_dir=tmp_path / "run", **options), QUIET)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("run/*"))
+
+
+LONG = {"prompt": "a", "chosen": "b", "rejected": "c" * 63}
+
+
+@pytest.mark.parametrize(
+    ("rows", "method", "message"),
+    [
+        ([{"prompt": f"a{i}"} for i in range(9)], "intuitor", None),
+        (
+            [{"prompt": f"{i}" * 53} for i in range(9)],
+            "intuitor",
+            "a prompt has 53 tokens, which with --completion",
+        ),
+        ([{**LONG, "rejected": f"c{i}"} for i in range(9)], "dpo", None),
+        ([LONG] * 9, "dpo", "a prompt with its answer has 65 tokens, the model 64 positions: shorten it, or leave it"),
+    ],
+)
+def test_lengths_are_those_of_the_rows(start, tmp_path, rows, method, message):
+    """--prompt-length says nothing of prompts that are there; pairs longer than the positions were learned."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = replace(start, data=str(data), method=method, prompt_length=64, max_steps=1, output_dir=tmp_path / "run")
+    with pytest.raises(DataError, match=message) if message else nullcontext():
+        assert run(given, QUIET)["steps"] == 1
 
 
 def test_an_absent_default_model_is_trained_first(start, tmp_path, monkeypatch):

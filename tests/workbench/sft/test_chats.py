@@ -53,6 +53,16 @@ def answers(rows) -> str:
     return "".join(row["messages"][1]["content"] + "</s>" for row in rows)
 
 
+def test_rows_without_text_are_counted(tokenizer, tmp_path):
+    pq.write_table(pa.table({"text": ["a" * 99, None]}), tmp_path / "a.parquet")
+    config = TrainConfig(data=str(tmp_path / "a.parquet"), context_length=24)
+    told = f"{tmp_path}/a.parquet: 1 of 2 rows without text (null): left out"
+    assert prepared(config, tokenizer, tmp_path)[2] == [told]
+    pq.write_table(pa.table({"text": pa.array([None], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: no text in it; .*a.parquet: 1 of 1 row without text"):
+        prepared(config, tokenizer, tmp_path)
+
+
 def test_the_answers_alone_are_learned_and_some_held_out(tokenizer, tmp_path):
     """One of i answers has 16 + i tokens with its question, from i = 10 on: those from 13 on do not fit."""
     config = replace(jsonl(tmp_path / "chat.jsonl"), context_length=28)

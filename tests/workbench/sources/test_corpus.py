@@ -62,6 +62,22 @@ def test_a_datasets_directory_and_its_splits(tmp_path):
     assert (list(train), list(held_out or [])) == (["a"], ["b", "c"])
 
 
+def test_what_is_left_out_is_said(tmp_path):
+    """Rows of null and files that are no text were passed over without a word."""
+    path = tmp_path / "data"
+    path.mkdir()
+    pq.write_table(pa.table({"text": ["a", None, "b", None, ""]}), path / "a.parquet")
+    (path / "b.gz").write_bytes(b"\x1f\x8b\xff")
+    (path / "c.txt").write_text("c")
+    told: list[str] = []
+    assert list(documents(str(path), told.append)[0]) == ["a", "b", "", "c"]
+    rows, files = f"{path}/a.parquet: 2 of 5 rows without text (null): left out", "1 file that is not UTF-8 text"
+    assert told == [rows, f"{path}: {files}: left out"]
+    Dataset.from_dict({"text": ["a", None]}).save_to_disk(tmp_path / "set")
+    assert list(documents(str(tmp_path / "set"), told.append)[0]) == ["a"]
+    assert told[2:] == [f"{tmp_path}/set: 1 of 2 rows without text (null): left out"]
+
+
 BAD = {
     "a.jsonl": ('{"text": "a"}\n{"text": ', "a.jsonl:2: not JSON"),
     "b.jsonl": ("[1]\n", "b.jsonl:1: expected an object"),

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
+from ...units import plural
 from ..common.files import read_lines, readable, write_lines
 from ..sources.chat import ASSISTANT, prompt_of
-from ..sources.corpus import Row, documents, is_chat, passages, table, unsaid
+from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
 from ..sources.packing import HELD_OUT_EVERY
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
@@ -30,20 +31,29 @@ TAKEN = {  # names by which TRL gives or reads something of its own, and two of 
 }
 
 
-def rows_of(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows). Raises DataError when there are none of either, or for rows of mixed kinds."""
+def rows_of(
+    config: AlignConfig, tokenizer: TextTokenizer, wanted: int, remark: Remark = ignored
+) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows). Raises DataError when there are none of either, or for rows of mixed kinds.
+
+    remark: hears what `documents` leaves out.
+    """
     given = _table(config, tokenizer)
-    train, held = _cut(config, tokenizer, wanted) if given is None else _divide(given)
+    train, held = _cut(config, tokenizer, wanted, remark) if given is None else _divide(given)
     what = "prompts" if config.kind.rollouts else "pairs"
     if not train or not held:
         raise DataError(
             f"--data {config.data or 'stdlib'}: expected {what} to train on and some to hold out, got {len(train)} and "
-            f"{len(held)}; give more text, whose lines are within --prompt-length {config.prompt_length} and "
-            f"--completion-length {config.completion_length} tokens"
+            f"{len(held)}; give more{'' if given else _lines(config)}"
         )
     if not config.kind.rollouts and "chosen" not in train[0]:  # each costs a sample of the model
         train = Random(config.seed).sample(train, min(wanted, len(train)))
     return train, held[:HELD_OUT_ROWS]
+
+
+def _lines(config: AlignConfig) -> str:
+    lengths = f"--prompt-length {config.prompt_length} and --completion-length {config.completion_length}"
+    return f" text, whose lines are within {lengths} tokens"
 
 
 def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
@@ -52,9 +62,21 @@ def check_enough(config: AlignConfig, train: list[Row], ranks: int) -> None:
     if config.kind.rollouts and len(train) < wanted:
         times = f" times {ranks} ranks" if ranks > 1 else ""
         raise DataError(
-            f"--data {config.data or 'stdlib'}: a step needs {wanted} prompts (--batch-size {config.batch_size} times "
-            f"--gradient-accumulation-steps {config.gradient_accumulation_steps}{times}, over --generations-per-prompt "
-            f"{config.generations_per_prompt}), got {len(train)} beside those held out; give more, or lower the former"
+            f"--data {config.data or 'stdlib'}: a step needs {plural(wanted, 'prompt')} (--batch-size "
+            f"{config.batch_size} times --gradient-accumulation-steps {config.gradient_accumulation_steps}{times}, "
+            f"over --generations-per-prompt {config.generations_per_prompt}), got {len(train)} beside those held out; "
+            "give more, or lower the former"
+        )
+
+
+def check_room(config: AlignConfig, rows: list[Row], tokenizer: TextTokenizer, positions: int | None) -> None:
+    """DataError for a prompt behind which the model has no positions for a whole completion; None: it has any."""
+    longest = max(map(len, prompt_ids([row["prompt"] for row in rows], tokenizer)))
+    if positions is not None and longest + config.completion_length > positions:
+        raise DataError(
+            f"--data {config.data or 'stdlib'}: a prompt has {plural(longest, 'token')}, which with "
+            f"--completion-length {config.completion_length} is more than the model's {positions:,} positions: "
+            "lower that, or give shorter prompts (--prompt-length, where they are cut from text)"
         )
 
 
@@ -116,9 +138,9 @@ def load(path: Path, config: AlignConfig) -> tuple[list[Row], list[Row]]:
     return found["train"], found["held"]
 
 
-def _cut(config: AlignConfig, tokenizer: TextTokenizer, wanted: int) -> tuple[list[Row], list[Row]]:
+def _cut(config: AlignConfig, tokenizer: TextTokenizer, wanted: int, remark: Remark) -> tuple[list[Row], list[Row]]:
     """Passages of text; every twentieth document is held out, as by `logitless train`, or the last rows of a few."""
-    texts, held_texts = documents(config.data)
+    texts, held_texts = documents(config.data, remark)
     kept = [text for text in texts if text]
     held = [] if held_texts is None else [text for text in held_texts if text]
     if held_texts is None and len(kept) >= HELD_OUT_EVERY:

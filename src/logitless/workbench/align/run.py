@@ -15,6 +15,7 @@ from transformers import PrinterCallback
 
 from ...errors import ConfigError, NotFiniteError
 from ...integrations.trl.trainers import install
+from ...models.positions import reach
 from ...resident import reset_peak
 from ...units import plural
 from ...versions import versions
@@ -39,9 +40,20 @@ from ..sources.model import ModelSource, build, load_tokenizer, resolve_trained
 from ..sources.tokenizer import TextTokenizer
 from .callbacks import AlignProgress, HeldOutRows, MemoryMetrics
 from .config import AlignConfig
-from .data import MOST_PAIRS, MOST_ROWS, ROWS_FILE, check_enough, load, prompt_ids, rows_of, save, with_rejected
+from .data import (
+    MOST_PAIRS,
+    MOST_ROWS,
+    ROWS_FILE,
+    check_enough,
+    check_room,
+    load,
+    prompt_ids,
+    rows_of,
+    save,
+    with_rejected,
+)
 from .report import SCHEMA, numbers, plot
-from .trainers import Alignment, after_epochs, check_available, dense_bytes, longest_pair, trainer_of
+from .trainers import Alignment, after_epochs, check_available, check_pairs, dense_bytes, longest_pair, trainer_of
 
 
 def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
@@ -102,7 +114,7 @@ def _set_up(
     state, path = PartialState(), place / ROWS_FILE
     if config.resume and state.is_main_process:
         say(console, f"going on from {whence(place)}")
-    model = build(config, source)
+    model = build(config, source, length=1)  # `check_room` and `check_pairs` look at the rows
     align_tokens(model, tokenizer)
     device: Any = state.device
     reset_peak(device)
@@ -126,8 +138,10 @@ def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokeniz
     """Writes the prompts, or the pairs, of all steps."""
     what, state = "prompts" if config.kind.rollouts else "pairs", PartialState()
     say(console, f"taking {what} from {config.data or 'the standard library'} ...")
-    train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes))
+    train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes), partial(say, console))
     check_enough(config, train, state.num_processes)
+    if "chosen" not in train[0]:
+        check_room(config, [*train, *held_out], tokenizer, reach(model.config))
     if not config.kind.rollouts:
         model = model.to(state.device)
         with from_all_entries(model):
@@ -145,7 +159,7 @@ def _wanted(config: AlignConfig, ranks: int) -> int:
 
 def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextTokenizer, console: Console) -> list[Row]:
     if "chosen" not in rows[0]:
-        say(console, f"sampling {len(rows)} continuations of the model's own, to be rejected ...")
+        say(console, f"sampling {plural(len(rows), 'continuation')} of the model's own, to be rejected ...")
     return with_rejected(rows, model, tokenizer, config)
 
 
@@ -162,7 +176,10 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     itemsize = 2 if arguments.bf16 else trainer.model.dtype.itemsize
     dense = partial(dense_bytes, config, trainer.model.config.get_text_config().vocab_size, itemsize)
     after = AfterLastStep(held_out.conclude)
-    longest = config.completion_length if config.kind.rollouts else longest_pair(trainer.train_dataset)
+    longest = config.completion_length
+    if not config.kind.rollouts:
+        longest = longest_pair(trainer.train_dataset)
+        check_pairs(config, max(longest, longest_pair(trainer.eval_dataset)), reach(trainer.model.config))
     trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, longest), after]
     explain_failures(trainer, config.report_to)
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):

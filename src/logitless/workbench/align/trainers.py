@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from ...algebra.costs import dense_loss_bytes
 from ...errors import DataError, OptionError
+from ...units import plural
 from ...versions import installing
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
@@ -162,6 +163,15 @@ def longest_pair(rows: Any) -> int:
     """Tokens of the longest sequence among a trainer's pairs, prompt and answer."""
     sides = zip(rows["prompt_ids"], rows["chosen_ids"], rows["rejected_ids"], strict=True)
     return max(len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in sides)
+
+
+def check_pairs(config: AlignConfig, longest: int, positions: int | None) -> None:
+    """DataError where the longest sequence of the pairs goes beyond the model's positions; None: it has any."""
+    if positions is not None and longest > positions:
+        raise DataError(
+            f"--data {config.data or 'stdlib'}: a prompt with its answer has {plural(longest, 'token')}, the "
+            f"model {positions:,} positions: shorten it, or leave it out"
+        )
 
 
 def dense_bytes(config: AlignConfig, vocab_size: int, itemsize: int, longest: int) -> int:

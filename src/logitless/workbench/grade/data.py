@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError, OptionError
-from ..sources.corpus import documents, passages
+from ...units import plural
+from ..sources.corpus import Remark, documents, ignored, passages
 from ..sources.packing import HELD_OUT_EVERY
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
@@ -40,10 +41,10 @@ class Texts:
     reward: list[str]
 
 
-def texts_of(data: str | None) -> Texts:
+def texts_of(data: str | None, remark: Remark = ignored) -> Texts:
     """One document in ten validates, one in ten tests. Of the standard library, what `logitless train` holds out of the
-    policy's training is the classifier's."""
-    whole = [text for text in documents(data)[0] if text]
+    policy's training is the classifier's. remark: hears what `documents` leaves out."""
+    whole = [text for text in documents(data, remark)[0] if text]
     first = HELD_OUT_EVERY // 2
     held = set(whole[first::HELD_OUT_EVERY]) if data is None else set()
     kept = [text for text in dict.fromkeys(whole) if text not in held]  # some files are there twice
@@ -85,8 +86,8 @@ def batch_of(prompts: list[list[int]], seeds: Tensor, pad: int, longest: int, de
     width = max(len(ids) for ids in prompts)
     if width > longest:
         raise OptionError(
-            f"--prompt-length: a prompt has {width} tokens, the model's context leaves room for {longest} before the "
-            "completion; shorten the prompts or --completion-length"
+            f"--prompt-length: a prompt has {plural(width, 'token')}, the model's context leaves room for {longest} "
+            "before the completion; shorten the prompts or --completion-length"
         )
     ids = torch.tensor([[pad] * (width - len(x)) + x for x in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in prompts], device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -143,7 +144,7 @@ def materials(config: GradeConfig, place: Path, model: Any, tokenizer: TextToken
     wants_prompts = not (place / PROMPTS_FILE).exists()
     learns = config.reward_model is None and config.token_reward is None
     wants_reward = learns and not (place / REWARD).exists()
-    texts = texts_of(config.data) if wants_prompts or wants_reward else None
+    texts = texts_of(config.data, partial(say, console)) if wants_prompts or wants_reward else None
     if texts is not None and wants_reward:
         learned = texts.reward or texts_of(None).reward
         say(console, "training the reward: prose against code, on files that no prompt comes from ...")

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ...errors import LogitlessError, OptionError, RankError, remote_error
+from ...units import plural
 from ...versions import version_of
 from ...vocab.face import reason_of
 from ..common.signals import STOPPING, leave_closed_terminal
@@ -77,8 +78,8 @@ def accumulation(per_step: int, batch_size: int, ranks: int) -> int:
     """Forward passes of each rank that make a step of `per_step` sequences. Raises OptionError where none do."""
     if per_step % (batch_size * ranks):
         raise OptionError(
-            f"a step of this run is {per_step} sequences, which {ranks} ranks with {batch_size} at a time cannot share "
-            f"evenly: launch a number of ranks that divides {per_step // batch_size}"
+            f"a step of this run is {plural(per_step, 'sequence')}, which {ranks} ranks with {batch_size} at a time "
+            f"cannot share evenly: launch a number of ranks that divides {per_step // batch_size}"
         )
     return per_step // (batch_size * ranks)
 

@@ -21,6 +21,7 @@ from ...printable import shown
 from ...sample.record import SampleRecord
 from ...sample.shown import to_dict
 from ...sample.terminal import streamed
+from ...units import plural
 from ..common.device import device_of
 from ..common.options import budget_bytes_on
 from ..common.say import quiet
@@ -103,7 +104,8 @@ def _jobs(config: SampleConfig, prompts: list[str], tokenizer: Any, context: int
             raise OptionError(f"prompt {number + 1}: expected at least one token, got none")
         if context is not None and len(ids) >= context:
             raise OptionError(
-                f"prompt {number + 1} has {len(ids):,} tokens, and the model's context only {context:,}: shorten it"
+                f"prompt {number + 1} has {plural(len(ids), 'token')}, and the model's context only {context:,}: "
+                "shorten it"
             )
         own = seeds[number * config.completions : (number + 1) * config.completions]
         room = config.max_new_tokens if context is None else min(config.max_new_tokens, context - len(ids))
@@ -127,7 +129,7 @@ def _watched(
         with streamed(screen, tokenizer, jobs[0].shown, jobs[0].ids) as put:
             yield put
         return
-    with console.status(f"sampling {len(jobs)} completion{'s' if len(jobs) > 1 else ''} ...", spinner="line"):
+    with console.status(f"sampling {plural(len(jobs), 'completion')} ...", spinner="line"):
         yield None
 
 

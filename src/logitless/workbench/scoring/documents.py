@@ -13,7 +13,7 @@ from ...errors import DataError
 from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
-from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, first_line, is_chat, splits
+from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_chat, splits
 from ..sources.identity import is_arrow, text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
@@ -76,9 +76,9 @@ class Documents:
         """(name, share of the file that is read, the document: text, parts of a text, or a Problem)."""
         if self.arrow:
             return arrow_rows(_table_rows(_datasets(file), str(file)), file)
-        if file.suffix.lower() == ".jsonl":
+        if ending(file) == ".jsonl":
             return _jsonl(file)
-        if file.suffix.lower() == ".parquet":
+        if ending(file) == ".parquet":
             return _parquet(file)
         return iter([(str(file), 1.0, _text(file))])
 

@@ -9,6 +9,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
+from ...units import plural
 from ..common.say import LINES, say
 
 MOST_PROBLEMS = 10  # that are shown while the run goes on; all are counted
@@ -68,7 +69,7 @@ class Progress:
             return "nothing to score so far"
         took = time.perf_counter() - self.begin
         left = timedelta(seconds=round(took * (1 - share) / max(share - self.first, 1e-9)))
-        return f"{self.tokens:,} tokens · {self.tokens / took:,.0f} tokens/s · {left} left"
+        return f"{plural(self.tokens, 'token')} · {self.tokens / took:,.0f} tokens/s · {left} left"
 
     def problems(self, pieces: list[dict[str, Any]]) -> None:
         """Reports the documents among these that were skipped."""

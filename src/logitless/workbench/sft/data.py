@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ...units import plural
 from ..common.files import readable, write_whole
 from ..sources import chat
 from ..sources.chat import Example, NotToldApart, example
@@ -37,7 +38,7 @@ def prepare(
     if teacher is not None:
         kept, held, remarks = teacher.streams(config.context_length)
     elif chats is None:
-        (kept, held), remarks = _of_text(config, tokenizer), []
+        kept, held, remarks = _of_text(config, tokenizer)
     else:
         kept, held, remarks = _of_chats(config, tokenizer, *chats)
     for stream in (kept, held):
@@ -60,17 +61,18 @@ def check_teacher(path: Path, teacher: Teacher | None) -> None:
         )
 
 
-def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Stream]:
-    texts, held_texts = documents(config.data)
+def _of_text(config: TrainConfig, tokenizer: TextTokenizer) -> tuple[Stream, Stream, list[str]]:
+    remarks: list[str] = []
+    texts, held_texts = documents(config.data, remarks.append)
     train = list(tokenizer.documents(texts))
     if not train:
-        raise DataError(f"--data {config.data or 'stdlib'}: no text in it")
+        raise DataError("; ".join([f"--data {config.data or 'stdlib'}: no text in it", *remarks]))
     if held_texts is None:
-        return hold_out(train, config.context_length)
+        return *hold_out(train, config.context_length), remarks
     kept, held = Stream.of(train), Stream.of(tokenizer.documents(held_texts))
     _require_row(kept, config.context_length, "training")
     _require_row(held, config.context_length, "held-out")
-    return kept, held
+    return kept, held, remarks
 
 
 def _chats(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None:
@@ -135,6 +137,6 @@ def _save(path: Path, kept: Stream, held: Stream, known: dict[str, Any]) -> None
 def _require_row(stream: Stream, length: int, what: str) -> None:
     if len(stream.ids) < length:
         raise DataError(
-            f"the {what} documents have {len(stream.ids):,} tokens, one sequence needs {length:,}: "
+            f"the {what} documents have {plural(len(stream.ids), 'token')}, one sequence needs {length:,}: "
             "give more text or lower --context-length"
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ...units import plural
 from ..common.files import arrow_file, parsed
 from .tokenizer import TextTokenizer
 
@@ -24,14 +25,25 @@ SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 Row = dict[str, Any]  # prompt and continuation; a table's own columns
+Remark = Callable[[str], None]
 
 
-def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
+def ignored(what: str) -> None:
+    """The `Remark` of who has nowhere to say it."""
+
+
+def ending(path: Path) -> str:
+    """What a file is read by: .JSONL is .jsonl."""
+    return path.suffix.lower()
+
+
+def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str], Iterator[str] | None]:
     """(documents to train on, documents held out or None when the source names none).
 
     data: None for the running interpreter's own standard library, or the path of a text file, a folder of files,
-    a .jsonl, a .parquet, or a directory written by `datasets`' `save_to_disk`. Raises DataError, here for a path
-    that is not there and while reading for a file that cannot be read.
+    a .jsonl, a .parquet, or a directory written by `datasets`' `save_to_disk`. remark: hears, where all are read, what
+    was left out: rows of null, files of a folder that are no text. Raises DataError, here for a path that is not there
+    and while reading for a file that cannot be read.
     """
     if data is None:
         return standard_library(), None
@@ -39,12 +51,12 @@ def documents(data: str | None) -> tuple[Iterator[str], Iterator[str] | None]:
     if not path.exists():
         raise DataError(f"--data {data}: no such file or directory")
     if path.is_file():
-        return _file(path), None
+        return _file(path, remark), None
     if not path.is_dir():
         raise DataError(f"--data {data}: expected a file or a folder, got a device or a pipe; write it to a file")
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return _datasets_directory(path)
-    return _folder(path), None
+        return _datasets_directory(path, remark)
+    return _folder(path, remark), None
 
 
 def standard_library() -> Iterator[str]:
@@ -103,9 +115,9 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
     path = Path(data or ".")
     if data is None or not path.exists():
         return None  # `documents` knows what to say
-    if path.suffix.lower() == ".jsonl" and path.is_file():
+    if ending(path) == ".jsonl" and path.is_file():
         return (record for _, record in json_records(path)), None
-    if path.suffix.lower() == ".parquet" and path.is_file():
+    if ending(path) == ".parquet" and path.is_file():
         return _parquet_rows(path), None
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         train, held = splits(path)
@@ -187,32 +199,36 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _file(path: Path) -> Iterator[str]:
-    if path.suffix.lower() == ".jsonl":
+def _file(path: Path, remark: Remark) -> Iterator[str]:
+    if ending(path) == ".jsonl":
         return _jsonl(path)
-    if path.suffix.lower() == ".parquet":
-        return _parquet(path)
+    if ending(path) == ".parquet":
+        return _parquet(path, remark)
     text = _text_or_none(path)
     if text is None:
         raise DataError(f"--data {path}: not UTF-8 text; expected a text, .jsonl or .parquet file")
     return iter([text])
 
 
-def _folder(root: Path) -> Iterator[str]:
+def _folder(root: Path, remark: Remark) -> Iterator[str]:
     """Every readable file below `root`, in the order of their names; binary and hidden files are not documents."""
     files = sorted(p for p in root.rglob("*") if p.is_file())
-    found = False
+    found, strange = False, 0
     for path in files:
         if any(part.startswith(".") for part in path.relative_to(root).parts):
             continue
-        if path.suffix.lower() in (".jsonl", ".parquet"):
+        if ending(path) in (".jsonl", ".parquet"):
             found = True
-            yield from _file(path)
+            yield from _file(path, remark)
         elif text := _text_or_none(path):
             found = True
             yield text
+        else:
+            strange += text is None
     if not found:
         raise DataError(f"--data {root}: no text, .jsonl or .parquet file in this folder")
+    if strange:
+        remark(f"{root}: {plural(strange, 'file')} that {'is' if strange == 1 else 'are'} not UTF-8 text: left out")
 
 
 def _text_or_none(path: Path) -> str | None:
@@ -265,13 +281,13 @@ def _text_column(columns: Iterable[str], where: str) -> str:
     raise DataError(f"--data {where}: {expected}{remedy}")
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _parquet(path: Path, remark: Remark) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
         column = _text_column(file.schema_arrow.names, str(path))
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
-            yield from _strings(batch.column(0).to_pylist(), column, path)
+        batches = file.iter_batches(batch_size=256, columns=[column])
+        yield from _strings((batch.column(0).to_pylist() for batch in batches), column, path, remark)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -288,21 +304,26 @@ def arrow_rows(rows: Iterable[Any], path: Path) -> Iterator[Any]:
         yield from rows
 
 
-def _strings(values: list[Any], column: str, path: Path) -> Iterator[str]:
-    for value in values:
+def _strings(batches: Iterable[list[Any]], column: str, path: Path, remark: Remark) -> Iterator[str]:
+    rows = nulls = 0
+    for value in chain.from_iterable(batches):
+        rows += 1
         if value is None:
-            continue
-        if not isinstance(value, str):
+            nulls += 1
+        elif isinstance(value, str):
+            yield value
+        else:
             raise DataError(f"--data {path}: column {column!r} must be text, got {type(value).__name__}")
-        yield value
+    if nulls:
+        remark(f"{path}: {nulls:,} of {plural(rows, 'row')} without text (null): left out")
 
 
-def _datasets_directory(path: Path) -> tuple[Iterator[str], Iterator[str] | None]:
+def _datasets_directory(path: Path, remark: Remark) -> tuple[Iterator[str], Iterator[str] | None]:
     train, held_out = splits(path)
-    return _rows(train, path), None if held_out is None else _rows(held_out, path)
+    return _rows(train, path, remark), None if held_out is None else _rows(held_out, path, remark)
 
 
-def _rows(dataset: Any, path: Path) -> Iterator[str]:
+def _rows(dataset: Any, path: Path, remark: Remark) -> Iterator[str]:
     column = _text_column(dataset.column_names, str(path))
     batches = dataset.select_columns([column]).iter(batch_size=256)
-    return arrow_rows(chain.from_iterable(_strings(batch[column], column, path) for batch in batches), path)
+    return arrow_rows(_strings((batch[column] for batch in batches), column, path, remark), path)

@@ -230,15 +230,18 @@ def load_model(
     return model
 
 
-def build(config: RunOptions, source: ModelSource) -> Any:
-    """The model to train, loaded as `config` says, in less memory and with adapters where asked."""
+def build(config: RunOptions, source: ModelSource, length: int | None = None) -> Any:
+    """The model to train, loaded as `config` says, in less memory and with adapters where asked.
+
+    length: tokens of its sequences, where they are not known to be the options'.
+    """
     from ...models.long_context import lightened
 
     model = load_model(
         source,
         dtype=config.dtype,
         attention=config.attention,
-        length=config.context_length,
+        length=config.context_length if length is None else length,
         scaling=config.rope_scaling,
         given=config.length_options,
         seed=config.seed,

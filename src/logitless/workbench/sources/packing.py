@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...errors import DataError, LabelError
+from ...units import plural
 
 HELD_OUT_EVERY = 20  # one document in twenty
 IGNORED = -100
@@ -99,7 +100,7 @@ def hold_out(documents: list[np.ndarray], length: int) -> tuple[Stream, Stream]:
     tail = max(length, len(whole.ids) // HELD_OUT_EVERY)
     if len(whole.ids) < 2 * length:
         raise DataError(
-            f"the corpus has {len(whole.ids):,} tokens, two sequences (one to train on, one held out) need "
+            f"the corpus has {plural(len(whole.ids), 'token')}, two sequences (one to train on, one held out) need "
             f"{2 * length:,}: give more text or lower --context-length"
         )
     return whole.cut(0, len(whole.ids) - tail), whole.cut(len(whole.ids) - tail, len(whole.ids))
