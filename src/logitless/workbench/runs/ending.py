@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
 def explained(place: Path, command: str) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
 
-    At its end, whichever that is, the directory is no longer locked.
+    At its end, whichever that is, the directory is no longer locked, and is gone where nothing lies in it.
     """
     try:
         with interrupted_by_signals():
@@ -43,6 +43,8 @@ def explained(place: Path, command: str) -> Iterator[None]:
     finally:
         begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
         release(place, keep_file=begun)
+        with suppress(OSError):  # something lies there
+            place.rmdir()
 
 
 @contextmanager
