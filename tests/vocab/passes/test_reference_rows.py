@@ -7,7 +7,7 @@ import torch
 import logitless as ll
 from logitless.errors import DtypeError, OptionError, ShapeError
 from logitless.vocab.reference import dense_logits, dense_token_stats
-from tests.support.allocations import largest_allocation
+from tests.support.allocations import largest_allocation, peak_new_bytes
 from tests.support.vocab.comparing import EVERYTHING, assert_near, assert_near_in_norm, operands
 
 BUDGETS = [None, 3000]  # the second cuts tokens and vocabulary
@@ -109,10 +109,47 @@ def test_a_cache_on_disk_is_read_by_slices(ignored, tmp_path):
     assert largest_allocation(lambda: call().backward()) < n * v // 4
 
 
+def shifted(x):
+    """The same numbers as a view of one token more in each sequence, as `logits[:, :-1]` is."""
+    return torch.cat([x, x[:, :1]], 1)[:, :-1]
+
+
+@pytest.mark.parametrize("given", [shifted, lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0)])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_rows_that_do_not_lie_one_after_another_are_not_copied(given, ignored):
+    lead, v = (2, 256), 4096
+    hidden, head = torch.randn(*lead, 8, requires_grad=True), ll.LMHead(torch.randn(v, 8, requires_grad=True))
+    labels, rows = torch.randint(v, lead), torch.randn(*lead, v)
+    labels[0, : 100 * ignored] = -100
+
+    def call(reference):
+        more = {"want": ("reverse_kl",), "reference": reference, "memory_budget": 1 << 19}
+        return ll.token_loss(lambda s: s.reverse_kl, hidden, head, labels, **more)
+
+    teacher = given(rows)
+    assert not teacher.is_contiguous()
+    found, wanted = (torch.autograd.grad(call(x), [hidden, head.weight]) for x in (teacher, rows))
+    assert torch.equal(call(teacher), call(rows))
+    assert all(map(torch.equal, found, wanted))
+    assert largest_allocation(lambda: call(teacher).backward()) < labels.numel() * v // 4
+
+
+def test_labels_are_looked_for_within_the_budget():
+    hidden, head, budget = torch.randn(1024, 8), ll.LMHead(torch.randn(4096, 8)), 1 << 20
+    labels, teacher = torch.randint(4096, (1024,)), torch.randn(1024, 4096)
+
+    def call():
+        return ll.token_stats(hidden, head, labels, want=("kl",), reference=teacher, memory_budget=budget)
+
+    call()
+    assert peak_new_bytes(call) <= budget + 4 * 160 * labels.numel()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its input
-def test_under_compile():
-    ops = operands((9,), 7, 31, dtype=torch.float32, reference=True)
-    teacher = rows_of(ops)
+@pytest.mark.parametrize("given", [lambda x: x, shifted])
+def test_under_compile(given):
+    ops = operands((3, 3), 7, 31, dtype=torch.float32, reference=True)
+    teacher = given(rows_of(ops))
 
     def f(hidden):
         return ll.token_stats(hidden, ops.head, want=("kl",), reference=teacher).kl * 2.0

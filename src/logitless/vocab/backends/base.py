@@ -376,7 +376,8 @@ class Chunk:
         if call.reference is not None and i.ref_hidden is not None:
             reference = on(i.ref_hidden, call.reference, (i.ref_lora_hidden, i.ref_lora_b), "ref_rows")
         elif call.reference_rows is not None:
-            reference = GivenLogits(call.reference_rows, call.tokens(rows), call.head, temperature, call.compute)
+            given = call.reference_rows, call.tokens(rows)
+            reference = GivenLogits(*given, call.head, temperature, call.compute, slices.width)
         if i.labels is not None:
             label = policy.at(i.labels), None if reference is None else reference.at(i.labels)
         # logits' weighted sum is never added up: it is a product with the head's rows, summed by their weights

@@ -50,7 +50,7 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
 
 
 LOG2E = math.log2(math.e)
-WIDTH = 2048  # entries at a time of rows that are looked at for one of them
+WIDTH = 2048  # entries at a time of rows that are looked at for one of them, at most
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
 SUMMED = 4096  # rows of a weight that are converted at a time, at most
 SOME, LONG = range(2, 129), 256  # rows of a product, and terms of each sum, that a CPU adds up faster in columns
@@ -268,8 +268,9 @@ class GivenLogits(Projection):
         head: LMHead,
         temperature: float | Tensor,
         compute: torch.dtype,
+        width: int,  # entries at a time
     ) -> None:
-        self.rows, self.tokens, self.head, self.compute = rows, tokens, head, compute
+        self.rows, self.tokens, self.head, self.compute, self.width = rows, tokens, head, compute, min(width, WIDTH)
         self.bias, self.outer, self.factors = None, None, []
         self.column = temperature.to(compute)[:, None] if isinstance(temperature, Tensor) else temperature
 
@@ -291,8 +292,8 @@ class GivenLogits(Projection):
         """
         columns, mine = self.place(ids)
         z = torch.zeros(ids.shape, dtype=self.compute, device=ids.device)
-        for start in range(0, self.head.local_rows, WIDTH):
-            v = slice(start, min(start + WIDTH, self.head.local_rows))
+        for start in range(0, self.head.local_rows, self.width):
+            v = slice(start, min(start + self.width, self.head.local_rows))
             part = self.logits((), v, z.new_empty(ids.shape[0], v.stop - v.start))
             inside = (columns >= v.start) & (columns < v.stop)
             found = part.gather(1, (columns - v.start).clamp(0, part.shape[1] - 1)[:, None])[:, 0]

@@ -333,7 +333,7 @@ def _check_reference(
         if tuple(reference.shape) != (*lead, head.rows):
             got = tuple(reference.shape)
             raise ShapeError(f"reference: expected rows of logits or log-probs, {(*lead, head.rows)}, got {got}")
-        return None, None, RowsOfReference(reference.detach().reshape(math.prod(lead), head.rows))
+        return None, None, RowsOfReference.of(reference)
     module = isinstance(reference, torch.nn.Module)  # callable, too, but not with tokens and entries
     if callable(reference) and not module:
         return None, None, RowsOfReference(reference)
