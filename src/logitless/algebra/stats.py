@@ -276,7 +276,7 @@ def label_coefficient(c: Coefficients, totals: Totals, jsd_beta: float, xp: Any)
         e = totals.label_logit - totals.label_ref - totals.shift
         d = xp.where(xp.isnan(e), zero, e) + totals.log_ratio
         if "pD" in c:
-            total = total + c["pD"] * times(p, d, xp)
+            total = total + times(c["pD"], times(p, d, xp), xp)
         if "pM" in c:
             total = total + c["pM"] * times(p, mixture_logs(d, jsd_beta, xp)[0], xp)
         if "excess" in c:

@@ -186,6 +186,24 @@ def test_infinite_results(budget, backend):
 UNDEFINED = ("logprob", "entropy", "self_certainty", "sum_sq_prob", "kl", "reverse_kl")
 
 
+@pytest.mark.parametrize("trainable", [("hidden",), ("hidden", "weight", "bias")])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_infinite_divergence_that_a_loss_leaves_out_has_no_gradient(labelled, trainable, backend):
+    """0·inf = 0: at labels too, and where the head is frozen."""
+    ops = operands((5,), 7, 67, reference=True).training(*trainable)
+    with torch.no_grad():
+        ops.ref.bias[ops.labels] = -torch.inf
+    labels = ops.labels if labelled else None
+    options = {"want": ("kl", "logsumexp"), "reference": ops.reference, "backend": backend}
+    stats = ll.token_stats(ops.hidden, ops.head, labels, **options)
+    assert stats.kl.isposinf().all()
+    leaves = list(ops.leaves.values())
+    found = torch.autograd.grad((stats.logsumexp + torch.where(stats.kl.isinf(), 0, stats.kl)).sum(), leaves)
+    alone = ll.token_stats(ops.hidden, ops.head, labels, want=("logsumexp",), backend=backend).logsumexp.sum()
+    for ours, theirs in zip(found, torch.autograd.grad(alone, leaves), strict=True):
+        assert_near_in_norm(ours, theirs, 1e-10)
+
+
 @pytest.mark.parametrize("budget", [None, 4_000])
 def test_rows_without_a_possible_entry(budget, backend):
     """Every logit is -inf: so are maximum and log-sum-exp, and what takes probabilities is NaN, as torch's own."""

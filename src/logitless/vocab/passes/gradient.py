@@ -102,9 +102,10 @@ def _combine(chunk: Chunk, dense: Coefficients, products: dict[str, Tensor], gra
     for basis, c in dense.items():
         if basis not in products:
             continue
+        factor = chunk.policy.chain(c)[:, None]
         for part, (tokens, _) in zip(products[basis].split(widths, 1), grads.pairs, strict=False):
             if tokens is not None:
-                tokens.addcmul_(part, chunk.policy.chain(c)[:, None])
+                tokens.addcmul_(torch.where(factor == 0, 0.0, part) if chunk.may_be_infinite else part, factor)
 
 
 def _constant(sums: list[Tensor], chunk: Chunk, delta: Tensor, grads: Gradients, weights: Tensor | None = None) -> None:
