@@ -149,6 +149,15 @@ def test_padding_is_no_outcome(student_and_teacher):
         assert torch.autograd.grad(found.sum(), leaf)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("loss", [losses.record_kl, losses.decoupled_kl])
+def test_a_record_of_padding_alone_is_all_tail(student_and_teacher, loss):
+    z, _ = student_and_teacher
+    ids, nothing = torch.zeros(N, K, dtype=torch.int64), torch.full((N, K), -torch.inf, dtype=z.dtype)
+    found, expected = ours(loss, z, ids, nothing), -outcomes(z.log_softmax(-1), ids)[:, -1]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), z)[0] for x in (found, expected)))
+
+
 def test_a_record_of_the_whole_vocabulary():
     z = torch.randn(4, 6, requires_grad=True)
     t = torch.randn(4, 6).log_softmax(-1)

@@ -84,11 +84,13 @@ def decoupled_kl(
     """
     x = _parts(candidate_logits, logsumexp, log_weights, tail_logprob)
     same_shape(logsumexp, reverse_kl=reverse_kl)
-    head_s = torch.where(x.real, x.s, -torch.inf).logsumexp(-1)
+    some = x.real.any(-1)  # of a record of padding alone the tail is all there is
+    head_t = torch.where(some, x.head_t, 0.0)
+    head_s = torch.where(some, torch.where(x.real, x.s, -torch.inf).logsumexp(-1), 0.0)
     m = 1.0 - x.tail
-    mass = m * (x.head_t - head_s) + x.tail * (x.tail_t - x.tail_s)
-    among = (x.t - x.head_t[..., None]) - (x.s - head_s[..., None])
-    head = torch.where(x.real, (x.t - x.head_t[..., None]).exp() * among, 0.0).sum(-1)
+    mass = m * (head_t - head_s) + x.tail * (x.tail_t - x.tail_s)
+    among = (x.t - head_t[..., None]) - (x.s - head_s[..., None])
+    head = torch.where(x.real, (x.t - head_t[..., None]).exp() * among, 0.0).sum(-1)
     loss = mass + head_weight * head
     if reverse_kl is None:
         return loss
