@@ -79,6 +79,16 @@ def test_gradients_are_rounded_after_the_loss_scale(dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_weights_of_a_single_token(reduction):
+    ops, weight = operands((), 7, 31, dtype=torch.float32), torch.rand(31)
+
+    def run(hidden):
+        return linear_cross_entropy(hidden, ops.head, ops.labels, weight=weight, reduction=reduction)
+
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(ops.hidden), run(ops.hidden))
+
+
 def test_several_upstream_gradients_at_once_are_refused_in_one_line():
     ops = operands((3,), 7, 503, dtype=torch.float32)
 

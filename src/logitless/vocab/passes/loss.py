@@ -157,7 +157,7 @@ def cross_entropy_of(
 def label_weights(labels: Tensor, class_weights: Tensor, ignore_index: int) -> Tensor:
     """The labels' class weights, 0 where ignored; labels that do not exist are the pass's to refuse."""
     labels = labels.long()  # in which no ignore_index wraps around
-    found = class_weights.detach()[labels.clamp(0, class_weights.shape[0] - 1)]
+    found = class_weights.detach().take(labels.clamp(0, class_weights.shape[0] - 1))
     return torch.where(labels == ignore_index, 0, found)
 
 
