@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from ..head.lm_head import LMHead
 from ..head.quantised import Weight
 from ..head.sparse import BOUNDED, SparseBackward
 from . import rows as plain_rows
-from . import sets
 from .logits import (
     FewRows,
     GivenLogits,
@@ -46,10 +45,24 @@ from .logits import (
     logits_grad_dtype,
     operand_dtype,
 )
-from .sets import Entries
+from .sets import Entries, Logits
 
 COPIES = ("cuda",)  # devices on which a head's copy in another dtype is worth its memory
 MOSTLY = 0.9  # of a chunk's tokens, from which on a slice takes all of them: gathering costs more
+
+
+class OverSets(Protocol):
+    """The pass over sampling masks, as every backend has it: see `eager.sets`."""
+
+    def look_at(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None: ...
+
+    def accumulate(
+        self, sums: frozenset[str], label: Tensor | None, entries: Entries, logits: Logits
+    ) -> tuple[Accumulation, Tensor | None]: ...
+
+    def logits_grad(
+        self, chunk: Chunk, entries: Entries, logits: Logits, totals: Totals, c: Coefficients, at_label: Tensor | None
+    ) -> Tensor: ...
 
 
 class Backend(ABC):
@@ -88,23 +101,8 @@ class Backend(ABC):
         where it holds slices, and recomputes them where it does not. Nothing to do where `is_dense` says so.
         """
 
-    @abstractmethod
-    def sets_grad(
-        self,
-        chunk: Chunk,
-        entries: Entries,
-        logits: tuple[Tensor, Tensor | None],
-        totals: Totals,
-        coefficients: Coefficients,
-        at_label: Tensor | None,
-    ) -> Tensor:
-        """dL/d(hW) of every entry of ragged sets, (M,): the dense bases' share and the constant term, and at the label.
-
-        logits: the entries', (M,), and the reference's; coefficients: as `logits_grad` takes them; at_label: (C,), as
-        `label_coefficient` has it.
-        """
-
     few_rows: FewRows = plain_rows  # products with a few rows of a table for each token
+    over_sets: OverSets  # the pass over sampling masks
     draws_on_device = False  # whether kernels of its own draw tokens from a chunk's rows: see `sample.triton_draw`
     sums_logits_anyway = False  # whether `zsum` costs it nothing
 
@@ -121,19 +119,6 @@ class Backend(ABC):
         if whole.topk is not None:
             out.top_logits, out.top_ids = whole.topk
         return out
-
-    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
-        """`SamplingMask.check_sets` of sets in which nothing is wrong, with no label that is ignored; waits once.
-
-        None where that may not be so, or cannot be told at once.
-        """
-        return None
-
-    def accumulate_sets(
-        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
-    ) -> tuple[Accumulation, Tensor | None]:
-        """`sets.accumulate`."""
-        return sets.accumulate(sums, label, entries, z, z_ref)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         """The totals of an accumulation and of the label's logit, (C,) each."""

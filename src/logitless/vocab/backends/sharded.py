@@ -12,12 +12,10 @@ from ...algebra.costs import Slices
 from ...algebra.online_softmax import Accumulation, Totals, merge
 from ...algebra.stats import Coefficients
 from ..call.call import Call
-from ..call.sampling_mask import Places, SamplingMask
 from ..head.shard import VocabShard
 from ..ranks.agreement import layout_of
 from ..ranks.collectives import Ranks, in_order
 from .base import Accumulated, Backend, Chunk, Gradients, Partial
-from .sets import Entries
 
 
 class ShardedBackend(Backend):
@@ -28,7 +26,7 @@ class ShardedBackend(Backend):
     """
 
     def __init__(self, local: Backend, shard: VocabShard, rows: int) -> None:
-        self.local, self.few_rows = local, local.few_rows
+        self.local, self.few_rows, self.over_sets = local, local.few_rows, local.over_sets
         self.layout = layout_of(shard, rows)
         self.ranks = Ranks(shard.process_group)
 
@@ -61,27 +59,8 @@ class ShardedBackend(Backend):
         whole.candidates = in_order(got["candidates"].unbind(0)) if "candidates" in got else None
         return whole
 
-    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
-        return self.local.look_at_sets(mask, rows, labels, ignore_index)
-
-    def accumulate_sets(
-        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
-    ) -> tuple[Accumulation, Tensor | None]:
-        return self.local.accumulate_sets(sums, label, entries, z, z_ref)
-
     def scatters_once(self, call: Call) -> bool:
         return self.local.scatters_once(call)
-
-    def sets_grad(
-        self,
-        chunk: Chunk,
-        entries: Entries,
-        logits: tuple[Tensor, Tensor | None],
-        totals: Totals,
-        coefficients: Coefficients,
-        at_label: Tensor | None,
-    ) -> Tensor:
-        return self.local.sets_grad(chunk, entries, logits, totals, coefficients, at_label)
 
     def finish(self, state: Accumulation, label: tuple[Tensor, Tensor | None] | None) -> Totals:
         return self.local.finish(state, label)

@@ -1,7 +1,7 @@
 """The drivers of a call over sampling masks: each token's own few entries, N·K·H work, no product with the vocabulary.
 
-Sums over a token's entries are sums over its segment (`backends/sets.py`); the statistics and the gradient's formula
-are those of the whole row.
+Sums over a token's entries are sums over its segment, by the backend's `over_sets`; the statistics and the gradient's
+formula are those of the whole row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...algebra.online_softmax import Totals, difference
 from ...algebra.stats import STATISTICS, coefficients_of, looks_twice, second_look
 from ..backends.base import Backend, Chunk, Scratch, put_second_sums
 from ..backends.logits import Projection
-from ..backends.sets import Entries
+from ..backends.sets import Entries, Logits
 from ..call.call import Call, Needs
 from ..call.sampling_mask import Places, SamplingMask
 from ..ranks.collectives import Ranks
@@ -113,7 +113,7 @@ def checked(call: Call, price: Price) -> KeptPass:
     """
     mask, labels, rows, ignored = call.sampling_mask, call.inputs.labels, call.head.rows, call.options.ignore_index
     assert mask is not None
-    look = backend_of(call).look_at_sets
+    look = backend_of(call).over_sets.look_at
     places = look(mask, rows, labels, ignored)
     if places is None:
         call = call.checked()
@@ -161,7 +161,7 @@ def totals_of(backend: Backend, chunk: Chunk, entries: Entries, z: Tensor, z_ref
         at = entries.labels_at
         chunk.label = z[at], None if z_ref is None else z_ref[at]
     label = None if chunk.label is None else chunk.label[0]
-    state, zsum = backend.accumulate_sets(chunk.sums, label, entries, z, z_ref)
+    state, zsum = backend.over_sets.accumulate(chunk.sums, label, entries, (z, z_ref))
     totals = backend.finish(state, chunk.label)
     if zsum is not None:
         totals.mean_logit = zsum / entries.counts
@@ -203,7 +203,7 @@ def _entries_grad(
     backend: Backend,
     chunk: Chunk,
     entries: Entries,
-    logits: tuple[Tensor, Tensor | None],
+    logits: Logits,
     totals: Totals,
     stat_grads: dict[str, Tensor],
 ) -> Tensor:
@@ -211,7 +211,7 @@ def _entries_grad(
     policy, own, z = chunk.policy, entries.tokens, logits[0]
     c = coefficients_of(stat_grads, totals, entries.counts.to(z.dtype), chunk.jsd_beta, torch)
     at_label = None if entries.labels_at is None else backend.label_coefficient(chunk, totals, c)
-    dz = backend.sets_grad(chunk, entries, logits, totals, without_label(c), at_label)
+    dz = backend.over_sets.logits_grad(chunk, entries, logits, totals, without_label(c), at_label)
     if "argmax" in c:
         best, ids = z == totals.m[own], entries.ids.to(torch.float64)
         lowest = -entries.max(torch.where(best, -ids, -math.inf), -math.inf)  # of equal ones the lowest id

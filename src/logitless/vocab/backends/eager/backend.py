@@ -15,9 +15,8 @@ from ....algebra.stats import Coefficients
 from ...call.call import Call
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
 from ..logits import LOG2E, GivenLogits, Operands, add_product, exp_, logits_grad_dtype, product
-from ..sets import Entries
+from . import sets
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
-from .sets import sets_grad
 from .skip import logits_grad_of_some
 from .threads import collect, maxima, share_count, shares_of, sums
 from .topk import TopK
@@ -189,6 +188,7 @@ class EagerBackend(Backend):
     """
 
     running = Running
+    over_sets = sets
 
     def accumulate_local(self, chunk: Chunk, bases: tuple[str, ...] = (), keep: str | None = None) -> Partial:
         run, columns = self.running(chunk, bases), in_columns(chunk, keep)
@@ -239,17 +239,6 @@ class EagerBackend(Backend):
         collect(shared.hidden, grads.hidden)
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
-
-    def sets_grad(
-        self,
-        chunk: Chunk,
-        entries: Entries,
-        logits: tuple[Tensor, Tensor | None],
-        totals: Totals,
-        coefficients: Coefficients,
-        at_label: Tensor | None,
-    ) -> Tensor:
-        return sets_grad(chunk, entries, logits, totals, coefficients, at_label)
 
     def add_slice(
         self,

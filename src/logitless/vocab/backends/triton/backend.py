@@ -19,13 +19,11 @@ from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import FAR, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
-from ...call.sampling_mask import Places, SamplingMask
 from ...devices import has_tf32, tf32_products
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, multiplied_dtype, normalised, p_alone
 from ..logits import Operands, add_product, logits_grad_dtype, product
-from ..sets import Entries
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
 from .device import on, processors
 from .parts import accumulation_of, flags_of, flags_of_reference, merge
@@ -303,7 +301,7 @@ def accumulate_products(chunk: Chunk) -> Partial:
 class TritonBackend(Backend):
     """Kernels of Triton that read a slice's products in place, on CUDA or, interpreted, on a CPU."""
 
-    few_rows = rows
+    few_rows, over_sets = rows, sets
     draws_on_device = True
     sums_logits_anyway = True
 
@@ -404,25 +402,6 @@ class TritonBackend(Backend):
                         put(dz.t(), x, entries[v])
         if begins and grads.weight is not None:
             grads.weight[chunk.policy.head.local_rows :].zero_()
-
-    def look_at_sets(self, mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
-        return sets.look_at(mask, rows, labels, ignore_index)
-
-    def accumulate_sets(
-        self, sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
-    ) -> tuple[Accumulation, Tensor | None]:
-        return sets.accumulate(sums, label, entries, z, z_ref)
-
-    def sets_grad(
-        self,
-        chunk: Chunk,
-        entries: Entries,
-        logits: tuple[Tensor, Tensor | None],
-        totals: Totals,
-        coefficients: Coefficients,
-        at_label: Tensor | None,
-    ) -> Tensor:
-        return sets.logits_grad(chunk, entries, logits, totals, coefficients, at_label)
 
     def label_coefficient(self, chunk: Chunk, totals: Totals, coefficients: Coefficients) -> Tensor:
         total = label_coefficients(coefficients, totals, chunk.jsd_beta)

@@ -1,4 +1,4 @@
-"""`backends.sets` and the checks of a sampling mask as kernels: a program for each token's entries."""
+"""`eager.sets` and the checks of a sampling mask as kernels: a program for each token's entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....algebra.online_softmax import Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.sampling_mask import Places, SamplingMask
 from ..base import Chunk
-from ..sets import Entries
+from ..sets import Entries, Logits
 from . import accumulate_kernels, sets_kernels
 from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference
@@ -24,7 +24,7 @@ BLOCKS = 64, 1024  # the fewest and the most entries that a program reads at a t
 
 
 def look_at(mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: int) -> Places | None:
-    """`Backend.look_at_sets` in one launch."""
+    """`eager.sets.look_at` in one launch: here it can be told at once."""
     n, ids = len(mask), mask.token_ids.contiguous()
     if not 0 < ids.shape[0] <= n * COMPARED // 2:
         return None
@@ -48,9 +48,10 @@ def look_at(mask: SamplingMask, rows: int, labels: Tensor | None, ignore_index: 
 
 
 def accumulate(
-    sums: frozenset[str], label: Tensor | None, entries: Entries, z: Tensor, z_ref: Tensor | None
+    sums: frozenset[str], label: Tensor | None, entries: Entries, logits: Logits
 ) -> tuple[Accumulation, Tensor | None]:
-    """`sets.accumulate` in one launch."""
+    """`eager.sets.accumulate` in one launch."""
+    z, z_ref = logits
     offsets, n = entries.offsets.contiguous(), entries.offsets.shape[0] - 1  # they may be a caller's column
     flags = flags_of(sums) | flags_of_reference(sums, z_ref is not None)
     fields = accumulate_kernels.FIELDS if z_ref is not None else accumulate_kernels.FIELDS[: accumulate_kernels.ALONE]
@@ -74,16 +75,11 @@ def accumulate(
 
 
 def logits_grad(
-    chunk: Chunk,
-    entries: Entries,
-    logits: tuple[Tensor, Tensor | None],
-    totals: Totals,
-    coefficients: Coefficients,
-    at_label: Tensor | None,
+    chunk: Chunk, entries: Entries, logits: Logits, totals: Totals, c: Coefficients, at_label: Tensor | None
 ) -> Tensor:
-    """`Backend.sets_grad` in one launch, and two that lay out what it reads."""
+    """`eager.sets.logits_grad` in one launch, and two that lay out what it reads."""
     (z, z_ref), n, policy = logits, chunk.n_tokens, chunk.policy
-    given, out = of_gradient(policy, totals, coefficients), torch.empty_like(z)
+    given, out = of_gradient(policy, totals, c), torch.empty_like(z)
     del given["BEHIND"]  # comes with AHEAD
     block = block_of(z, n)
     with on(z.device):
