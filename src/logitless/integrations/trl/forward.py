@@ -76,13 +76,13 @@ class Fused:
 
         @functools.wraps(getattr(self.before, "__func__", self.before))
         def forward(own: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            # of a copy of the model: what was there before is the model's, and would run that
+            before = self.before if own is model else functools.partial(type(own).forward, own)
             if fused_lm_head and self.on:
-                # of a copy of the model: what was there before is the model's, and would run that
-                before = self.before if own is model else functools.partial(type(own).forward, own)
                 return self(own, before, *args, **kwargs)
             if fused_lm_head:
                 kwargs["fused_lm_head"] = True
-            return self.before(*args, **kwargs)
+            return before(*args, **kwargs)
 
         return types.MethodType(forward, model)
 
