@@ -10,7 +10,14 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import OptionError
-from logitless.workbench.common.files import check_outputs, remove_leftovers, target, write_text, write_whole
+from logitless.workbench.common.files import (
+    check_outputs,
+    folders_for,
+    remove_leftovers,
+    target,
+    write_text,
+    write_whole,
+)
 from logitless.workbench.common.lock import LOCK_FILE, acquire
 
 
@@ -96,6 +103,18 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
     write_text(tmp_path / "written", "text")
     (tmp_path / "other").touch()
     assert (tmp_path / "written").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_folders_stay_for_a_rank_that_ends_later(tmp_path):
+    """What another rank, which began later and found them, is still to write into them."""
+    path = tmp_path / "new" / "folder" / "a.json"
+    with folders_for([path]):
+        pass
+    path.write_text("{}")
+    later = tmp_path / "other" / "folder" / "b.json"
+    with pytest.raises(OptionError), folders_for([path, later]):
+        raise OptionError("refused")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new"]
 
 
 def test_what_lies_there_is_of_the_other_kind(tmp_path):

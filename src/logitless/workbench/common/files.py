@@ -148,17 +148,21 @@ def _replaces(path: Path, read: Path) -> bool:
 
 @contextmanager
 def folders_for(paths: Iterable[Path]) -> Iterator[None]:
-    """Makes the folders that files are to lie in; those that are empty at the end are taken away again."""
+    """Makes the folders that files are to lie in; after an error, those that are empty are taken away again.
+
+    Without one they stay: a rank may have made them that ends before the one that writes there.
+    """
     made: set[Path] = set()
     try:
         for path in paths:
             made |= {folder for folder in path.parents if not folder.exists()}
             path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    finally:
+    except BaseException:
         for folder in sorted(made, key=lambda folder: len(folder.parts), reverse=True):
             with suppress(OSError):  # something lies there
                 folder.rmdir()
+        raise
 
 
 def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) -> None:
