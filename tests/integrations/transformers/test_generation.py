@@ -264,6 +264,20 @@ def test_streaming_and_a_loop_of_transformers():
     assert "forward" not in vars(model)
 
 
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_ranks_are_in_step_where_it_is_asked(asked, monkeypatch):
+    """False: for a rank that generates alone from parameters that it has gathered."""
+    model, seen = tiny("llama"), set()
+
+    def unfinished(this_peer_finished, synced_gpus, device):
+        seen.add(synced_gpus)
+        return not this_peer_finished
+
+    monkeypatch.setattr(model, "_has_unfinished_sequences", unfinished)
+    generate(model, PROMPTS, max_new_tokens=2, do_sample=False, synced_gpus=asked)
+    assert seen == {bool(asked)}
+
+
 def test_a_text_streamer_of_transformers(capsys):
     model, one = tiny("llama", eos_token_id=None), {"input_ids": PROMPTS["input_ids"][1:2]}
     out = generate(model, one, max_new_tokens=4, do_sample=False, streamer=t.TextStreamer(letters()))

@@ -66,9 +66,9 @@ def generate(
     num_return_sequences one for each of them; on_step: called with the record (B,) of each step as it comes, -1 where a
     sequence had ended; order: of top_k, top_p and min_p, as `sample_tokens`. options: `model.generate`'s own:
     max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer,
-    stopping_criteria, streamer, generation_config, and whatever else needs a logits processor (repetition_penalty,
-    guidance_scale, logits_processor, ...): these get rows (B, V), of one step at a time, and the record's
-    behaviour_logprob is of what they return, its other fields raw.
+    stopping_criteria, streamer, synced_gpus, generation_config, and whatever else needs a logits processor
+    (repetition_penalty, guidance_scale, logits_processor, ...): these get rows (B, V), of one step at a time, and the
+    record's behaviour_logprob is of what they return, its other fields raw.
     Greedy ids are transformers'. Refused by name: all but greedy search and sampling (beams, assistants, prompt lookup,
     contrastive search, DoLa), encoder-decoders, a TextStreamer of several sequences; and, before anything is computed,
     prompts that could grow past the model's context, which transformers goes past with a warning.
@@ -80,7 +80,7 @@ def generate(
     inner, whole = causal_lm(model), cast(Any, model)
     check_prompts(inner, inputs, options)
     check_rules(options, order)
-    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step, order)
+    loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step, order, options.get("synced_gpus"))
     ids = whole.generate(**inputs, **with_stop_strings(options, whole.generation_config), custom_generate=loop)
     if loop.record is None:
         raise ConfigError(f"{type(inner).__name__}.generate() never called its decoding loop, expected it to")
@@ -91,7 +91,7 @@ class Recorder:
     """The loop that `generate` gives to transformers, for `model.generate(custom_generate=Recorder())`.
 
     After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget, on_step, order as `generate`;
-    streamer: the one that `model.generate` gets, which does not hand it on to a loop of one's own.
+    streamer, synced_gpus: those that `model.generate` gets, which does not hand them on to a loop of one's own.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class Recorder:
         streamer: Any = None,
         on_step: OnStep | None = None,
         order: Order = "transformers",
+        synced_gpus: bool | None = None,
     ) -> None:
         self.keep, self.seeds, self.memory_budget = keep, seeds, memory_budget
-        self.streamer, self.on_step = streamer, on_step
+        self.streamer, self.on_step, self.synced_gpus = streamer, on_step, synced_gpus
         self.order: Order = order
         self.record: SampleRecord | None = None
 
@@ -125,7 +126,7 @@ class Recorder:
         seeds = _seeds(self.seeds, batch, input_ids.device)
         alive = torch.ones(batch, dtype=torch.bool, device=input_ids.device)
         pad, outputs = padding(stopping_criteria, generation_config), None
-        in_step, ended = ranks_in_step(model), False
+        in_step, ended = ranks_in_step(model, self.synced_gpus), False
         kept = {"keep": self.keep, "memory_budget": self.memory_budget}
         with recorded(model) as forward:
             while model._has_unfinished_sequences(ended, in_step, input_ids.device):

@@ -73,9 +73,12 @@ def padding(stopping_criteria: Any, config: Any) -> int | None:
     return int(torch.as_tensor(config.eos_token_id).flatten()[0])
 
 
-def ranks_in_step(model: Any) -> bool:
-    """Whether ranks go on until all of them have ended, as transformers has it where parameters are split over them."""
-    return model._extract_generation_mode_kwargs(None, {}, None, None, None)["synced_gpus"]
+def ranks_in_step(model: Any, synced_gpus: bool | None) -> bool:
+    """Whether ranks go on until all of them have ended.
+
+    None: as transformers has it, where it knows that parameters are split over them.
+    """
+    return model._extract_generation_mode_kwargs(None, {}, synced_gpus, None, None)["synced_gpus"]
 
 
 def check_prompts(inner: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -139,7 +142,7 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
     options = dict(options)
     strings, tokenizer = options.get("stop_strings", next(iter(found), None)), options.pop("tokenizer", None)
-    for name in ("assistant_model", "synced_gpus", "custom_generate", "token_healing"):
+    for name in ("assistant_model", "custom_generate", "token_healing"):
         if options.get(name):
             raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
     if strings is None:
