@@ -14,7 +14,7 @@ Array = Any
 Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
-COLDEST = 1e-30  # a temperature over which fp32 still holds logits of 1e8
+COLDEST = 1e-30  # the lowest temperature: fp32 still holds logits of 1e8, divided by it
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rules:
     def kept_of(self, x: Array, logsumexp: Array, xp: Any, widened: Callable[[Array], Array] = lambda x: x) -> Array:
         """How many of the sorted scaled logits x (n, R) are kept, (n,); `logsumexp` (n,) is of the whole row.
 
-        xp: the array namespace; widened: numbers as shares of them are added up.
+        xp: the array namespace; widened: turns an array into the dtype in which shares are added up.
         """
         keep = self._before_top_p(x, xp)
         if self.top_p < 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...algebra.stats import has_gradient
 from ...errors import DtypeError, GradientError, ShapeError
 from ...losses import supervised
+from ...units import plural
 from ..call.call import Call, Needs, computing_all
 from ..devices import full_precision
 from ..stats import TokenStats
@@ -257,8 +258,9 @@ def _evaluated(loss_fn: LossFn, stats: TokenStats, parts: list[Tensor], n: int, 
         loss = loss_fn(stats, *parts)
     except Exception as error:
         error.add_note(
-            f"token_loss calls loss_fn(stats, *inputs) with the statistics of {n} {unit}s and {len(parts)} inputs: it "
-            f"reads stats.logprob and so on; what is one number per {unit} goes through inputs="
+            f"token_loss calls loss_fn(stats, *inputs) with the statistics of {plural(n, unit)} and "
+            f"{plural(len(parts), 'input')}: read stats.logprob and so on, and pass through inputs= whatever has a number "
+            f"for each {unit}"
         )
         raise
     _check_loss(loss, n, unit)
