@@ -259,8 +259,8 @@ def _evaluated(loss_fn: LossFn, stats: TokenStats, parts: list[Tensor], n: int, 
     except Exception as error:
         error.add_note(
             f"token_loss calls loss_fn(stats, *inputs) with the statistics of {plural(n, unit)} and "
-            f"{plural(len(parts), 'input')}: read stats.logprob and so on, and pass through inputs= whatever has a number "
-            f"for each {unit}"
+            f"{plural(len(parts), 'input')}: read stats.logprob and so on, and pass through inputs= whatever has a "
+            f"number for each {unit}"
         )
         raise
     _check_loss(loss, n, unit)
