@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
-from .vocab.face import LMHead, Options, TokenStats, compute_dtype, of_integers, token_loss
+from .vocab.face import LMHead, Options, TokenStats, compute_dtype, dtype_of, of_integers, token_loss
 
 __all__ = ["MultiTokenLoss", "multi_token_cross_entropy"]
 
@@ -145,7 +145,7 @@ def _checked(
     if len(heads) != k:
         raise ShapeError(f"head: expected one LMHead for all depths or {k}, one for each, got {len(heads)}")
     if not of_integers(labels):
-        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        got = dtype_of(labels)
         raise DtypeError(f"labels: expected integer ids, got {got}")
     for depth, hidden in enumerate(hiddens):
         if hidden.shape[:-1] != labels.shape:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..vocab.face import dtype_of
 from .rows import rows_sum
 
 
@@ -117,7 +118,7 @@ def same_table(one: Tensor, other: Tensor) -> bool:
 def check_table(table: Tensor, vocab_size: int, padded_size: int, device: torch.device) -> None:
     """Raise unless `table` holds a row for each entry of the vocabulary, and no other."""
     if not isinstance(table, Tensor) or not table.is_floating_point():
-        got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        got = dtype_of(table)
         raise DtypeError(f"embedding: expected a floating-point tensor, got {got}; pass module.weight")
     if table.dim() != 2 or table.shape[0] not in (vocab_size, padded_size):
         sizes = f"{vocab_size}" if vocab_size == padded_size else f"{vocab_size} or {padded_size}"

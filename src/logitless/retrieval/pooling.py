@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
-from ..vocab.face import Call, Documents, LMHead, agreed, flatten, max_pool, max_pool_kept, on_all, with_lora
+from ..vocab.face import Call, Documents, LMHead, agreed, dtype_of, flatten, max_pool, max_pool_kept, on_all, with_lora
 from .sparse import SparseRows
 
 
@@ -191,7 +191,7 @@ def _end_to_end(hidden: Tensor, mask: Tensor | None, offsets: Tensor) -> Documen
 
 def _check_integers(name: str, x: Tensor, hidden: Tensor) -> None:
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        got = dtype_of(x)
         raise DtypeError(f"{name}: expected integers or booleans in a tensor, got {got}")
     if x.device != hidden.device:
         raise DeviceError(f"{name} is on {x.device}, hidden on {hidden.device}; move one of them")

@@ -21,7 +21,7 @@ from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_loss, check_loss_fn, flatten, flatten_inputs, flatten_whole_loss
-from .dtypes import compute_dtype
+from .dtypes import compute_dtype, dtype_of
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
 from .passes import compiled, quack
@@ -311,7 +311,7 @@ def _check_weight(weight: Tensor | None, head: LMHead, hidden: Tensor, smoothing
     if weight is None:
         return
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        got = dtype_of(weight)
         raise DtypeError(f"weight: expected a floating tensor of one number per class, got {got}")
     if tuple(weight.shape) != (head.rows,):
         raise ShapeError(f"weight: expected one number per class, shape ({head.rows},), got {tuple(weight.shape)}")

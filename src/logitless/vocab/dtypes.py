@@ -14,3 +14,8 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def of_integers(x: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor of integers; booleans are none: a mask is no tensor of ids."""
     return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def dtype_of(x: object) -> str:
+    """A tensor's dtype, or the type of what is none: what errors say that they got."""
+    return str(x.dtype if isinstance(x, Tensor) else type(x).__name__)

@@ -17,7 +17,7 @@ from .call.options import Options
 from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, flatten
 from .devices import capturing, default_budget, full_precision
-from .dtypes import compute_dtype, of_integers
+from .dtypes import compute_dtype, dtype_of, of_integers
 from .head.from_model import transforms_of
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
@@ -64,6 +64,7 @@ __all__ = [
     "default_budget",
     "dense_cross_entropy",
     "dot",
+    "dtype_of",
     "exp_",
     "explain",
     "first_on_all",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
-from .dtypes import of_integers
+from .dtypes import dtype_of, of_integers
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -72,7 +72,7 @@ class Noise(NamedTuple):
         """The noise with a seed and a position for each of the tokens, or an error that says what is wrong."""
         for name, x in zip(self._fields, self, strict=True):
             if not of_integers(x):
-                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                got = dtype_of(x)
                 raise DtypeError(f"noise: expected {name} as an integer tensor, got {got}")
             if x.dim() > len(lead) or any(a not in (1, b) for a, b in zip(x.shape[::-1], lead[::-1], strict=False)):
                 raise ShapeError(f"noise: expected {name} that broadcast to {lead}, got {tuple(x.shape)}")

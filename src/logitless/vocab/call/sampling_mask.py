@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
-from ..dtypes import of_integers
+from ..dtypes import dtype_of, of_integers
 
 
 class Places(NamedTuple):
@@ -43,7 +43,7 @@ class SamplingMask:
         for name in ("token_ids", "offsets"):
             x = getattr(self, name)
             if not of_integers(x):
-                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                got = dtype_of(x)
                 hint = "; SamplingMask.of takes lists" if isinstance(x, Sequence) else ""
                 raise DtypeError(f"SamplingMask: {name} must be a tensor of integers, got {got}{hint}")
             if x.dim() != 1:

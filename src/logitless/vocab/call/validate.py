@@ -16,7 +16,7 @@ from ...algebra.options import check_ignore_index, check_numbers, check_reductio
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
-from ..dtypes import of_integers
+from ..dtypes import dtype_of, of_integers
 from ..head.draft import split
 from ..head.lm_head import LMHead
 from ..head.shard import is_dtensor
@@ -234,7 +234,7 @@ def _check_hidden(hidden: Tensor, head: LMHead, of: str = "") -> tuple[int, ...]
             f"{of}head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)"
         )
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
+        got = dtype_of(hidden)
         raise DtypeError(
             f"{of}hidden: expected a floating-point tensor, got {got}; of a transformers model it is "
             "hidden_states(model, batch)"
@@ -288,7 +288,7 @@ def _check_sampling_mask(o: dict[str, Any], n_tokens: int, hidden: Tensor) -> Sa
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[int, ...], hidden: Tensor) -> Tensor:
     if not of_integers(ids):
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        got = dtype_of(ids)
         hint = "; probability targets are not supported: see losses.soft_targets" if name == "labels" else ""
         raise DtypeError(f"{name}: expected integer ids, got {got}{hint}")
     if tuple(ids.shape) != shape:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, DtypeError, ShapeError
+from ..dtypes import dtype_of
 
 HEADS = ("output.weight", "token_embd.weight")  # a tied head is stored as the embedding alone
 
@@ -128,7 +129,7 @@ def block_format(name: str) -> BlockFormat:
 def check_blocks(blocks: Tensor, form: BlockFormat) -> None:
     """Raise where a tensor does not hold rows of whole blocks."""
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.uint8:
-        got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
+        got = dtype_of(blocks)
         raise DtypeError(f"QuantisedWeight: expected {form.name}'s blocks as bytes (torch.uint8), got {got}")
     if blocks.dim() != 2 or blocks.shape[1] == 0 or blocks.shape[1] % form.nbytes:
         raise ShapeError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from ..dtypes import dtype_of
 from .from_model import parts_of_model
 from .low_rank import LowRank, check_whole
 from .packed import quantised
@@ -213,7 +214,7 @@ def _check_bias(bias: Tensor | None, weight: Weight) -> None:
     if bias is None:
         return
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        got = dtype_of(bias)
         raise DtypeError(f"LMHead: bias must be a floating point tensor or None, got {got}")
     check_whole("LMHead: bias", bias, matrix=False)
     rows = weight.shape[0]
@@ -227,7 +228,7 @@ def _check_token_ids(ids: Tensor | None, rows: int, weight: Weight) -> None:
     if ids is None:
         return
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        got = dtype_of(ids)
         raise DtypeError(f"LMHead: token_ids must be an int64 tensor or None, got {got}; a mask has .nonzero()[:, 0]")
     if tuple(ids.shape) != (rows,):
         raise ShapeError(f"LMHead: token_ids must have shape ({rows},), one id per row, got {tuple(ids.shape)}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, DeviceError, DtypeError, OptionError, ShapeError
+from ..dtypes import dtype_of
 from .shard import is_dtensor
 
 
@@ -34,7 +35,7 @@ class LowRank:
     def __post_init__(self) -> None:
         for name, x in (("a", self.a), ("b", self.b)):
             if not isinstance(x, Tensor) or not x.is_floating_point():
-                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                got = dtype_of(x)
                 raise DtypeError(f"LowRank: {name} must be a floating point tensor, got {got}")
             if not is_dtensor(x):  # what the head makes of one is known with its weight
                 check_whole(f"LowRank: {name}", x)

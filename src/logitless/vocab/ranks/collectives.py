@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, RankError
-from ..dtypes import of_integers
+from ..dtypes import dtype_of, of_integers
 from ..head.shard import VocabShard, process_group
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def count_tokens(
     collective of a number. Raises DtypeError, ConfigError, RankError.
     """
     if not of_integers(labels):
-        got: Any = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        got = dtype_of(labels)
         raise DtypeError(f"labels: expected integer ids, got {got}")
     total = (labels != ignore_index).sum()
     if group is not None:
