@@ -334,10 +334,10 @@ def _check_reference(
             got = tuple(reference.shape)
             raise ShapeError(f"reference: expected rows of logits or log-probs, {(*lead, head.rows)}, got {got}")
         return None, None, RowsOfReference.of(reference)
-    module = isinstance(reference, torch.nn.Module)  # callable, too, but not with tokens and entries
-    if callable(reference) and not module:
+    # a module is callable, too, but not with tokens and entries
+    if callable(reference) and not isinstance(reference, torch.nn.Module):
         return None, None, RowsOfReference(reference)
-    if module or not (isinstance(reference, tuple) and len(reference) == 2):
+    if not (isinstance(reference, tuple) and len(reference) == 2):
         raise OptionError(
             f"reference: expected (hidden, head), rows of logits or what reads them, got {type(reference).__name__}; "
             "of a transformers model it is (hidden_states(model, batch), LMHead.of(model))"

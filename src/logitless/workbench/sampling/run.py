@@ -176,18 +176,12 @@ def _complete(
         repetition_penalty=config.repetition_penalty,
         num_return_sequences=1,
         num_beams=1,
-        stop_strings=list(_stops(config, model)) or None,
         tokenizer=tokenizer,
         **({"do_sample": True, **warm, **OTHER_CUTS} if config.temperature else {"do_sample": False}),
+        **({"stop_strings": list(config.stop)} if config.stop else {}),  # in the place of the model's own
     )
     record = out.record.map(Tensor.cpu)
     return [record[row] for row in range(len(jobs))]
-
-
-def _stops(config: SampleConfig, model: Any) -> tuple[str, ...]:
-    """The texts that end a completion: those of `--stop`, or the model's own."""
-    own = model.generation_config.stop_strings or ()
-    return config.stop or ((own,) if isinstance(own, str) else tuple(own))
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:

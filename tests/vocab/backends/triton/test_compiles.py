@@ -98,7 +98,7 @@ print(json.dumps({
     "logits_grad": compiled("logits_grad_slice", logits_grad, back),
     "logits_grad, everything": compiled("logits_grad_slice", logits_grad, back | every | {
         "PLOGP": True, "PD": True, "PM": True, "EXCESS": True,
-        "AHEAD": True, "BEHIND": True, "P2": True, "Q": True, "ONE": True}),
+        "AHEAD": True, "P2": True, "Q": True, "ONE": True}),
     "products and accumulate": compiled("accumulate_products", gemm, {
         "ROWS": gemm["rows"], "BLOCK": gemm["entries"], "INNER": gemm["inner"], "GROUP": gemm["group"],
         "LABEL": True, "WITH_T": True}),

@@ -222,7 +222,6 @@ def logits_grad_slice(
     PD: tl.constexpr,
     PM: tl.constexpr,
     AHEAD: tl.constexpr,
-    BEHIND: tl.constexpr,
     P2: tl.constexpr,
     Q: tl.constexpr,
     ONE: tl.constexpr,

@@ -80,7 +80,6 @@ def logits_grad(
     """`eager.sets.logits_grad` in one launch, and two that lay out what it reads."""
     (z, z_ref), n, policy = logits, chunk.n_tokens, chunk.policy
     given, out = of_gradient(policy, totals, c), torch.empty_like(z)
-    del given["BEHIND"]  # comes with AHEAD
     block = block_of(z, n)
     with on(z.device):
         kernels.logits_grad_sets[(n,)](

@@ -174,7 +174,7 @@ def of_gradient(policy: Projection, totals: Totals, coefficients: Coefficients) 
     return {
         "totals": rows_of(TOTALS, dict(totals.items()), totals.m),
         "coefficients": rows_of(COEFFICIENTS, chained, chained["p"]),
-        **{name.upper(): name in coefficients for name in COEFFICIENTS[1:]},
+        **{name.upper(): name in coefficients for name in COEFFICIENTS[1:] if name != "behind"},  # it comes with ahead
     }
 
 
