@@ -40,6 +40,13 @@ def test_z_loss():
     )
 
 
+def test_no_label_smoothing_beside_an_impossible_entry():
+    logits = torch.tensor([[0.5, -torch.inf, 1.0]])
+    logprob, mean = logits.log_softmax(-1)[:, 2], logits.mean(-1)
+    ours = losses.label_smoothing(logprob, logits.logsumexp(-1), mean, 0.0)
+    torch.testing.assert_close(ours, F.cross_entropy(logits, torch.tensor([2]), reduction="none", label_smoothing=0.0))
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal(gamma):
     z, labels = problem()

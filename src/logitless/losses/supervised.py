@@ -33,6 +33,8 @@ def label_smoothing(logprob: Tensor, logsumexp: Tensor, mean_logit: Tensor, smoo
     if not 0.0 <= smoothing <= 1.0:
         raise OptionError(f"smoothing must be in [0, 1], got {smoothing}")
     same_shape(logprob, logsumexp=logsumexp, mean_logit=mean_logit)
+    if smoothing == 0.0:  # 0 * inf is NaN where an entry of the vocabulary is impossible
+        return -logprob
     return smoothing * (logsumexp - mean_logit) - (1.0 - smoothing) * logprob
 
 
