@@ -72,6 +72,14 @@ def test_loss_and_gradients_are_automodels_own(count, weighted):
     same(got, want)
 
 
+def test_weights_that_are_a_mask():
+    hidden, labels = batch()
+    given = {"labels": labels, "model": Model(), "loss_weights": torch.rand(B, L) > 0.3, "hidden_states": hidden}
+    losses = ours.StreamedCrossEntropy(), ChunkedCrossEntropy(chunk_len=16, compile=False)
+    got, want = (calculate_loss(loss, **given) for loss in losses)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_reductions_masks_and_packed_batches(reduction):
     model, (hidden, labels) = Model(), batch()

@@ -57,10 +57,11 @@ def test_the_name_in_its_yaml_is_the_plugin():
     assert type(load_plugin(name)) is ours.LogitlessPlugin
 
 
-def test_losses_of_newer_versions_are_refused():
+@pytest.mark.parametrize("name", ["use_dft", "diffusion", "diffusion_lm", "diffusion_decision"])
+def test_losses_of_one_version_or_another_are_refused(name):
     plugin = ours.LogitlessPlugin()
-    with pytest.raises(ConfigError, match="expected axolotl's cross-entropy, got use_dft"):
-        plugin.post_model_load(DictDefault({"use_dft": True}), None)
+    with pytest.raises(ConfigError, match=f"expected axolotl's cross-entropy, got {name};"):
+        plugin.post_model_load(DictDefault({name: {"eps": 0.001}}), None)
     with pytest.raises(ConfigError, match="got a compute_loss_func"):
         plugin.post_trainer_create(DictDefault(), SimpleNamespace(compute_loss_func=print))
 

@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed here: make
 
 import spmd_types as spmd
 from spmd_types.checker import typecheck
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.linear import Linear
@@ -145,7 +146,20 @@ def test_refusals():
         streamed(head)(hidden, labels)
     with pytest.raises(ConfigError, match="expected CrossEntropyLoss, chunked or not, got MSELoss"):
         ours.streamed(MSELoss.Config())
-    assert ours.streamed(ours.StreamedLoss.Config(z_loss=0.1)).z_loss == 0.1
+
+
+@pytest.mark.parametrize("kind", [Linear, SoftCappedLinear])
+def test_lora_on_the_head_is_refused(kind):
+    """An adapter's logits are added after the softcap, which no head here does."""
+    own, (hidden, labels) = kind.Config(in_features=D, out_features=V), batch()
+    head = LoRAConverter.Config(rank=4).build()._make_lora_config(own).build()
+    with pytest.raises(ConfigError, match=f"got LoRA{kind.__name__} with a forward of its own"):
+        streamed(head)(hidden, labels)
+
+
+def test_options_of_an_override_reach_a_loss_that_is_ours_already():
+    found = ours.streamed(ours.StreamedLoss.Config(z_loss=0.1), memory_budget=2**20)
+    assert (found.z_loss, found.memory_budget) == (0.1, 2**20)
 
 
 def test_another_torchtitan_is_an_error_that_names_versions(monkeypatch):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -125,7 +126,7 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
         if loss_weights is None:
             loss = linear_cross_entropy(hidden, head, labels, reduction=self.reduction, **self.options)
         else:
-            inputs = (loss_weights.to(hidden.device),)
+            inputs = (loss_weights.to(hidden.device, torch.float32),)
             loss = token_loss(_weighted, hidden, head, labels, inputs=inputs, reduction="sum", **self.options)
         if num_label_tokens is None:
             return loss

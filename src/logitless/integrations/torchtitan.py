@@ -11,7 +11,7 @@ Works with torchtitan 0.3: its trainer hands the output head to a `ChunkedLossWr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def head_of(lm_head: Any) -> LMHead:
             f"lm_head: expected its whole weight {shape}, got {type(weight).__name__} {tuple(weight.shape)}; "
             "leave tensor_parallel_degree at 1 and spmd_backend at spmd_types, or torchtitan's own loss"
         )
-    if isinstance(lm_head, SoftCappedLinear):
+    if type(lm_head).forward is SoftCappedLinear.forward:
         return LMHead(weight, lm_head.bias, scale=lm_head.output_multiplier, softcap=lm_head.output_soft_cap_temp)
     if type(lm_head).forward is not Linear.forward:
         raise ConfigError(
@@ -132,7 +132,7 @@ def head_of(lm_head: Any) -> LMHead:
 def streamed(config: Any, **options: Any) -> StreamedLoss.Config:
     """The same loss without logits, for `--override.imports`; options: those of `StreamedLoss.Config`."""
     if isinstance(config, StreamedLoss.Config):
-        return config
+        return replace(config, **options)
     inner = config.loss_fn if isinstance(config, ChunkedLossWrapper.Config) else config
     if type(inner) is not CrossEntropyLoss.Config:
         raise ConfigError(
