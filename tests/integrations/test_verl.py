@@ -124,6 +124,8 @@ def test_refusals(results):
     assert "distill_loss: expected one of forward, reverse, jsd, got backward" in results["distill_loss"]
     assert "distill_weight: expected above 0, at most 1, got 2" in results["distill_weight"]
     assert "expected a teacher with the student's tokenizer" in results["teacher"]
+    assert "expected a vocabulary of at least the student's 4000 entries, got 3904" in results["narrow"]
+    assert "distill_weight, impl_backend, got distil_loss" in results["misspelt"]
     assert "expected no distillation.enabled" in results["both"]
     assert "expected use_fused_kernels=False" in results["fused"]
     assert "expected strategy fsdp or fsdp2" in results["megatron"]

@@ -75,6 +75,8 @@ ASKED = {
 BEST = ("teacher_ids", "student_logprobs", "student_best")  # of a teacher that sends its best entries alone
 # By name, the statistic of a student whose reference is its teacher: KL(teacher‖student), KL(student‖teacher).
 DIVERGENCES = {"forward": "reverse_kl", "reverse": "kl", "jsd": "jsd"}
+# Of fused_kernel_options: ours, and verl's own.
+OPTIONS = ("memory_budget", "teacher", "distill_loss", "distill_weight", "impl_backend")
 
 
 class StudentLogProbs:
@@ -164,6 +166,12 @@ class TeacherEngine(HiddenEngine):
         )
         if model_config.tokenizer.get_vocab() != own.tokenizer.get_vocab():
             raise ConfigError(f"fused_kernel_options.teacher={path}: expected a teacher with the student's tokenizer")
+        entries, least = (x.hf_config.get_text_config().vocab_size for x in (model_config, own))
+        if entries < least:
+            raise ConfigError(
+                f"fused_kernel_options.teacher={path}: expected a vocabulary of at least the student's {least} "
+                f"entries, got {entries}; take a teacher whose weight has no fewer rows"
+            )
         engine_config = replace(student.engine_config, forward_only=True)
         made = cls(model_config, engine_config, student.optimizer_config, student.checkpoint_config)
         made.initialize()
@@ -209,6 +217,9 @@ class StreamedEngine(HiddenEngine):
 
     def initialize(self) -> None:
         options = self.model_config.fused_kernel_options or {}
+        unknown = [name for name in options if name not in OPTIONS]
+        if unknown:
+            raise ConfigError(f"fused_kernel_options: expected {', '.join(OPTIONS)}, got {', '.join(unknown)}")
         self.memory_budget = options.get("memory_budget")
         self.distill_loss = options.get("distill_loss", "forward")
         self.distill_weight = options.get("distill_weight", 1)

@@ -108,6 +108,8 @@ def prepare(folder: Path) -> Path:
     wider = own | {"vocab_size": V + 96, "hidden_size": 48, "tie_word_embeddings": True}  # its weight has more padding
     for name in ("teacher", "other"):
         Qwen3ForCausalLM(Qwen3Config(**wider)).save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "narrow")
+    Qwen3ForCausalLM(Qwen3Config(**own | {"vocab_size": V - 96})).save_pretrained(folder / "narrow")
     return folder / "model"
 
 
@@ -347,6 +349,8 @@ def main(place: Path) -> None:
     results["chunked"] = refused(lambda: numbers(engine(streamed, model), distilling(chunked=True), **TEACHER))
     for option, value in {"distill_loss": "backward", "distill_weight": 2, "teacher": str(place / "other")}.items():
         results[option] = refused(lambda found={option: value}: engine(streamed, model, options=found))
+    results["narrow"] = refused(lambda: engine(streamed, model, options={"teacher": str(place / "narrow")}))
+    results["misspelt"] = refused(lambda: engine(streamed, model, options={"distil_loss": "jsd"}))
     both = {"teacher": str(place / "teacher")}
     results["both"] = refused(lambda: numbers(engine(streamed, model, options=both), distilling(), **TEACHER))
     if dist.get_rank() == 0:
