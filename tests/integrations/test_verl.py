@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -21,6 +24,21 @@ def test_another_verl_is_an_error_that_names_versions(monkeypatch):
     monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, micro_batch: None)
     with pytest.raises(ConfigError, match=r"verl 0\.9\.1: .*forward_step takes \(self, micro_batch\), expected"):
         importlib.import_module("logitless.integrations.verl")
+
+
+LOOKED_UP = """
+from verl.workers.engine import EngineRegistry
+import logitless.integrations.verl
+print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
+"""
+
+
+@pytest.mark.parametrize("name", ["VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR"])
+def test_the_engine_is_found_where_verl_is_told_of_other_hardware(name):
+    """verl looks it up by these; it would take its own, which it registers for a device alone."""
+    environment = {**os.environ, name: "npu"}
+    done = subprocess.run([sys.executable, "-c", LOOKED_UP], env=environment, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["StreamedEngine"], done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ verl prefers to its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -65,7 +66,11 @@ from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-HERE = {"device": get_device_name(), "vendor": get_vendor()}
+# What verl looks an engine up by.
+HERE = {
+    "device": os.getenv("VERL_ENGINE_DEVICE") or get_device_name(),
+    "vendor": os.getenv("VERL_ENGINE_VENDOR") or get_vendor(),
+}
 OTHERS = ["automodel", "fsdp_turbo", "megatron", "torchtitan", "veomni"]
 # What verl asks of a batch, and gets back by another name: the statistic.
 ASKED = {
