@@ -142,6 +142,15 @@ def test_auto_finds_larger_batches(micro, monkeypatch):
             ours._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=size)
 
 
+def test_one_row_where_not_even_that_fits_whole(micro, monkeypatch):
+    """As HFLM: generated texts may be far shorter than the model's positions, which are what is tried."""
+    given = {"batch_size": "auto", "max_batch_size": 8, "tokenizer": AutoTokenizer.from_pretrained(micro)}
+    theirs, ours = (kind(pretrained=micro_model().eval(), **given) for kind in (huggingface.HFLM, LogitlessLM))
+    monkeypatch.setattr(LogitlessLM, "device", SimpleNamespace(type="cuda", index=0))
+    with Limited(1000):
+        assert theirs._detect_batch_size() == ours._detect_batch_size() == 1
+
+
 def test_what_is_longer_than_the_model_sees_is_warned_of(micro, caplog):
     """As HFLM does, with the number of tokens that are cut."""
     lm = loaded(LogitlessLM, micro)
@@ -220,7 +229,7 @@ def test_records_of_generated_tokens(micro, tmp_path, batch_size):
 
 
 def test_sampled_tokens_have_the_log_prob_that_they_were_drawn_with(micro, tmp_path):
-    """Texts of beams are HFLM's, and have no record."""
+    """Texts of beams are HFLM's, and have no record, also where it is the checkpoint that asks for beams."""
     lm = loaded(LogitlessLM, micro, records=tmp_path / "records.jsonl")
     given = {"request_type": "generate_until", "doc": {}, "idx": 0, "metadata": ("a task", 0, 2)}
     sampled = {"do_sample": True, "temperature": 0.5, "top_k": 0, "max_gen_toks": 4, "until": ["zz"]}
@@ -237,6 +246,31 @@ def test_sampled_tokens_have_the_log_prob_that_they_were_drawn_with(micro, tmp_p
         assert record["logprob"] == pytest.approx(rows.gather(-1, own)[:, 0].tolist(), rel=1e-4)
         behaviour = (rows / 0.5).log_softmax(-1).gather(-1, own)[:, 0]
         assert record["behaviour_logprob"] == pytest.approx(behaviour.tolist(), rel=1e-4, abs=1e-6)
+    lm.model.generation_config.num_beams = 2
+    unsaid = Instance(arguments=("abc", {"max_gen_toks": 4, "until": ["zz"]}), **given)
+    assert lm.generate_until([unsaid], disable_tqdm=True) == texts[2:]
+    assert len(list(read_records(tmp_path / "records.jsonl"))) == 2
+
+
+def test_processes_that_the_harness_counts_as_one_write_files_of_their_own(micro, tmp_path, monkeypatch):
+    """As with tp_plan, where each says that it is rank 0 of 1."""
+    path = tmp_path / "records.jsonl"
+    for name, found in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda found=found: found)
+    assert loaded(LogitlessLM, micro, records=path).records.path == tmp_path / "records-1.jsonl"
+
+
+def test_a_text_without_a_token(micro, tmp_path):
+    """Its log-prob is 0, and it has a record as others have."""
+    path = tmp_path / "records.jsonl"
+    lm = loaded(LogitlessLM, micro, records=path)
+    given = {"request_type": "loglikelihood_rolling", "doc": {}}
+    texts = [Instance(arguments=(text,), idx=0, metadata=("t", i, 1), **given) for i, text in enumerate(("", "ab"))]
+    found = lm.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert found == pytest.approx(loaded(huggingface.HFLM, micro).loglikelihood_rolling(texts), rel=1e-5)
+    records = [record for _, record in read_records(path)]
+    assert [(x["document"], x["answer"]) for x in records] == list(enumerate(found))
+    assert records[0]["ids"] == records[0]["rank"] == records[0]["confidence"] == []
 
 
 def test_a_record_that_was_half_written_is_passed_over(micro, tmp_path):

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ..errors import ConfigError, DataError
 from ..sample.record import SampleRecord
 from ..units import parse_bytes
-from .lm_eval_records import KEPT, Records, generated
+from .lm_eval_records import KEPT, SCORED, Records, generated
 from .transformers.continuations import Answer, Request, Tokens, Tree, continuation_scores
 from .transformers.generation import Recorder
 from .transformers.lm_head import causal_lm, output_head, replaced
@@ -85,7 +85,9 @@ class LogitlessLM(HFLM):
         self.generating = Generating(self.max_length)
 
     def _of_rank(self, path: Path) -> Path:
-        return path if self.world_size == 1 else path.with_stem(f"{path.stem}-{self.rank}")
+        """A file of its own for each process, also of those that HFLM counts as one (tp_plan)."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return path if alone else path.with_stem(f"{path.stem}-{dist.get_rank()}")
 
     @property
     def prefix_token_id(self) -> int:
@@ -96,6 +98,11 @@ class LogitlessLM(HFLM):
                 "no context: set one, or give prefix_token_id=ID"
             )
         return found
+
+    @property
+    def beams(self) -> int:
+        """Of generation, where a task does not say."""
+        return self.model.generation_config.num_beams or 1
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if not self.over_ranks:
@@ -142,18 +149,22 @@ class LogitlessLM(HFLM):
         known: list[dict[int, Tokens]] = [{} for _ in requests]
         totals = [0.0] * len(requests)
 
+        def conclude(text: int) -> None:
+            if self.records is not None:
+                ids = [i for _, continuation in windows[text] for i in continuation]
+                values = {name: [x for w in sorted(known[text]) for x in known[text][w][name]] for name in SCORED}
+                self.records.write(requests[text], ids, 0, values, totals[text])
+            self.cache_hook.add_partial("loglikelihood_rolling", requests[text].args, totals[text])
+
         def answered(number: int, answer: Answer, tokens: Tokens) -> None:
             text, window = places[number]
             known[text][window] = tokens
             totals[text] += answer[0]
-            if len(known[text]) < len(windows[text]):
-                return
-            if self.records is not None:
-                ids = [i for _, continuation in windows[text] for i in continuation]
-                values = {name: [x for w in sorted(known[text]) for x in known[text][w][name]] for name in tokens}
-                self.records.write(requests[text], ids, 0, values, totals[text])
-            self.cache_hook.add_partial("loglikelihood_rolling", requests[text].args, totals[text])
+            if len(known[text]) == len(windows[text]):
+                conclude(text)
 
+        for text in (text for text, found in enumerate(windows) if not found):  # no token: 0, as HFLM
+            conclude(text)
         pairs = [window for found in windows for window in found]
         self._scores(pairs, "Running loglikelihood_rolling requests", disable_tqdm, answered)
         return totals
@@ -238,7 +249,7 @@ class LogitlessLM(HFLM):
         return super().tok_batch_encode(strings, *given, left_truncate_len=left_truncate_len, **more)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        if self.records is None or options.get("num_beams", 1) != 1:
+        if self.records is None or options.get("num_beams", self.beams) != 1:
             return super()._model_generate(context, max_length, stop, **options)
         loop = Recorder(keep=KEPT, memory_budget=self.memory_budget)
         ids = super()._model_generate(context, max_length, stop, custom_generate=loop, **options)
@@ -281,7 +292,12 @@ class LogitlessLM(HFLM):
                     )
             return batch_size
 
-        return tried()  # pyright: ignore[reportCallIssue]
+        try:
+            return tried()  # pyright: ignore[reportCallIssue]
+        except RuntimeError as error:
+            if "No executable batch size found" not in str(error):
+                raise
+            return 1  # as HFLM: the texts may be shorter than what was tried
 
     def _unlike(self, rows: int, length: int) -> list[list[int]]:
         """Rows of ids that are all different, as equal ones would be fed once: their numbers, digit by digit."""

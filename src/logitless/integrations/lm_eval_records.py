@@ -14,7 +14,8 @@ from ..hashes import hash_of
 from ..sample.record import SampleRecord
 
 KEPT = 5  # best entries of each generated token
-TOKENS = ("logprob", "rank", "entropy")  # of a generated token, and its confidence
+TOKENS = ("logprob", "rank", "entropy")  # of a generated token
+SCORED = (*TOKENS, "confidence")
 HASH = b', "hash": "'  # of the line before it, which nothing else follows
 
 

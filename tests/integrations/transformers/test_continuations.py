@@ -8,6 +8,8 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     XLMConfig,
@@ -69,6 +71,18 @@ MODELS = {
         sliding_window=8,
         use_sliding_window=True,
     ),
+    "windows that count padding": lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=259,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            window_size=8,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+        )
+    ),
     "windows": lambda: MistralForCausalLM(
         MistralConfig(**{n: x for n, x in SHAPE.items() if n != "tie_word_embeddings"}, sliding_window=8)
     ),
@@ -123,6 +137,7 @@ def test_what_cannot_be_shared():
     assert not keeps_all(MODELS["windows in a layer"]())
     assert keeps_all(MODELS["rotary positions"]())
     assert not keeps_all(MODELS["windows"]())
+    assert not keeps_all(MODELS["windows that count padding"]())
     own = XLMConfig(vocab_size=259, emb_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64)
     assert not keeps_all(XLMWithLMHeadModel(own))  # keys and values of a kind of its own, and called `cache`
     short = [([3], [5, 6, 7]), ([3], [6, 6, 7])]  # a second pass would cost more than it saves

@@ -310,6 +310,26 @@ def test_a_document_without_a_continuation(micro, tmp_path):
         run(options(micro, tmp_path / "e", tasks=(str(tmp_path / "t.yaml"),)))
 
 
+def test_what_has_no_numbers(micro, tmp_path):
+    """A text of no token, and texts of beams, for which a checkpoint asks: answers, and no record of beams."""
+    (tmp_path / "t.yaml").write_text(
+        "task: t\ncustom_dataset: !function data.read\noutput_type: loglikelihood_rolling\ntest_split: test\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}]\n'
+    )
+    (tmp_path / "data.py").write_text(
+        "from datasets import Dataset\ndef read(**_):\n"
+        '    return {"test": Dataset.from_list([{"text": "abc"}, {"text": ""}])}\n'
+    )
+    beams = shutil.copytree(micro, tmp_path / "beams")
+    known = json.loads((beams / "generation_config.json").read_text())
+    (beams / "generation_config.json").write_text(json.dumps(known | {"num_beams": 2}))
+    run(options(beams, tmp_path / "e", tasks=(str(tmp_path / "t.yaml"), WORD)))
+    summary, records = read(tmp_path / "e")
+    assert [len(x["ids"]) for x in records if x["task"] == "t"] == [3, 0]
+    assert all(x["task"] == "t" for x in records)
+    assert summary["tasks"]["docstrings_word"]["metrics"]
+
+
 if __name__ == "__main__":
     import sys
 

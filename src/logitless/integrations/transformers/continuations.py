@@ -133,11 +133,12 @@ def keeps_all(model: nn.Module) -> bool:
     config = inner.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     windowed = getattr(config, "sliding_window", None) and getattr(config, "layer_types", None) is None
+    local = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's window counts the stems' padding, too
     takes = inspect.signature(type(inner).forward).parameters
     stateful = getattr(inner, "_is_stateful", False)
     fits = {cache_name(model), "position_ids", "attention_mask"} <= takes.keys()
     anew = _reads_the_beginning(model)
-    return fits and not windowed and not stateful and not anew and set(kinds) == {"full_attention"}
+    return fits and not windowed and not local and not stateful and not anew and set(kinds) == {"full_attention"}
 
 
 def _reads_the_beginning(model: nn.Module) -> bool:

@@ -92,11 +92,11 @@ class Gathered:
                 yield json.loads(file.readline())
 
 
-def conclude_answers(found: dict[str, Any], folder: Path, out: Path, bins: int) -> dict[str, Any]:
+def conclude_answers(found: dict[str, Any], folder: Path, out: Path, bins: int, beams: int) -> dict[str, Any]:
     """Writes out/records.jsonl, in the order of tasks and documents, and says what it comes to.
 
-    found: what simple_evaluate gives, with samples; folder: where the records were written as they came. Returns
-    {certainty: {task: curves}, requests, cut_requests}.
+    found: what simple_evaluate gives, with samples; folder: where the records were written as they came; beams: of
+    generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}.
     """
     gathered = Gathered(folder)
     curves: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def conclude_answers(found: dict[str, Any], folder: Path, out: Path, bins: int) 
                 config = found["configs"][task]
                 certainty = Certainty("tokens" if config["output_type"].startswith("loglike") else "documents", bins)
                 for sample in _documents(samples):
-                    records = _records(gathered, task, sample, config)
+                    records = _records(gathered, task, sample, config, beams)
                     file.writelines(json.dumps(record) + "\n" for record in records)
                     counts["requests"] += len(sample["resps"]) * (config.get("repeats") or 1)
                     counts["cut_requests"] += sum(record["cut"] > 0 for record in records)
@@ -126,14 +126,16 @@ def _documents(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [once[number] for number in sorted(once)]
 
 
-def _records(gathered: Gathered, task: str, sample: dict[str, Any], config: dict[str, Any]) -> list[dict[str, Any]]:
+def _records(
+    gathered: Gathered, task: str, sample: dict[str, Any], config: dict[str, Any], beams: int
+) -> list[dict[str, Any]]:
     from lm_eval.api.model import hash_args  # pyright: ignore[reportMissingImports]
 
     kind = "loglikelihood" if config["output_type"] == "multiple_choice" else config["output_type"]
     out: list[dict[str, Any]] = []
     for number, arguments in enumerate(sample["arguments"]):
         found = list(gathered.newest(hash_args(kind, arguments), config.get("repeats") or 1))
-        if not found and not (kind == "generate_until" and arguments[1].get("num_beams", 1) > 1):  # beams have none
+        if not found and not (kind == "generate_until" and arguments[1].get("num_beams", beams) > 1):  # beams have none
             what = f"the record of document {sample['doc_id']} of task {task}"
             raise DataError(f"{gathered.folder} has lost {what}: the same command answers it again")
         for record in found:

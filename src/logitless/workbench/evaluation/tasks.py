@@ -170,7 +170,7 @@ def _evaluated(
     if found is None:
         return {}
     counts = {name: count["effective"] for name, count in found["n-samples"].items()}
-    known = conclude_answers(found, folder, config.folder, config.bins)
+    known = conclude_answers(found, folder, config.folder, config.bins, lm.beams)
     certainty = known.pop("certainty")
     results = {
         name: {
