@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("llamafactory", reason="llamafactory is not installed here: make test-llamafactory")
 
 from llamafactory.v1.core.base_trainer import BaseTrainer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from logitless.errors import ConfigError
 from logitless.integrations import llamafactory as ours
@@ -50,6 +51,16 @@ def test_another_trainer_is_refused(results):
 def test_nothing_is_replaced_before_the_kernel_is_named():
     assert BaseTrainer.compute_log_probs is ours.compute_log_probs
     assert BaseTrainer.fit is ours.fit
+
+
+def test_its_other_kernels_are_applied_beside(monkeypatch):
+    """Those that `include_kernels` names, by LLaMA-Factory: this kernel passed over what it said."""
+    monkeypatch.setattr(BaseTrainer, "compute_log_probs", ours.compute_log_probs)  # what is replaced goes back
+    monkeypatch.setattr(BaseTrainer, "fit", ours.fit)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    assert ours.apply(model) is model
+    with pytest.raises(ValueError, match="Kernel unknown not found"):
+        ours.apply(model, include_kernels="unknown")
 
 
 def test_another_llama_factory_is_an_error_that_names_versions(monkeypatch):

@@ -4,6 +4,7 @@ import importlib
 import logging
 import runpy
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, Qwen3Config
 pytest.importorskip("speculators", reason="speculators is not installed here: make test-speculators")
 
 from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.losses import resolve_loss_config
+from speculators.losses import eager, resolve_loss_config
 from speculators.models.dflash.config import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
@@ -183,6 +184,11 @@ def test_refusals():
     ours.install(model)
     with pytest.raises(ConfigError, match="loss_config: expected kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got mse"):
         model(**batch(), loss_config={"mse": (nn.functional.mse_loss, 1.0)}, **CALLS["eagle3"])
+    sharper = partial(eager.lk_hybrid_loss, eta=1.0)
+    with pytest.raises(ConfigError, match="loss_config: lk_hybrid: expected speculators' own function, got functools"):
+        model(**batch(), loss_config={"lk_hybrid": (sharper, 1.0)}, **CALLS["eagle3"])
+    fused = resolve_loss_config("lk_hybrid", "fused")
+    assert model(**batch(), loss_config=fused, **CALLS["eagle3"])[1].isfinite()
     with pytest.raises(ConfigError, match=r"expected speculators' Eagle3DraftModel.*got Linear"):
         ours.install(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"speculators 0\.9\S*: its model asks softmax of logits"):

@@ -51,7 +51,7 @@ compute_log_probs, fit = BaseTrainer.compute_log_probs, BaseTrainer.fit
 def apply(model: Any, include_kernels: Any = None) -> Any:
     """The model, whose log-probs LLaMA-Factory's trainers then get without logits. Raises ConfigError.
 
-    include_kernels: LLaMA-Factory's, and not looked at: there is one kernel.
+    include_kernels: LLaMA-Factory's own kernels to apply beside it, as with `name: auto`.
     """
     inner = causal_lm(model)
     if DistributedInterface().get_world_size(Dim.CP) > 1:
@@ -61,7 +61,7 @@ def apply(model: Any, include_kernels: Any = None) -> Any:
     LMHead.of(inner)
     setattr(inner, MARK, True)
     BaseTrainer.compute_log_probs, BaseTrainer.fit = _compute_log_probs, _fit
-    return model
+    return KernelPlugin("auto")(model=model, include_kernels=include_kernels)
 
 
 def _fit(self: Any) -> None:

@@ -116,10 +116,15 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 
 def streamed_losses(config: dict[str, Any] | None) -> dict[str, Any]:
     """speculators' losses by name and weight, computed from hidden states. Raises ConfigError."""
-    config = config or {"kl_div": (None, 1.0)}
+    from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
+
+    config = config or resolve_loss_config("kl_div")
     other = sorted(set(config) - set(LOSSES))
     if other:
         raise ConfigError(f"loss_config: expected {', '.join(LOSSES)}, got {', '.join(other)}; uninstall for these")
+    for name, (loss, _) in config.items():
+        if loss not in [resolve_loss_config(name, kind)[name][0] for kind in ("fused", "eager")]:
+            raise ConfigError(f"loss_config: {name}: expected speculators' own function, got {loss}; uninstall for it")
     return {name: (LOSSES[name], weight) for name, (_, weight) in config.items()}
 
 
