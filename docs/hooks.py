@@ -17,6 +17,7 @@ COLUMNS, WHOLE_COLUMNS = 100, 120
 BOOSTS = {"how-to/": 2.0, "tutorials/": 2.0, "quickstart.md": 2.0, "recipes.md": 2.0}
 BOOSTS |= {"decisions/": 1e-4, "changelog.md": 1e-4, "where-reports-go-wrong.md": 0.1}
 CODE, TAG = re.compile(r"<pre>.*?</pre>", re.DOTALL), re.compile(r"<[^>]+>")
+PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 MODULES = (
     "losses",
     "relax",
@@ -51,6 +52,18 @@ def undocumented(html: str) -> list[str]:
     ids, names = set(re.findall(r'id="(logitless[\w.]*)"', html)), public_names()
     there = {place for name, place in names.items() if {name, place} & ids}
     return [name for name, place in names.items() if place not in there]
+
+
+def twice(html: str) -> list[str]:
+    """The public names with two entries on a rendered page."""
+    ids = re.findall(r'id="(logitless[\w.]*)"', html)
+    return sorted({name for name in ids if ids.count(name) > 1})
+
+
+def code_as_prose(html: str) -> list[str]:
+    """The paragraphs of a page with lines that are assignments or indented: code, run together."""
+    texts = (unescape(TAG.sub("", found)) for found in PARAGRAPH.findall(html))
+    return [text for text in texts if re.search(r"^\w+ = |^ {2}", text, re.MULTILINE)]
 
 
 def decisions(folder: Path) -> str:
@@ -89,4 +102,6 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> str:
         )
     if page.file.src_uri == "api.md" and (missing := undocumented(html)):
         raise PluginError(f"public names without documentation on api.md: {', '.join(missing)}")
+    if page.file.src_uri == "api.md" and (wrong := [*twice(html), *code_as_prose(html)]):
+        raise PluginError(f"api.md: there twice, or code that is no block of its own: {wrong[0]}")
     return html

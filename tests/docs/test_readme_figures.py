@@ -1,4 +1,4 @@
-"""Each figure in the README's sentences is the one that a result file or the code gives."""
+"""Each figure in the README's sentences, and some of the pages', is the one that a result file or the code gives."""
 
 import re
 from pathlib import Path
@@ -37,3 +37,13 @@ def test_sizes_are_computed():
     tokens, vocab = (int(number.replace(",", "")) for number in found.groups()[1:])
     assert int(found[1]) == round(tokens * vocab * (2 + 4 + 4) / 2**30)
     assert f"slices of at most {DEFAULT_BUDGET >> 20} MiB" in sentences()
+
+
+def test_what_smollm2_learns_is_measured():
+    runs = {record.get("run"): record for record in read_lines(RESULTS / "real_align.jsonl")}
+    ste = runs["all"]["methods"]["ste"]
+    said = (
+        f"from {ste['val_reward_before']:.2f} to {ste['val_reward_after']:.2f} on 32 validation prompts, "
+        f"at {ste['test_kl']['mean']:.1f} nats of KL a continuation of the test prompts"
+    )
+    assert said in " ".join((ROOT / "docs" / "how-to" / "grade.md").read_text("utf-8").split())

@@ -1,6 +1,7 @@
 """The scripts that a reader copies: each runs, learns, is short, and imports public names alone."""
 
 import ast
+import re
 import runpy
 import sys
 from importlib import import_module
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import logitless
 from logitless import relax
 
 pytest.importorskip("trl")
@@ -124,6 +126,15 @@ def test_pretrain_lowers_the_loss_and_saves_a_model(run, tmp_path, capsys):
     with torch.no_grad():
         dense = torch.nn.functional.cross_entropy(saved(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
         torch.testing.assert_close(found["loss_of"](batch), dense)
+
+
+def test_the_page_shows_what_the_default_loss_costs():
+    page = (FOLDER.parent / "docs" / "recipes.md").read_text("utf-8")
+    (shown,) = re.findall(r"^the loss: (.*)$", page, re.MULTILINE)
+    hidden, weight = torch.empty(8, 128, 128, requires_grad=True), torch.nn.Parameter(torch.empty(2048, 128))
+    labels = torch.zeros(8, 128, dtype=torch.long)
+    said = str(logitless.explain(hidden, logitless.LMHead(weight), labels, loss=True))
+    assert re.match(".*".join(map(re.escape, shown.split(" ..."))), said), said
 
 
 def test_grpo_raises_the_reward_and_reports_the_exact_kl(run, capsys, monkeypatch):

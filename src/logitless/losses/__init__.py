@@ -1,7 +1,9 @@
 """Losses as pure functions of per-token numbers: one loss per token (per pair of responses for preferences).
 
-loss_fn = lambda stats, old, adv: ll.losses.ppo_clip(stats.logprob, old, adv)
-loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advantages))
+They are called in a function that `token_loss` takes:
+
+    loss_fn = lambda stats, old, adv: ll.losses.ppo_clip(stats.logprob, old, adv)
+    loss = ll.token_loss(loss_fn, hidden, head, labels, inputs=(old_logprob, advantages))
 """
 
 from .distill import (

@@ -1,9 +1,11 @@
 """Differentiable tokens: top-k Gumbel-softmax, straight-through, and what alignment through them needs.
 
-noise = relax.Noise(seeds=sequence_seeds, positions=step)
-soft = relax.gumbel_topk(hidden, head, tau=relax.anneal(step, steps), k=256, hard=True, noise=noise)
-next_input = relax.soft_embedding(soft, embedding.weight)
-kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
+One step of a loop:
+
+    noise = relax.Noise(seeds=sequence_seeds, positions=step)
+    soft = relax.gumbel_topk(hidden, head, tau=relax.anneal(step, steps), k=256, hard=True, noise=noise)
+    next_input = relax.soft_embedding(soft, embedding.weight)
+    kl = relax.online_kl(hidden, head, (ref_hidden, ref_head), total=kl)
 """
 
 from ..vocab.face import Noise, gumbel

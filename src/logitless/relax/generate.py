@@ -40,11 +40,14 @@ class Sampling:
     k=0: over all entries, whose weights never exist (`generate` then wants to know the tables that read the tokens).
 
     carry: how the gradient goes through the steps.
-      sweeps     sampled without gradient, then one pass over all positions, and backward sweeps over it until what
-                 they add is below `tolerance` of the gradient. Exact after `steps` - 1 sweeps; a few less, mostly.
-      cached     one new position per step, keys and values kept in the graph. Exact, the least memory.
-      recompute  the whole prefix anew at every step, as a widely copied implementation does. Exact.
-      none       without gradient.
+
+        sweeps     sampled without gradient, then one pass over all positions, and backward sweeps
+                   over it until what they add is below tolerance of the gradient. Exact after
+                   steps - 1 sweeps; a few less, mostly.
+        cached     one new position per step, keys and values kept in the graph. Exact, the least memory.
+        recompute  the whole prefix anew at every step, as a widely copied implementation does. Exact.
+        none       without gradient.
+
     checkpoint: keep what each step reads, and compute its activations anew in backward (cached and recompute).
     """
 
