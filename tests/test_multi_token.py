@@ -1,5 +1,7 @@
 """`multi_token_cross_entropy`: the K depths' losses and gradients of whole logits, at the price of one call."""
 
+import inspect
+import textwrap
 from itertools import pairwise
 
 import pytest
@@ -59,6 +61,19 @@ def one_each() -> list[ll.LMHead]:
 def two_that_share() -> list[ll.LMHead]:
     first, second = make_head(), make_head()
     return [first, second, first]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_documented_dense_equivalent_is_one(first):
+    hiddens, labels = make_batch()
+    head = make_head()
+    _, _, code = inspect.getdoc(multi_token_cross_entropy).partition("Dense equivalent:\n\n")
+    names = {"F": F, "T": T, "first": first, "labels": labels, "weights": WEIGHTS}
+    names["logits"] = [dense_logits(hidden, head) for hidden in hiddens]
+    exec(textwrap.dedent(code.partition("\n\n")[0]), names)
+    loss, each = multi_token_cross_entropy(hiddens, head, labels, weights=WEIGHTS, first=first)
+    torch.testing.assert_close(each, torch.stack(names["each"]).detach())
+    torch.testing.assert_close(loss, names["loss"])
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

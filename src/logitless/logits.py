@@ -44,10 +44,10 @@ def per_token_logps(
         "loop"       one row            all: autograd saves each row's log-softmax
         "chunked"    chunk_size rows    all, for the same reason
         "recompute"  one small tile     one small tile; the backward pass recomputes tile by tile
-        "auto"       "dense" up to SMALL_BYTES of log-softmax, "recompute" above
+        "auto"       "dense" up to 32 MiB of log-softmax, "recompute" above
 
     A row is `logits[i]`, one sequence of (B, L, V) logits; `chunk_size` is a number of rows, by default what
-    fits SMALL_BYTES. Raises ShapeError, DtypeError, DeviceError, LabelError (an id outside the vocabulary),
+    fits 32 MiB. Raises ShapeError, DtypeError, DeviceError, LabelError (an id outside the vocabulary),
     OptionError.
     """
     _check(logits, input_ids, method, chunk_size)
@@ -133,7 +133,7 @@ def chunked_self_certainty(
     Returns fp32 (fp64 for fp64 logits) in nats, 0 for a uniform row, differentiable with respect to the logits.
     Exact whatever the chunks: their log-sum-exps are merged, log Σ_k e^(lse_k). Averaging them instead, as a widely
     copied report does, is too small by log K and by a gap that depends on the row, so it reorders rows.
-    chunk_size: by default what fits SMALL_BYTES. Memory beside the logits and their gradient: two chunks of each row,
+    chunk_size: by default what fits 32 MiB. Memory beside the logits and their gradient: two chunks of each row,
     and one small tile in backward. Raises ShapeError, DtypeError, OptionError, GradientError for a second derivative.
     Self-certainty: Kang et al., arXiv 2502.18581; as a reward: Zhao et al., arXiv 2505.19590.
     """

@@ -47,7 +47,7 @@ def multi_token_cross_entropy(
     Dense equivalent:
 
         each = [
-            F.cross_entropy(z[..., : -first - k, :].flatten(0, -2), labels[..., first + k :].flatten())
+            F.cross_entropy(z[..., : T - first - k, :].flatten(0, -2), labels[..., first + k :].flatten())
             for k, z in enumerate(logits)  # of depth k's hidden states and head
         ]
         loss = sum(weight * x for weight, x in zip(weights, each))
