@@ -41,7 +41,8 @@ def ppo_clip(
 
         r = (p - old_logprob).exp()
         clipped = r.clamp(1 - clip_low, 1 + clip_high)
-        loss = -torch.min(advantages * r.clamp(max=delta), advantages * clipped)
+        bounded = r if delta is None else r.clamp(max=delta)
+        loss = -torch.min(advantages * bounded, advantages * clipped)
 
     Reads `logprob`. Raises OptionError unless delta > 1 + clip_high. Schulman et al., "Proximal Policy Optimization
     Algorithms", arXiv:1707.06347; delta: Prime Intellect, "INTELLECT-2", arXiv:2505.07291.

@@ -49,6 +49,9 @@ class Sampling:
         none       without gradient.
 
     checkpoint: keep what each step reads, and compute its activations anew in backward (cached and recompute).
+    end: the id after which a sequence is finished; None: none is. most_sweeps: backward's sweeps stop after so many,
+    whatever they still add; None: `steps`, which are exact. memory_budget: bytes of slices of the logits.
+    Raises OptionError.
     """
 
     steps: int
@@ -57,10 +60,10 @@ class Sampling:
     hard: bool = True
     carry: str = "sweeps"
     checkpoint: bool = True
-    end: int | None = None  # the id after which a sequence is finished
+    end: int | None = None
     tolerance: float = 1e-6
     most_sweeps: int | None = None
-    memory_budget: int | None = None  # bytes of slices of the logits
+    memory_budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.carry not in CARRIES:
