@@ -1,9 +1,21 @@
 """GGUF files: what a header says, transformers' model out of one, and one line for what is none or damaged."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GPT2Config,
+    Lfm2Config,
+    MambaConfig,
+    NemotronConfig,
+    Qwen3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
 
 from logitless.errors import ConfigError
 from logitless.models.catalog import shape_of
@@ -11,7 +23,7 @@ from logitless.models.gguf.convert import convert
 from logitless.models.gguf.header import config_fields, file_of, read_header
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
-from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, micro_gguf, micro_llama, micro_tensors
+from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, gguf_of, micro_gguf, micro_llama, micro_tensors
 
 
 @pytest.fixture
@@ -143,9 +155,9 @@ OTHERS = {  # what a file has beside or in the place of the model's tensors, and
     "no last norm": ({"output_norm.weight": None}, "lacks model.norm.weight; get it anew"),
     "no embedding": ({"token_embd.weight": None}, "lacks lm_head.weight, model.embed_tokens.weight"),
     "no product": ({"blk.1.ffn_down.weight": None}, "lacks model.layers.1.mlp.down_proj.weight"),
-    "a bias": ({"blk.0.attn_q.bias": ones(32)}, "hold 28,864 numbers, transformers reads 28,832 of them"),
-    "a norm": ({"blk.0.attn_q_norm.weight": ones(16)}, "transformers reads 28,832 of them into its llama model"),
-    "a bias of the head": ({"output.bias": ones(320)}, "transformers reads 28,832 of them"),
+    "a bias": ({"blk.0.attn_q.bias": ones(32)}, "hold 28,864 numbers, the llama model that is read from it 28,832"),
+    "a norm": ({"blk.0.attn_q_norm.weight": ones(16)}, "the llama model that is read from it 28,832: it"),
+    "a bias of the head": ({"output.bias": ones(320)}, "read from it 28,832"),
     "a wide norm": (
         {"output_norm.weight": ones(64)},
         r"norm.weight has shape \(64,\), where its header says \(32,\)",
@@ -201,3 +213,148 @@ def test_stretched_positions_are_the_models(tmp_path, changed, expected):
     plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
     divided = torch.from_numpy(changed.get("rope_freqs.weight", ones(8) * expected.get("factor", 1.0)))
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, plain / divided)
+
+
+def test_heads_that_are_turned_in_part_are_refused_where_transformers_turns_them_as_a_whole(tmp_path):
+    values = {**SIZES, RMS: 1e-5, "attention.key_length": 16, "rope.dimension_count": 8}
+    file = gguf_of(tmp_path / "part.gguf", "llama", micro_llama(), values)
+    with pytest.raises(ConfigError, match=r"its positions turn 8 numbers of a head's 16, those of .* llama model all"):
+        convert(file, tmp_path / "model")
+
+
+def test_a_part_of_a_file_says_so(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=9)
+    for name, x in micro_tensors().items():
+        writer.add_tensor(name, x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for part in (1, 3):
+        with pytest.raises(ConfigError, match=f"m-0000{part}-of-00003.gguf: this is one of 3 parts .*; join them with"):
+            read_header(tmp_path / f"m-0000{part}-of-00003.gguf")
+
+
+RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+SIZES = {
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 64,
+    "block_count": 2,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+}
+NEAR = {"context_length": 48, "embedding_length": 32, "block_count": 2, "attention.head_count": 2}
+STATES = {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 2}
+PLAIN = {**SHAPE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def rotary(theta: float, **more: float) -> dict:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+def plus_one(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if "norm.weight" in name or "layernorm.weight" in name else x
+
+
+def turned(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x.T if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")) else x
+
+
+def scanned(name: str, x: torch.Tensor) -> torch.Tensor:
+    return -x.exp() if name.endswith("A_log") else x.squeeze(1) if "conv1d.weight" in name else x
+
+
+def squeezed(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x.squeeze(1) if name.endswith("conv.conv.weight") else x
+
+
+# A model, its architecture, what its file says beside its sizes, and how llama.cpp arranges its weights.
+MODELS = {
+    "an epsilon, frequencies": (
+        Starcoder2Config(**PLAIN, **rotary(1e6), norm_epsilon=1e-2),
+        ("starcoder2", {**SIZES, NORM: 1e-2, "rope.freq_base": 1e6}, None),
+    ),
+    "a part of each head": (
+        StableLmConfig(**PLAIN, **rotary(1e4, partial_rotary_factor=0.5)),
+        ("stablelm", {**SIZES, NORM: 1e-5, "rope.dimension_count": 8}, None),
+    ),
+    "heads as a whole": (
+        NemotronConfig(**PLAIN, **rotary(1e4, partial_rotary_factor=1.0), norm_eps=1e-2),
+        ("nemotron", {**SIZES, NORM: 1e-2, "rope.dimension_count": 16, "vocab_size": 320}, plus_one),
+    ),
+    "narrow heads": (
+        Qwen3Config(**PLAIN, head_dim=24),
+        ("qwen3", {**SIZES, RMS: 1e-6, "attention.key_length": 24}, None),
+    ),
+    "softcaps, a window": (
+        Gemma2Config(
+            **PLAIN,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=20.0,
+            final_logit_softcapping=10.0,
+            sliding_window=8,
+        ),
+        (
+            "gemma2",
+            {
+                **SIZES,
+                RMS: 1e-6,
+                "attention.key_length": 16,
+                "attention.sliding_window": 8,
+                "attn_logit_softcapping": 20.0,
+                "final_logit_softcapping": 10.0,
+            },
+            plus_one,
+        ),
+    ),
+    "27B": (
+        Gemma2Config(**{**PLAIN, "num_hidden_layers": 46}, head_dim=24, query_pre_attn_scalar=16),
+        ("gemma2", {**SIZES, "block_count": 46, RMS: 1e-6, "attention.key_length": 24}, plus_one),
+    ),
+    "a table of positions": (
+        GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=48, bos_token_id=1, eos_token_id=2),
+        ("gpt2", {**NEAR, "feed_forward_length": 128, NORM: 1e-5}, turned),
+    ),
+    "no positions": (
+        MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2),
+        ("mamba", {**NEAR, "feed_forward_length": 0, RMS: 1e-5, **STATES}, scanned),
+    ),
+    "convolutions": (
+        Lfm2Config(
+            **PLAIN,
+            **rotary(1e4),
+            norm_eps=1e-5,
+            layer_types=["conv", "full_attention"],
+            block_auto_adjust_ff_dim=False,
+        ),
+        (
+            "lfm2",
+            {**SIZES, "attention.head_count_kv": [0, 1], RMS: 1e-5, "rope.freq_base": 1e4, "shortconv.l_cache": 3},
+            squeezed,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_what_a_header_says_is_the_models(tmp_path, what):
+    """transformers leaves some of it at another model's default: every number would be off without a word."""
+    config, (architecture, values, arranged) = MODELS[what]
+    torch.manual_seed(0)
+    written = AutoModelForCausalLM.from_config(config).eval()
+    for x in written.parameters():
+        x.data.add_(0.3 * torch.randn_like(x))
+    convert(gguf_of(tmp_path / "m.gguf", architecture, written, values, arranged), tmp_path / "model")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    ids = torch.randint(3, 256, (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, written(ids).logits)
+
+
+def test_a_plan_of_a_model_that_its_header_does_not_describe(tmp_path):
+    config, (architecture, values, arranged) = MODELS["convolutions"]
+    file = gguf_of(tmp_path / "m.gguf", architecture, AutoModelForCausalLM.from_config(config), values, arranged)
+    with pytest.raises(ConfigError, match="its tensors hold 29,984 numbers, the lfm2 model that is read from it"):
+        shape_of(str(file))

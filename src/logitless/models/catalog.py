@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..units import LARGEST
-from .gguf.header import config_fields, file_of
+from .gguf.header import check_numbers, config_fields, file_of, read_header
 from .positions import plain, reached
 from .presets import PRESETS, check_known
 from .shapes import ModelShape
@@ -103,7 +103,11 @@ def shape_of(name: str) -> ModelShape:
 
     Raises ConfigError, naming the nearest presets or the missing key.
     """
-    return from_config(*fields_of(name))
+    fields, known = fields_of(name)
+    shape = from_config(fields, known)
+    if known not in CONFIGS and (file := file_of(name)) is not None:
+        check_numbers(file, read_header(file), shape.parameters)
+    return shape
 
 
 def fields_of(name: str) -> tuple[dict[str, Any], str]:

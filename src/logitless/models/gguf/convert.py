@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, in_one_line
 from ...printable import few
 from ...versions import installing
-from .header import ELSEWHERE, Header, read_header
-from .positions import FACTORS, rope_parameters
+from .config import complete
+from .header import ELSEWHERE, Header, check_numbers, read_header
+from .positions import rope_parameters
 
 UNKNOWN = ("not supported", "Unrecognized configuration", "Cannot build a tokenizer")  # of transformers' errors
 
@@ -29,13 +29,16 @@ def convert(path: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise ConfigError(f"--model {path}: a GGUF file needs the package gguf: {installing('train')}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     there = {"gguf_file": path.name, "trust_remote_code": False}
     try:
         with redirect_stderr(io.StringIO()):  # a bar of tqdm's own
+            config: Any = AutoConfig.from_pretrained(path.parent, **there)
+            complete(config, header)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path.parent,
+                config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # which are found below
@@ -49,10 +52,11 @@ def convert(path: Path, folder: Path) -> None:
         raise ConfigError(f"--model {path}: {why}") from None
     model, found = loaded
     _check_whole(path, header, model, found)
-    model.config.rope_parameters = rope_parameters(path, header, model.config)
+    if getattr(model.config, "rope_parameters", None):  # not of every architecture
+        model.config.rope_parameters = rope_parameters(path, header, model.config)
     # transformers takes a model from GGUF for a quantised one, which it saves only as it was; these weights are plain.
     model.hf_quantizer = None
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _drop_unknown(folder / "tokenizer.json", model.get_input_embeddings().num_embeddings)
@@ -69,13 +73,7 @@ def _check_whole(path: Path, header: Header, model: Any, found: dict[str, Any]) 
         )
     if missing:
         raise ConfigError(f"--model {path}: this GGUF file lacks {few(missing)}; get it anew, or {ELSEWHERE}")
-    held = sum(prod(shape) for name, shape in header.shapes.items() if name not in FACTORS)
-    read = sum(p.numel() for p in model.parameters())
-    if held != read:
-        raise ConfigError(
-            f"--model {path}: its tensors hold {held:,} numbers, transformers reads {read:,} of them into its "
-            f"{header.architecture} model, which would be another one; {ELSEWHERE}"
-        )
+    check_numbers(path, header, sum(p.numel() for p in model.parameters()))
 
 
 def _drop_unknown(path: Path, rows: int) -> None:

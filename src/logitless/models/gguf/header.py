@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,8 @@ FIELDS = {
 MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 ELSEWHERE = "load this model from its transformers directory"  # where a file cannot be read as it is meant
+LLAMA3 = "rope_freqs.weight"  # by what each frequency is divided
+FACTORS = (LLAMA3, "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that are no weights
 LAYER = re.compile(r"blk\.\d+\.")  # a tensor of one
 
 
@@ -76,7 +79,8 @@ def file_of(name: str) -> Path | None:
 def read_header(path: Path) -> Header:
     """A file's header, without its weights.
 
-    Raises ConfigError for what is no GGUF file, for a damaged one, and for one whose tensors are of other sizes.
+    Raises ConfigError for what is no GGUF file, for a damaged one, for one of several parts, and for one whose tensors
+    are of other sizes.
     """
     try:
         with path.open("rb") as file:
@@ -125,6 +129,16 @@ def _check_sizes(path: Path, header: Header) -> None:
             )
 
 
+def check_numbers(path: Path, header: Header, read: int) -> None:
+    """ConfigError where a file's tensors hold more or fewer numbers than the model that is made of it."""
+    held = sum(prod(shape) for name, shape in header.shapes.items() if name not in FACTORS)
+    if held != read:
+        raise ConfigError(
+            f"--model {path}: its tensors hold {held:,} numbers, the {header.architecture} model that is read from it "
+            f"{read:,}: it would be another one; {ELSEWHERE}"
+        )
+
+
 def config_fields(path: Path) -> dict[str, Any]:
     """What a header says of the model's shape, by the names of transformers' configurations. Raises ConfigError."""
     header = read_header(path)
@@ -135,12 +149,12 @@ def config_fields(path: Path) -> dict[str, Any]:
         "model_type": MODEL_TYPES.get(header.architecture, header.architecture),
         "vocab_size": header.shapes[EMBEDDING][0],
         "tie_word_embeddings": OUTPUT not in header.shapes,
-        **{field: values[key] for key, field in FIELDS.items() if key in values},
+        **{field: values[key] for key, field in FIELDS.items() if values.get(key)},
     }
 
 
 class _OtherFile(Exception):
-    """No GGUF file, or of another version."""
+    """No GGUF file, of another version, or a part of one."""
 
 
 class _Reader:
@@ -164,6 +178,11 @@ class _Reader:
             value = self.value(self.plain("I"))
             if value is not None:
                 values[key] = value
+        if (parts := values.get("split.count", 1)) > 1:
+            raise _OtherFile(
+                f"this is one of {parts} parts of a GGUF file; join them with llama.cpp's llama-gguf-split --merge, "
+                "and give the whole file"
+            )
         shapes = dict(self.tensor() for _ in range(tensors))
         return Header(str(values["general.architecture"]), values, shapes)
 

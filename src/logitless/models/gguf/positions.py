@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from .header import ELSEWHERE, Header
+from .config import head_dim
+from .header import ELSEWHERE, FACTORS, LLAMA3, Header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LLAMA3 = "rope_freqs.weight"  # by what each frequency is divided
-FACTORS = (LLAMA3, "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that are no weights
 # What llama.cpp computes Llama 3's divisors with, beside the factor, where a model's configuration is silent.
 RANGE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROUNDING = 1e-4  # relative, of divisors
@@ -22,10 +21,17 @@ ROUNDING = 1e-4  # relative, of divisors
 def rope_parameters(path: Path, header: Header, config: Any) -> dict[str, Any]:
     """A model's rope_parameters with what a file's header and tensors say of long contexts.
 
-    Raises ConfigError for what would be left out silently: YaRN, LongRoPE and divisors other than Llama 3's.
+    Raises ConfigError for what would be left out silently: YaRN, LongRoPE, divisors other than Llama 3's, and heads
+    turned in part where the architecture's are turned as a whole.
     """
     found = copy.deepcopy(config.rope_parameters)
     far = found.get("full_attention", found)  # where layers differ, those that see all positions
+    turned = header.own.get("rope.dimension_count")
+    if turned and far is found and turned != round(head_dim(config) * found.get("partial_rotary_factor", 1.0)):
+        raise ConfigError(
+            f"--model {path}: its positions turn {turned} numbers of a head's {head_dim(config)}, those of "
+            f"transformers' {config.model_type} model all of them; {ELSEWHERE}"
+        )
     kind, factor = header.own.get("rope.scaling.type", "none"), header.own.get("rope.scaling.factor", 1.0)
     stretched = kind != "none" or any(name in header.shapes for name in FACTORS)
     if not stretched or far["rope_type"] != "default":  # which transformers knows of the architecture

@@ -150,9 +150,13 @@ def read_blocks(path: str, name: str | None) -> tuple[Tensor, str]:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"QuantisedWeight: {path} cannot be read as a GGUF file: {said}") from None
     found = {x.name: x for x in reader.tensors}
-    wanted = next((x for x in ((name,) if name else HEADS) if x in found), None)
+    split = reader.get_field("split.count")
+    parts = 1 if split is None else split.contents()
+    heads = HEADS[:1] if parts > 1 else HEADS  # another part may hold a head beside this one's embedding
+    wanted = next((x for x in ((name,) if name else heads) if x in found), None)
     if wanted is None:
-        raise ConfigError(f"QuantisedWeight: {path} has no tensor {name or ' or '.join(HEADS)}; name the head's")
+        hint = f", in that of the {parts} parts of this file that holds it" if parts > 1 else ""
+        raise ConfigError(f"QuantisedWeight: {path} has no tensor {name or ' or '.join(heads)}; name the head's{hint}")
     kind = found[wanted].tensor_type.name
     if kind in ("F32", "F16", "BF16", "F64"):
         raise ConfigError(
