@@ -321,6 +321,13 @@ def test_memory_holds_no_row_per_step():
         ({"prompt_lookup_num_tokens": 2}, OptionError, "got assisted_generation"),
         ({"stop_strings": ["x"]}, OptionError, "tokenizer"),
         ({"token_healing": True, "tokenizer": object()}, OptionError, "expected no token_healing"),
+        ({"output_scores": True}, OptionError, "no output_scores, which is not kept: the record has"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, OptionError, "no output_hidden_states"),
+        (
+            {"generation_config": t.GenerationConfig(output_logits=True, return_dict_in_generate=True)},
+            OptionError,
+            "no output_logits",
+        ),
         ({"seeds": torch.arange(2)}, ShapeError, "(3,)"),
         ({"keep": V + 1}, OptionError, "0..97"),
         ({"top_p": 0.0, "do_sample": True}, OptionError, "0 < p ≤ 1"),

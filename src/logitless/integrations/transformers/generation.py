@@ -70,8 +70,9 @@ def generate(
     (repetition_penalty, guidance_scale, logits_processor, ...): these get rows (B, V), of one step at a time, and the
     record's behaviour_logprob is of what they return, its other fields raw.
     Greedy ids are transformers'. Refused by name: all but greedy search and sampling (beams, assistants, prompt lookup,
-    contrastive search, DoLa), encoder-decoders, a TextStreamer of several sequences; and, before anything is computed,
-    prompts that could grow past the model's context, which transformers goes past with a warning.
+    contrastive search, DoLa), encoder-decoders, a TextStreamer of several sequences, a step's rows (output_scores,
+    output_logits, output_attentions, output_hidden_states); and, before anything is computed, prompts that could grow
+    past the model's context, which transformers goes past with a warning.
     Raises ConfigError, OptionError, ShapeError, DtypeError.
     Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
     """
@@ -90,7 +91,8 @@ def generate(
 class Recorder:
     """The loop that `generate` gives to transformers, for `model.generate(custom_generate=Recorder())`.
 
-    After the call `record` holds what `Generated.record` is. keep, seeds, memory_budget, on_step, order as `generate`;
+    After the call `record` holds what `Generated.record` is; the call returns ids alone, with no scores or other rows
+    whatever its output_* options say. keep, seeds, memory_budget, on_step, order as `generate`;
     streamer, synced_gpus: those that `model.generate` gets, which does not hand them on to a loop of one's own.
     """
 

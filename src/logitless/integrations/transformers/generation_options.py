@@ -24,6 +24,7 @@ WARPERS = {
     transformers.MinPLogitsWarper: "min_p",
 }
 MODES = ("greedy_search", "sample")
+ROWS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")  # of each step, which none keeps
 Processors = Callable[[Tensor, Tensor], Tensor]  # (ids (B, P), logits (B, V)) -> logits
 
 
@@ -145,6 +146,12 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     for name in ("assistant_model", "custom_generate", "token_healing"):
         if options.get(name):
             raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
+    for name in ROWS:
+        if options.get(name, getattr(configs[0], name, None)):
+            raise OptionError(
+                f"generate: expected no {name}, which is not kept: the record has each token's log-prob, rank, entropy "
+                "and best entries (keep=...); use model.generate for it"
+            )
     if strings is None:
         return options
     if tokenizer is None:
