@@ -205,9 +205,14 @@ def test_errors(params):
         def get_next_tokens(self, logits, rng):
             return logits.argmax(-1)
 
+    class OwnGreedy(gm.text.Greedy):
+        def get_next_tokens(self, logits, rng):
+            return logits.argmin(-1)
+
     sampler, _ = samplers(params)
     for words, call in (
         ("Greedy, RandomSampling", lambda: sampler.sample(PROMPTS, sampling=Own())),
+        ("Greedy, RandomSampling", lambda: sampler.sample(PROMPTS, sampling=OwnGreedy())),
         ("1..16", lambda: sampler.sample(PROMPTS, max_new_tokens=17)),
         ("one prompt", lambda: sampler.sample(PROMPTS, stream=True)),
         ("seeds: expected 2 whole", lambda: sampler.sample(PROMPTS, seeds=[1])),

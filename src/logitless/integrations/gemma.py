@@ -189,14 +189,14 @@ def head_of(model: Any, params: Any) -> LMHead:
 
 def rules_of(sampling: Any) -> dict[str, Any]:
     """gemma's sampling method as options of `sample_tokens`."""
-    text = gm.text
-    if isinstance(sampling, text.Greedy):
+    text, kind = gm.text, type(sampling)  # a subclass draws in a way of its own
+    if kind is text.Greedy:
         return {"temperature": 0}
-    if isinstance(sampling, text.RandomSampling):
+    if kind is text.RandomSampling:
         return {"temperature": sampling.temperature}
-    if isinstance(sampling, text.TopkSampling):
+    if kind is text.TopkSampling:
         return {"temperature": sampling.temperature, "top_k": sampling.k}
-    if isinstance(sampling, text.TopPSampling):
+    if kind is text.TopPSampling:
         return {"temperature": sampling.temperature, "top_p": sampling.p}
     raise OptionError(
         f"sampling: expected gemma's Greedy, RandomSampling, TopkSampling or TopPSampling, got {sampling!r}"
