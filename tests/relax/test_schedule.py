@@ -29,6 +29,15 @@ def test_one_step_and_a_rising_temperature():
     assert relax.anneal(3, 4, start=0.5, end=1.0) == 1.0
 
 
+@pytest.mark.parametrize("shape", ["linear", "exponential", "cosine"])
+@pytest.mark.parametrize("end", [0.1, 1e-4, 1e-20])
+def test_the_last_step_is_exactly_at_the_end(shape, end):
+    """Also where the end is less than the start's rounding, which left 0."""
+    for start in (2.0, 3.0):
+        assert relax.anneal(9, 10, start, end, shape) == end
+        assert relax.anneal(0, 10, start, end, shape) == start
+
+
 def test_what_is_refused():
     refused(OptionError, lambda: relax.anneal(0, 10, shape="step"), "linear, exponential, cosine", "'step'")
     refused(OptionError, lambda: relax.anneal(-1, 10), "step >= 0", "step -1 of 10")

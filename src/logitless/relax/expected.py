@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
+from ..algebra.rules import COLDEST
 from ..errors import OptionError
 from ..vocab.face import (
     LMHead,
@@ -103,8 +104,8 @@ def _check(
     hidden: Tensor, head: LMHead, embedding: Tensor | None, temperature: float, memory_budget: int | None
 ) -> None:
     explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
-    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-        raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
+    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not COLDEST <= temperature < math.inf:
+        raise OptionError(f"temperature: expected a number from {COLDEST} on, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
 

@@ -13,8 +13,8 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
     """The temperature at a step of a run: `start` at step 0, `end` at step `steps - 1` and after it.
 
         f = min(1, step / (steps - 1))
-        linear = start + (end - start) * f
-        exponential = start * (end / start) ** f
+        linear = start * (1 - f) + end * f
+        exponential = start ** (1 - f) * end**f
         cosine = end + (start - end) * (1 + math.cos(math.pi * f)) / 2
 
     Raises OptionError. Jang, Gu and Poole, "Categorical Reparameterization with Gumbel-Softmax", arXiv 1611.01144,
@@ -29,7 +29,7 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
             raise OptionError(f"{name}: expected a positive temperature, got {value}")
     f = min(1.0, step / max(1, steps - 1))
     if shape == "exponential":
-        return start * (end / start) ** f
+        return start ** (1 - f) * end**f
     if shape == "cosine":
         f = (1 - math.cos(math.pi * f)) / 2
-    return start + (end - start) * f
+    return start * (1 - f) + end * f  # exactly `end` where f is 1

@@ -246,7 +246,7 @@ def test_the_classifier_tells_prose_from_code(small):
 
 def test_bad_input_is_refused(small, tmp_path):
     for changes, words in (
-        ({"tau_end": 0.0}, "--tau-end must be positive"),
+        ({"tau_end": 1e-35}, "--tau-end must be 1e-30 or more"),
         ({"top_k": -1}, "--top-k must be 0 or more"),
         ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
         ({"prompt_length": 60}, "^--prompt-length and --completion-length, together 6[0-9]: .* has positions up to 64"),
@@ -394,7 +394,7 @@ def test_what_few_seeds_cannot_say_is_said(seeds):
         "beside_legacy": {},
         "criteria": [],
         "left_out": {},
-        "test_samples": 128,
+        "test_samples": seeds,
         "intervals": "95 %, Student's t over seeds",
         "output_dir": "d",
     }
@@ -405,6 +405,7 @@ def test_what_few_seeds_cannot_say_is_said(seeds):
     assert ("0.700-0.900" in text) == (seeds > 2)
     few = {1: "intervals: not shown: 1 seed; give --seeds 3 or more", 2: "intervals: not shown: 2 seeds; give"}
     assert few.get(seeds, "intervals: 95 %, Student's t over seeds") in text
+    assert f"of {seeds} test sample{'s' if seeds > 1 else ''}\n" in text
     assert "0.36" in text
     assert "…" not in text
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from ...algebra.rules import COLDEST
 from ...errors import OptionError
 from ..common.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
@@ -101,9 +102,10 @@ class GradeConfig(RunOptions):
     def check(self) -> GradeConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_shared()
-        for name in ("tau_start", "tau_end", "max_grad_norm"):
+        for name in ("tau_start", "tau_end"):
             value = getattr(self, name)
-            require(0 < value < math.inf, name, "positive", value)
+            require(COLDEST <= value < math.inf, name, f"{COLDEST} or more", value)
+        require(0 < self.max_grad_norm < math.inf, "max_grad_norm", "positive", self.max_grad_norm)
         require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
         require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
         require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)

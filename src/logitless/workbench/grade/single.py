@@ -289,7 +289,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         f"{summary['method']} on {summary['model']}, {steps} of {summary['seconds_per_step']:.1f} s",
         f"validation reward: {before['val/reward_mean']:.3f} → {after['val/reward_mean']:.3f}",
         f"test reward: {after['test/reward_mean']:.3f}, standard deviation {after['test/reward_std']:.3f} over "
-        f"{after['test/samples']} samples (in training {summary['train_reward']:.3f}); "
+        f"{plural(after['test/samples'], 'sample')} (in training {summary['train_reward']:.3f}); "
         f"KL {after['test/kl']:.2f} nats per continuation",
         f"soft tokens cover {summary['coverage']:.1%} of the probability",
         f"memory: {_memory(summary)}",

@@ -149,7 +149,7 @@ def _lines(summary: Record) -> Iterator[str]:
     before = fmean(x["val_reward_before"] for x in summary["methods"].values())
     for name, reason in summary["left_out"].items():
         yield f"{name} is left out: {reason}"
-    yield f"validation reward before: {before:.3f}; reward, sd: of {summary['test_samples']} test samples"
+    yield f"validation reward before: {before:.3f}; reward, sd: of {plural(summary['test_samples'], 'test sample')}"
     yield "memory: of one batch's gradient, beside weights, gradients and optimizer"
     none = f"not shown: {plural(summary['seeds'], 'seed')}; give --seeds {FEWEST} or more"
     yield f"intervals: {summary['intervals'] if summary['seeds'] >= FEWEST else none}"
