@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
         assert steps(tmp_path / "run")[-1]["memory/dense_would_need_bytes"] == rows * len(tokenizer) * 8
         assert tokenizer.decode(first["rejected_ids"]) == "x</s>"
         assert steps(tmp_path / "run")[-1]["rewards/accuracies"] == 1
+
+
+def test_checkpointing_says_nothing_of_names_that_nobody_can_change(start, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        run(replace(start, gradient_checkpointing=True, max_steps=1, output_dir=tmp_path / "run"), QUIET)
 
 
 def test_the_exact_kl(start, tmp_path):

@@ -77,7 +77,7 @@ def run(config: AlignConfig, console: Console | None = None) -> dict[str, Any]:
         place = first(lambda: claim(config, config.method))
         with explained(place, "align"), _divergence_named(), warnings.catch_warnings():
             # TRL 1.16 and PEFT 0.21 ask for names that transformers has renamed: nothing that a user could change.
-            warnings.filterwarnings("ignore", ".*checkpointing. is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", ".*checkpointing.* is deprecated", FutureWarning)
             return _placed(config, place, source, tokenizer, console)
 
 
