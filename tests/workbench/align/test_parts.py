@@ -59,6 +59,7 @@ class TestOptions:
             ({"batch_size": 6}, "is 6: expected a multiple of --generations-per-prompt 4"),
             ({"method": "dpo", "rewards": "python_lines"}, "dpo learns from pairs"),
             ({"method": "dpo", "repetition_guard": 1.0}, "dpo learns from pairs"),
+            ({"self_certainty_weight": 0.0, "repetition_guard": 0.0, "rewards": ","}, "intuitor without a reward"),
             ({"method": "grpo", "self_certainty_weight": 0.5}, "--self-certainty-weight is intuitor's"),
             ({"method": "rloo", "exact_kl": True}, "--exact-kl is of intuitor and grpo"),
             ({"exact_kl": True, "beta": 0.0}, "--exact-kl with --beta 0 has no KL"),
@@ -217,9 +218,23 @@ class TestRewards:
             ("my_rewards:long", "has no attribute 'long'"),
             ("my_rewards:__name__", "expected a function, got str"),
             ("python_lines=much", "NAME=WEIGHT with a number, got 'much'"),
+            ("repetition_guard=2", "each reward once, got repetition_guard again.* is --repetition-guard"),
+            ("python_lines, python_lines=2", "each reward once, got python_lines again; add its weights up"),
         ):
             with pytest.raises(OptionError, match=message):
                 named(rewards=rewards)
+
+    def test_rewards_of_one_name_are_told_apart_by_their_modules(self, tmp_path, monkeypatch):
+        """And an object has the name that it was given by."""
+        monkeypatch.syspath_prepend(tmp_path)
+        code = "from functools import partial\ndef score(**_): ...\np = partial(score)"
+        for name in ("one_module", "other_module"):
+            Path(tmp_path, f"{name}.py").write_text(code)
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        given = "one_module:score=2, other_module:score=3, one_module:p, other_module:p"
+        found = {f.__name__: weight for f, weight in rewards_of(AlignConfig(method="grpo", rewards=given))}
+        wanted = {"score": 2.0, "other_module:score": 3.0, "one_module:p": 1.0, "other_module:p": 1.0}
+        assert found == {"self_certainty": 0.0, **wanted}
 
 
 @pytest.fixture

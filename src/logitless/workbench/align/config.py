@@ -129,9 +129,10 @@ class AlignConfig(RunOptions):
             raise OptionError("--method dpo learns from pairs: leave out --rewards and --repetition-guard")
         if self.method != "intuitor" and self.self_certainty_weight != 1:
             raise OptionError(f"--self-certainty-weight is intuitor's, got it with --method {self.method}")
-        if self.method == "intuitor" and not self.self_certainty_weight and not self.rewards:
+        none = not (self.rewards or "").strip(" ,")
+        if self.method == "intuitor" and not self.self_certainty_weight and none:
             raise OptionError("--self-certainty-weight 0 leaves intuitor without a reward: give --rewards")
-        if self.kind.rewards and self.rewards is not None and not self.rewards.strip(" ,") and not self.guard_weight:
+        if self.kind.rewards and self.rewards is not None and none and not self.guard_weight:
             raise OptionError(f"--rewards {self.rewards!r} leaves {self.method} without a reward: name one")
         return self
 

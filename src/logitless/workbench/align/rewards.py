@@ -50,10 +50,14 @@ def rewards_of(config: AlignConfig) -> list[tuple[Reward, float]]:
     if config.guard_weight:
         found.append((repetition_guard, config.guard_weight))
     given = config.kind.rewards if config.rewards is None else config.rewards
-    return found + [_parse(part.strip()) for part in given.split(",") if part.strip()]
+    for part in given.split(","):
+        if part.strip():
+            found.append(_parse(part.strip(), {reward.__name__ for reward, _ in found}))
+    return found
 
 
-def _parse(text: str) -> tuple[Reward, float]:
+def _parse(text: str, taken: set[str]) -> tuple[Reward, float]:
+    """The reward that is not among those `taken`, whose names TRL's metrics and the summary tell it apart by."""
     name, equals, weight = text.partition("=")
     try:
         number = float(weight) if equals else 1.0
@@ -61,7 +65,14 @@ def _parse(text: str) -> tuple[Reward, float]:
             raise ValueError
     except ValueError:
         raise OptionError(f"--rewards {text}: expected NAME=WEIGHT with a number, got {weight!r}") from None
-    return _find(name.strip()), number
+    name = name.strip()
+    reward = _find(name)
+    if reward.__name__ in taken:
+        reward.__name__ = name  # with its module
+    if name in taken:
+        guard = "; intuitor's weight of it is --repetition-guard" if reward is repetition_guard else ""
+        raise OptionError(f"--rewards: expected each reward once, got {name} again; add its weights up{guard}")
+    return reward, number
 
 
 def _find(name: str) -> Reward:
@@ -93,6 +104,7 @@ def _checked(reward: Reward, name: str) -> Reward:
             count = len(given["completions"])
             return _numbers(await answer(**_copied(given)), count, by_name)
 
+    checked.__name__ = checked_later.__name__ = getattr(reward, "__name__", name)  # of an object: as it was given
     later = iscoroutinefunction(reward) or iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
     return checked_later if later else checked  # pyright: ignore[reportReturnType]
 
