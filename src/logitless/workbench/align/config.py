@@ -47,22 +47,23 @@ class AlignConfig(RunOptions):
     """Prompts (pairs, for dpo) of text or of messages, in a jsonl, parquet or `datasets` directory, or text to cut them
     from. Default: this Python's own library."""
     prompt_length: Count = 64
-    """Of prompts that are cut from text, at most."""
+    """Prompts that are cut from text have at most so many tokens."""
     completion_length: Count = 32
-    """Of a sampled completion, at most."""
+    """A sampled completion has at most so many tokens."""
     batch_size: Count = 16
-    """Completions (for dpo: pairs) per forward pass and device."""
+    """How many completions (for dpo: pairs) go through one forward pass on each device."""
     generations_per_prompt: int = 4
-    """Completions of one prompt, whose rewards are compared with each other."""
+    """How many completions of one prompt are sampled, whose rewards are compared with each other."""
     max_steps: Count = 32
     learning_rate: float | None = None
-    """Peak of a cosine schedule. Default: 1e-4 for the default model, 1e-6 for others, 1e-5 with LoRA."""
+    """The peak of a cosine schedule. By default it is 1e-5 with --lora-rank, else 1e-4 for the default model and 1e-6
+    for others."""
     beta: float | None = None
-    """Weight of the KL to the model that the run starts from. Default: 0.04, rloo 0.05, dpo 0.1."""
+    """The weight of the KL to the model that the run starts from. By default it is 0.04, for rloo 0.05, for dpo 0.1."""
     exact_kl: bool = False
-    """For intuitor and grpo: the KL over the whole vocabulary, in the place of its estimate from the sampled tokens."""
+    """Take intuitor's or grpo's KL over the whole vocabulary, in the place of its estimate from the sampled tokens."""
     temperature: float = 1.0
-    """Of sampling, of the log-probs, and of self-certainty."""
+    """The temperature of sampling, and for rollouts of the log-probs and of self-certainty."""
     top_p: float = 1.0
     """Sample from the fewest entries that hold this share of the mass. Below 1, policy and reference are scored over
     the same entries."""
@@ -70,14 +71,14 @@ class AlignConfig(RunOptions):
     """Sample from entries that have at least this share of the best one's probability. Above 0, policy and reference
     are scored over the same entries."""
     order: Order = "transformers"
-    """Of the two: transformers takes --top-p of all entries, vllm of what --min-p leaves."""
+    """Which of these two comes first: transformers takes --top-p of all entries, vllm of what --min-p leaves."""
     rewards: str | None = None
-    """Further rewards, comma-separated: python_lines, repetition_guard or module:function, each with =WEIGHT if not 1.
-    Default: python_lines for grpo and rloo."""
+    """Further rewards, separated by commas, are python_lines, repetition_guard or module:function, each once, with
+    =WEIGHT if not 1. By default it is python_lines for grpo and rloo, and none for intuitor."""
     self_certainty_weight: float = 1.0
-    """Of intuitor's own reward beside the others."""
+    """How much intuitor's own reward weighs beside the others."""
     repetition_guard: float | None = None
-    """Weight of the reward against repeated n-grams, in nats for intuitor. Default: 5 for intuitor, else 0."""
+    """The weight of the reward against repeated n-grams, for intuitor in nats. By default it is 5 there, else 0."""
     report_to: ReportTo = "none"
 
     @property

@@ -43,7 +43,7 @@ class GradeConfig(RunOptions):
     """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
     code, trained first on files of the standard library that no prompt comes from."""
     reward_label: int = 1
-    """The classifier's label whose probability is the reward."""
+    """The reward is the probability of this label of the classifier."""
     token_reward: str | None = None
     """In the place of a reward model, a rule: module:function, which gives a number for the text of one token. The
     reward is its mean over a continuation's tokens."""
@@ -51,11 +51,11 @@ class GradeConfig(RunOptions):
     """Text to cut prompts from: a file or folder, jsonl, parquet or `datasets` directory. Default: this Python's own
     library."""
     prompt_length: Count = 32
-    """Of a prompt, at most."""
+    """A prompt has at most so many tokens."""
     completion_length: Count = 64
-    """Of a generated continuation."""
+    """A generated continuation has so many tokens."""
     batch_size: Count = 1
-    """Prompts per forward pass."""
+    """How many prompts go through one forward pass."""
     gradient_accumulation_steps: Count = 16
     gradient_checkpointing: bool = True
     """With --carry cached or recompute: recompute activations in backward instead of keeping them."""
@@ -64,27 +64,29 @@ class GradeConfig(RunOptions):
     whole prefix anew for each token. All are exact; sweeps is the fastest, cached takes the least memory."""
     max_steps: Count = 40
     learning_rate: float | None = None
-    """Constant. For other models than the default one, unless given, 1e-5 with LoRA and 1e-6 without."""
+    """The rate of every step. For other models than the default one it is, unless given, 1e-5 with --lora-rank and 1e-6
+    without."""
     beta: float = 0.1
-    """Weight of the KL to the model that the run starts from, per continuation."""
+    """The weight of the KL to the model that the run starts from, per continuation."""
     tau_start: float = 2.0
-    """Temperature of the soft tokens at the first step ..."""
+    """The temperature of the soft tokens at the first step."""
     tau_end: float = 0.5
-    """... and at the last, linear between."""
+    """Their temperature at the last step. Between the two it changes linearly."""
     top_k: Annotated[int, Option(check=at_least(0))] = 256
-    """Entries of the vocabulary that a soft token is made of, and that tokens are drawn from. 0: all of them."""
+    """How many of the best entries a soft token is made of, and tokens are drawn from. 0 takes the whole vocabulary."""
     baseline_decay: float = 0.9
-    """Of reinforce's moving-average baseline."""
+    """How much of reinforce's moving-average baseline stays at each step."""
     variance_samples: int = 8
-    """Draws of the noise that the variance of one batch's gradient is measured over, three times a run. 0: not."""
+    """The variance of one batch's gradient is measured over so many draws of the noise, three times a run. Below 2
+    it is not."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     evaluation_prompts: Count = 32
-    """Of the validation and of the test prompts, each."""
+    """How many prompts the policy is validated on, and how many others it is tested on."""
     lora_rank: LoraRank = 16
     report_to: ReportTo = "none"
     seeds: Count = 1
-    """Of --method all: how many, from --seed on."""
+    """How many seeds --method all compares the methods with, from --seed on."""
 
     def defaults(self) -> GradeConfig:
         return GradeConfig(**EMBEDDED) if self.model == SMALL_MODEL else GradeConfig()
