@@ -1,5 +1,7 @@
 """Differentiable generation: every way to carry the gradient against a dense Gumbel-softmax over whole prefixes."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -149,6 +151,8 @@ def test_bad_input_is_refused():
         ({"steps": 2.5}, "steps: expected a whole number of at least 1, got 2.5"),
         ({"steps": 2, "carry": "magic"}, "carry: expected one of"),
         ({"steps": 2, "most_sweeps": -1}, "most_sweeps: expected"),
+        ({"steps": 2, "tolerance": math.nan}, "tolerance: expected a share of the gradient, 0 or more, got nan"),
+        ({"steps": 2, "tolerance": "1e-6"}, "tolerance: expected a share"),
     ):
         with pytest.raises(OptionError, match=words):
             Sampling(**wrong)

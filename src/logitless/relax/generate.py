@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class Sampling:
             raise OptionError(f"steps: expected a whole number of at least 1, got {self.steps!r}")
         if self.most_sweeps is not None and self.most_sweeps < 0:
             raise OptionError(f"most_sweeps: expected 0 or more, got {self.most_sweeps}")
+        if not (isinstance(self.tolerance, Real) and self.tolerance >= 0):
+            raise OptionError(f"tolerance: expected a share of the gradient, 0 or more, got {self.tolerance!r}")
 
 
 @dataclass(frozen=True, eq=False)
