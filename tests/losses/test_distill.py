@@ -24,12 +24,12 @@ def kl(logp, logq):
 def test_forward_and_reverse_kl(student_and_teacher):
     z, labels, teacher = student_and_teacher
     for ours, dense in (
-        (lambda s: losses.forward_kl(s.reverse_kl, 2.0), lambda s, t: 4 * kl(t, s)),
-        (lambda s: losses.reverse_kl(s.kl, 2.0), lambda s, t: 4 * kl(s, t)),
+        (lambda s: losses.forward_kl(s.reverse_kl, 3.0), lambda s, t: 9 * kl(t, s)),
+        (lambda s: losses.reverse_kl(s.kl, 3.0), lambda s, t: 9 * kl(s, t)),
     ):
         assert_same(
-            lambda z, t, ours=ours: ours(stats_of(z / 2, labels, t / 2)),
-            lambda z, t, dense=dense: dense((z / 2).log_softmax(-1), (t / 2).log_softmax(-1)),
+            lambda z, t, ours=ours: ours(stats_of(z / 3, labels, t / 3)),
+            lambda z, t, dense=dense: dense((z / 3).log_softmax(-1), (t / 3).log_softmax(-1)),
             *(z, teacher),
         )
 
@@ -41,9 +41,9 @@ def test_jsd(student_and_teacher, beta):
     def dense(z, t):
         p, q = z.softmax(-1), t.softmax(-1)
         m = (1 - beta) * p + beta * q
-        return (1 - beta) * kl(p.log(), m.log()) + beta * kl(q.log(), m.log())
+        return 9 * ((1 - beta) * kl(p.log(), m.log()) + beta * kl(q.log(), m.log()))
 
-    assert_same(lambda z, t: losses.jsd(stats_of(z, labels, t, beta).jsd), dense, z, teacher)
+    assert_same(lambda z, t: losses.jsd(stats_of(z, labels, t, beta).jsd, 3.0), dense, z, teacher)
 
 
 @pytest.mark.parametrize("skew", [0.1, 0.4])
@@ -51,20 +51,20 @@ def test_skewed_kl_both_ways(skew):
     """By the pass, whose `jsd_beta` is what each says: KL(t, a·t + (1-a)·s) and KL(s, (1-a)·t + a·s)."""
     hidden, weight = torch.randn(N, 8).double().requires_grad_(), torch.randn(V, 8).double().requires_grad_()
     reference = torch.randn(N, 5).double(), LMHead(torch.randn(V, 5).double())
-    s, t = (hidden @ weight.T / 2).softmax(-1), (reference[0] @ reference[1].weight.T / 2).softmax(-1)
+    s, t = (hidden @ weight.T / 3).softmax(-1), (reference[0] @ reference[1].weight.T / 3).softmax(-1)
     for ours, statistic, beta, p, m in (
         (losses.skewed_kl, "reverse_kl_mixture", skew, t, skew * t + (1 - skew) * s),
         (losses.skewed_reverse_kl, "kl_mixture", 1 - skew, s, (1 - skew) * t + skew * s),
     ):
         loss = token_loss(
-            lambda x, ours=ours, statistic=statistic: ours(getattr(x, statistic), 2.0),
+            lambda x, ours=ours, statistic=statistic: ours(getattr(x, statistic), 3.0),
             *(hidden, LMHead(weight)),
             want=(statistic,),
             reference=reference,
             jsd_beta=beta,
-            temperature=2.0,
+            temperature=3.0,
         )
-        dense = 4 * kl(p.log(), m.log()).mean()
+        dense = 9 * kl(p.log(), m.log()).mean()
         torch.testing.assert_close(loss, dense)
         found, wanted = (torch.autograd.grad(x, [hidden, weight], retain_graph=True) for x in (loss, dense))
         for a, b in zip(found, wanted, strict=True):
@@ -174,6 +174,25 @@ def test_renormalise_and_ignore(student_and_teacher):
     torch.testing.assert_close(sparse(z, ids, weights, "renormalise"), -(scaled * logp).sum(-1))
 
 
+@pytest.mark.parametrize("tail", ["renormalise", "ignore"])
+def test_a_dropped_tail_need_not_be_known(student_and_teacher, tail):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher)
+    weights[0] = 0.0  # a token without a record: padding alone
+    assert_same(
+        lambda z, w: losses.soft_targets(z.gather(-1, ids), z.logsumexp(-1), w, tail),
+        lambda z, w: sparse(z, ids, w, tail),
+        *(z, weights),
+    )
+    assert sparse(z, ids, weights, tail)[0] == 0
+
+
+def test_weights_that_round_above_1_leave_nothing_to_the_tail(student_and_teacher):
+    z, _, teacher = student_and_teacher
+    ids, weights = record(teacher, mass_left=False)
+    torch.testing.assert_close(sparse(z, ids, 1.01 * weights, "bucket"), 1.01 * sparse(z, ids, weights, "ignore"))
+
+
 def test_only_the_bucket_is_least_at_the_teacher(student_and_teacher):
     _, _, teacher = student_and_teacher
     ids, weights = record(teacher)
@@ -261,6 +280,8 @@ def test_bad_input_is_named():
     x = torch.zeros(2, 3)
     with pytest.raises(ShapeError, match="weights"):
         losses.soft_targets(x, torch.zeros(2), torch.zeros(2, 4), "ignore")
+    with pytest.raises(ShapeError, match=r"weights must have candidate_logits' shape \(..., K\), here \(\)"):
+        losses.soft_targets(x[0, 0], x[0, 0], x[0, 0], "ignore")
     with pytest.raises(ShapeError, match=r"K of 1 or more ids per token, got \(2, 0\)"):
         losses.soft_targets(x[:, :0], torch.zeros(2), x[:, :0], "ignore")
     with pytest.raises(ShapeError, match="logsumexp"):

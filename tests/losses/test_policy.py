@@ -178,6 +178,15 @@ def test_gmpo(responses):
 
 
 @pytest.mark.parametrize("loss", [losses.gspo, losses.gmpo])
+def test_a_response_far_from_its_policy_stays_finite(loss):
+    """Nothing clips a ratio above 1 where the advantage is negative: e^200 counts as e^79."""
+    logprob, old = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), -200.0)
+    found = loss(logprob, old, torch.tensor([-1.0, -0.5]), torch.ones(2, 3))
+    assert found.isfinite().all()
+    assert torch.autograd.grad(found.sum(), logprob)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [losses.gspo, losses.gmpo])
 def test_a_batch_of_responses_without_tokens(loss):
     """Each has the ratio 1, as a response without tokens beside others has."""
     nothing, advantages = torch.zeros(2, 0, requires_grad=True), torch.tensor([1.0, -0.5])
@@ -227,7 +236,8 @@ def test_ignored_tokens_end_in_their_weight(name, junk):
 def test_a_nan_under_the_mask_does_not_reach_the_batch_loss():
     loss, mask = torch.tensor([[1.0, torch.nan], [3.0, torch.inf]]), torch.tensor([[1, 0], [1, 0]])
     assert losses.batch_loss(loss, mask, "token").item() == 2.0
-    assert losses.batch_loss(loss.double(), mask, "constant", 4).dtype == torch.float64
+    for dtype in (torch.float64, torch.bfloat16):
+        assert losses.batch_loss(loss.to(dtype), mask, "constant", 4).dtype == dtype
     with pytest.raises(ShapeError, match="mask"):
         losses.batch_loss(loss, mask[0], "token")
 
@@ -276,6 +286,13 @@ def test_k3_keeps_its_digits_near_agreement(d):
     torch.testing.assert_close(torch.autograd.grad(k3, logprob)[0].item(), -math.expm1(d), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("d", [1e-5, -1e-3, 9.9e-3, -9.9e-3, 1.01e-2])
+def test_k3_keeps_the_digits_of_float64(d):
+    exact = math.fsum(d**n / math.factorial(n) for n in range(2, 12))
+    k3 = losses.kl_k3(torch.zeros(1, dtype=torch.float64), torch.tensor([d], dtype=torch.float64))
+    torch.testing.assert_close(k3.item(), exact, rtol=2e-13, atol=0)
+
+
 def test_exact_kl_and_entropy_bonus():
     z, labels = problem()
     z_ref = torch.randn_like(z)
@@ -299,6 +316,10 @@ def test_group_advantages():
     assert scaled[1].tolist() == [0.0] * 4
     assert losses.group_advantages(rewards, scale=False)[0].tolist() == [0.5, -0.5, -0.5, 0.5]
     assert losses.group_advantages(torch.tensor([[2.0]])).tolist() == [[0.0]]
+    torch.testing.assert_close(
+        losses.group_advantages(torch.tensor([[3.0, 1.0]]), epsilon=0.0), torch.tensor([[1, -1]]) / math.sqrt(2)
+    )
+    assert losses.group_advantages(rewards.double()).dtype == torch.float64
     whole = torch.tensor([[1, 0, 0, 1]])
     assert torch.equal(losses.group_advantages(whole), losses.group_advantages(whole.float()))
 
@@ -315,7 +336,9 @@ def test_token_weights_give_each_papers_batch_loss():
     for scheme, batch in expected.items():
         weights = losses.token_weights(mask.double(), scheme, length=10)
         torch.testing.assert_close((weights * loss).sum(), batch)
-        assert losses.token_weights(mask.bool(), scheme, length=10).dtype == torch.float32
+        assert weights.dtype == torch.float64
+        for dtype in (torch.bool, torch.int64, torch.bfloat16):
+            assert losses.token_weights(mask.to(dtype), scheme, length=10).dtype == torch.float32
 
 
 def test_nothing_to_weigh():
@@ -328,19 +351,19 @@ def test_bad_input_is_named():
     x = torch.zeros(3, 3)
     with pytest.raises(ShapeError, match=r"advantages.*\(3, 3\).*\(3,\)"):
         losses.reinforce(x, torch.zeros(3))
-    with pytest.raises(ShapeError, match="old_logprob"):
-        losses.ppo_clip(x, torch.zeros(3, 1), x)
-    with pytest.raises(ShapeError, match="ref_logprob"):
-        losses.kl_k3(x, torch.zeros(1, 3))
-    with pytest.raises(OptionError, match="clip_low"):
-        losses.ppo_clip(x, x, x, clip_low=1.5)
-    with pytest.raises(OptionError, match=r"delta must be above 1 \+ clip_high = 1.2, got 1.1"):
-        losses.ppo_clip(x, x, x, delta=1.1)
+    for clips in ({"clip_low": 1.5}, {"clip_low": -0.1}, {"clip_high": -0.1}):
+        with pytest.raises(OptionError, match="clip_low"):
+            losses.ppo_clip(x, x, x, **clips)
+    assert losses.ppo_clip(x, x, x, clip_low=0.0, clip_high=0.0).shape == x.shape
+    for delta in (1.1, 1.2):
+        with pytest.raises(OptionError, match=rf"delta must be above 1 \+ clip_high = 1.2, got {delta}"):
+            losses.ppo_clip(x, x, x, delta=delta)
     for bound, low in ((0.0, 1.0), (-1.0, 1.0), (0.5, 0.2), (float("nan"), 1.0)):
         with pytest.raises(OptionError, match="epsilon_high"):
             losses.cispo(x, x, x, clip_low=low, epsilon_high=bound)
-    with pytest.raises(OptionError, match="temperature_positive"):
-        losses.sapo(x, x, x, 0.0)
+    for temperatures in ((0.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(OptionError, match="temperature_positive"):
+            losses.sapo(x, x, x, *temperatures)
     with pytest.raises(OptionError, match="clip"):
         losses.gmpo(x, x, x[0], x, -1.0)
     for loss in (losses.gspo, losses.gmpo):
@@ -350,5 +373,7 @@ def test_bad_input_is_named():
             loss(x, x, x[0], x[0])
     with pytest.raises(OptionError, match="scheme"):
         losses.token_weights(x, "mean")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="length"):
-        losses.token_weights(x, "constant")
+    for length in (None, 0):
+        with pytest.raises(OptionError, match="length"):
+            losses.token_weights(x, "constant", length)
+    assert losses.token_weights(torch.ones(1, 1), "constant", 1).item() == 1.0

@@ -169,6 +169,35 @@ def test_a_record_of_the_whole_vocabulary():
         assert torch.autograd.grad(loss.sum(), z, retain_graph=True)[0].isfinite().all()
 
 
+def test_a_teachers_tail_too_small_for_digits_counts_as_its_least():
+    """As documented: 1e-7 in the reverse direction, 1e-3 where the tail's inside is told from the whole."""
+    z, full = torch.zeros(1, 4, dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
+    ids, half = torch.tensor([[0, 1]]), torch.full((1,), 0.5, dtype=torch.float64).log()
+    for tail, least in ((0.0, 1e-7), (5e-8, 1e-7), (2e-7, 2e-7)):
+        t = torch.full((1, 2), (1 - tail) / 2, dtype=torch.float64).log()
+        expected = 2 * 0.25 * (0.25 / t.exp()[0, 0]).log() + 0.5 * (0.5 / torch.tensor(least, dtype=t.dtype)).log()
+        torch.testing.assert_close(losses.record_kl(z[:, :2], z.logsumexp(-1), t, half, "reverse")[0], expected)
+    for tail, least in ((2e-4, 1e-3), (2e-3, 2e-3)):
+        t = torch.full((1, 2), (1 - tail) / 2, dtype=torch.float64).log()
+        bucket = losses.record_kl(z[:, :2], z.logsumexp(-1), t, half)
+        inside = (full - bucket) / least
+        given = (z.gather(-1, ids), z.logsumexp(-1), t, half, full)
+        torch.testing.assert_close(losses.decoupled_kl(*given), bucket + inside)
+        mean = torch.full_like(full, tail)
+        torch.testing.assert_close(losses.tail_aware_kl(*given, mean), bucket + 2 * inside)
+
+
+def test_a_record_of_little_of_the_student_keeps_its_digits():
+    """What its ids leave of 1 rounds to 1 in fp32: their log-probs are told from the log-sum-exp then."""
+    z = torch.zeros(1, 9, dtype=torch.float64)
+    z[0, 0] = 25.0
+    ids, t = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.4]]).log()
+    left = z.log_softmax(-1).masked_fill(torch.tensor([[False, True, True] + [False] * 6]), -torch.inf).logsumexp(-1)
+    exact = losses.record_kl(z.gather(-1, ids), z.logsumexp(-1), t.double(), left)
+    logits, logsumexp, left = (x.float() for x in (z.gather(-1, ids), z.logsumexp(-1), left))
+    torch.testing.assert_close(losses.record_kl(logits, logsumexp, t, left).double(), exact, rtol=1e-6, atol=0)
+
+
 def test_a_sure_teacher_and_student_stay_finite():
     """A tail below what fp32 weights can say: no infinity in either direction, and no gradient that is none."""
     z = torch.zeros(1, 9)
@@ -188,5 +217,7 @@ def test_what_has_no_meaning():
         losses.record_kl(z, one, z, one, "both")
     with pytest.raises(ShapeError, match=r"log_weights must have candidate_logits' shape .* here \(3, 2\), got \(3,\)"):
         losses.record_kl(z, one, one, one)
-    with pytest.raises(ShapeError, match="reverse_kl must have the log-probs' shape"):
-        losses.decoupled_kl(z, one, z, one, z)
+    with pytest.raises(ShapeError, match=r"log_weights must have candidate_logits' shape .* here \(\), got \(\)"):
+        losses.record_kl(one[0], one[0], one[0], one[0])
+    with pytest.raises(ShapeError, match=r"candidate_logits must have K of 1 or more ids per token, got \(3, 0\)"):
+        losses.record_kl(z[:, :0], one, z[:, :0], one)

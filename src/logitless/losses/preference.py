@@ -180,6 +180,7 @@ def bco_pair(
     Jung et al., "Binary Classifier Optimization for Large Language Model Alignment", arXiv:2404.04656.
     """
     good, bad = _gains(chosen, rejected, ref_chosen, ref_rejected, beta)
+    same_shape(good, baseline=baseline if isinstance(baseline, Tensor) else None)
     return -logsigmoid(good - baseline) - logsigmoid(baseline - bad)
 
 

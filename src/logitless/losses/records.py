@@ -117,8 +117,8 @@ def tail_aware_kl(
     counts as at least 1e-3. Reads `candidate_logits`, `logsumexp`, `tail_logprob` and `reverse_kl`. Raises ShapeError.
     Dasgupta et al., "Don't Ignore the Tail", arXiv:2602.20816, where K = 10 and a weight of 2 did best.
     """
-    same_shape(logsumexp, reverse_kl=reverse_kl, mean_tail=mean_tail)
     bucket = record_kl(candidate_logits, logsumexp, log_weights, tail_logprob)
+    same_shape(logsumexp, reverse_kl=reverse_kl, mean_tail=mean_tail)
     return bucket + weight / mean_tail.clamp_min(LEAST_SHARE) * (reverse_kl - bucket)
 
 
