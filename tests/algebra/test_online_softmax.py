@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from logitless.algebra.online_softmax import Accumulation, finish, merge, rebase, single, total_names
+from logitless.algebra.online_softmax import EMPTY, Accumulation, finish, merge, rebase, single, total_names
 from logitless.algebra.stats import STATISTICS, mixture_logs, sums_of
 from logitless.vocab.call.call import Needs
 from logitless.vocab.call.validate import flatten
@@ -18,8 +18,10 @@ N, V = 6, 40
 
 
 def accumulation_of(z, z_ref, shift):
-    """The accumulation of a part by its definition: every sum spelt out."""
+    """The accumulation of a part by its definition: every sum spelt out; what lies above 1 is no candidate."""
     m, m_ref = z.amax(1), z_ref.amax(1)
+    tail = z > 1
+    m_tail = torch.where(tail, z, EMPTY).amax(1)
     w, w_ref = (z - m[:, None]).exp(), (z_ref - m_ref[:, None]).exp()
     e = z - z_ref - shift[:, None]
     return Accumulation(
@@ -35,6 +37,8 @@ def accumulation_of(z, z_ref, shift):
         a=(w * e).sum(1),
         b=(w * torch.expm1(-e)).sum(1),
         a_ref=(w_ref * e).sum(1),
+        m_tail=m_tail,
+        s_tail=torch.where(tail, (z - m_tail[:, None]).exp(), 0.0).sum(1),
     )
 
 
@@ -81,6 +85,8 @@ def test_an_entry_is_a_part():
     others = accumulation_of(z[:, 1:], z_ref[:, 1:], shift)
     one = single(z[:, 0], z_ref[:, 0], others, torch)
     one.above = (z[:, 0] > 0.3).long()
+    own = accumulation_of(z[:, :1], z_ref[:, :1], shift)
+    one.m_tail, one.s_tail = own.m_tail, own.s_tail
     whole = merge(others, one, torch)
     assert_same(whole, accumulation_of(z, z_ref, whole.shift))
 
