@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.errors import OptionError, ShapeError
+from logitless.errors import GradientError, OptionError, ShapeError
 from logitless.relax import Noise, expected_embedding
 from logitless.vocab.reference import dense_logits
 from tests.support.vocab.comparing import assert_near_in_norm, operands
@@ -128,3 +128,10 @@ def test_refusals():
         expected_embedding(ops.hidden, ops.head, torch.zeros(29, 3))
     with pytest.raises(OptionError, match="temperature: expected a number from 1e-30 on, got 1e-38"):
         expected_embedding(ops.hidden, ops.head, temperature=1e-38)
+    for table in (None, torch.zeros(30, 3)):
+        found = expected_embedding(ops.hidden, ops.head, table)
+        for result in (found.embedding, found.entropy):
+            with pytest.raises(GradientError, match="create_graph=True"):
+                torch.autograd.grad(result.sum(), ops.hidden, create_graph=True)
+    with pytest.raises(OptionError, match="temperature: expected a number from 1e-30 on, got 0"):
+        expected_embedding(ops.hidden, ops.head, temperature=0)
