@@ -5,8 +5,17 @@ import torch
 
 import logitless as ll
 from logitless import relax
-from logitless.errors import DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
+from logitless.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    GradientError,
+    NotFiniteError,
+    OptionError,
+    ShapeError,
+)
 from logitless.relax import Noise
+from logitless.vocab.head.quantised import QuantisedWeight
 from tests.support.vocab.refusing import refused
 
 B, H, V = 3, 4, 20
@@ -96,6 +105,16 @@ def test_the_whole_vocabulary_has_no_weights():
 def test_steps_that_do_not_stack():
     refused(OptionError, lambda: relax.SoftTokens.stack([]), "steps of one shape")
     refused(OptionError, lambda: relax.SoftTokens.stack([call(k=3)(), call(k=4)()]), "steps of one shape")
+
+
+@pytest.mark.parametrize("k", [3, 0])
+def test_a_quantised_head(k):
+    gguf = pytest.importorskip("gguf")
+    blocks = gguf.quants.quantize(torch.randn(V, 32).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    head = ll.LMHead(QuantisedWeight.gguf(torch.from_numpy(blocks), "Q8_0"))
+    refused(
+        ConfigError, call(torch.randn(B, 32), head, k=k, embeddings=(TABLE,)), "a head of plain numbers, got a quant"
+    )
 
 
 @pytest.mark.parametrize("k", [3, 0])

@@ -34,6 +34,11 @@ def test_scores(queries, documents):
         torch.testing.assert_close(a, b)
 
 
+def test_scores_of_queries_in_another_dtype():
+    queries, documents = torch.rand(3, 17), sparse(5, 17)
+    torch.testing.assert_close(retrieval.scores(queries, documents), queries @ documents.dense().float().T)
+
+
 def test_flops():
     documents = sparse(6, 19)
     dense = documents.dense()
@@ -44,12 +49,23 @@ def test_flops():
         torch.testing.assert_close(grad, 2 * dense.mean(0)[documents.ids] / 6)
 
 
+def test_flops_of_no_document():
+    nothing = SparseRows(torch.zeros(1).long(), torch.zeros(0).long(), torch.zeros(0, requires_grad=True), 19)
+    retrieval.flops(nothing).backward()
+    assert retrieval.flops(nothing) == 0
+
+
 def test_in_batch_loss():
     scores = torch.randn(3, 7, dtype=torch.float64)
     p = (scores / 0.5).softmax(1)
     torch.testing.assert_close(retrieval.in_batch_loss(scores, temperature=0.5), -p.diagonal().log().mean())
     own = torch.tensor([6, 0, 3])
     torch.testing.assert_close(retrieval.in_batch_loss(scores, own, 0.5), -p[range(3), own].log().mean())
+    square, tall = scores[:, :3], scores[:, :2]  # as many documents as queries, and fewer, each with its own
+    torch.testing.assert_close(retrieval.in_batch_loss(square), -square.softmax(1).diagonal().log().mean())
+    shared = torch.tensor([1, 0, 1])
+    expected = -tall.softmax(1)[range(3), shared].log().mean()
+    torch.testing.assert_close(retrieval.in_batch_loss(tall, shared), expected)
 
 
 def test_losses_of_a_teacher():
@@ -83,6 +99,8 @@ def test_what_is_refused():
         (lambda: retrieval.scores(x, torch.zeros(3, 4)), ShapeError, "of one vocabulary, got 2 and 4"),
         (lambda: retrieval.scores(torch.zeros(17), sparse(3, 17)), ShapeError, r"queries \(Q, 17\) beside sparse"),
         (lambda: retrieval.in_batch_loss(x), ShapeError, r"a document for each query, got \(3, 2\)"),
+        (lambda: retrieval.in_batch_loss(x[:, 0]), ShapeError, r"expected \(queries, documents\), .* got \(3,\)"),
+        (lambda: retrieval.in_batch_loss(x[:, 0], torch.zeros(3).long()), ShapeError, r"got \(3,\)"),
         (lambda: retrieval.in_batch_loss(x.T, temperature=0), OptionError, "temperature: expected a positive number"),
         (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),
         (lambda: retrieval.distillation_kl(x, x[0]), ShapeError, "distillation_kl: expected scores of one shape"),
