@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
-from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
+from logitless.errors import DeviceError, DtypeError, LabelError, OptionError, ShapeError
 from logitless.sample import SamplingMask
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.passes.kept import entries_at_a_time
@@ -239,6 +239,7 @@ def test_under_torch_compile():
 def test_masks_of_vllm():
     masks = [
         SimpleNamespace(token_ids=[5, 1, 2], offsets=[0, 1, 3]),
+        SimpleNamespace(token_ids=[], offsets=[0]),
         SimpleNamespace(token_ids=[7], offsets=[0, 1]),
     ]
     mask = SamplingMask.from_vllm(masks)
@@ -257,6 +258,8 @@ REFUSED = {
     "an id beyond the vocabulary": ([[1], [2, V], [3]], LabelError, f"expected ids in 0..{V - 1}, token 1 has {V}"),
     "a negative id": ([[1, -1], [2], [3]], LabelError, "token 0 has -1"),
     "a label outside of its set": ([[1], [3], [3]], OptionError, "label 2 of token 1 is not"),
+    "a last label above its set": ([[1], [2], [1]], OptionError, "label 3 of token 2 is not"),
+    "no set with an id": ([[], [], []], OptionError, "token 0 has none"),
     "too few sets": ([[1], [2]], ShapeError, "a set for each of 3 tokens, got 2"),
 }
 
@@ -301,6 +304,7 @@ def test_masks_that_do_not_fit(options, kind, words):
         (torch.rand(3), torch.tensor([0, 3]), DtypeError, "token_ids must be a tensor of integers"),
         (torch.arange(4).view(2, 2), torch.tensor([0, 4]), ShapeError, "one dimension"),
         (torch.arange(4), torch.empty(0, dtype=torch.int64), ShapeError, "a number more"),
+        (torch.arange(2, device="meta"), torch.tensor([0, 2]), DeviceError, "token_ids are on meta, offsets on cpu"),
     ],
 )
 def test_what_a_mask_is_made_of(ids, offsets, kind, words):
