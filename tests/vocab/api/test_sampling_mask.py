@@ -16,7 +16,7 @@ from logitless.sample import SamplingMask
 from logitless.vocab.call.validate import flatten
 from logitless.vocab.passes.kept import entries_at_a_time
 from tests.support.allocations import trace_allocations
-from tests.support.vocab.comparing import EVERYTHING, compare, operands
+from tests.support.vocab.comparing import EVERYTHING, PAIRED, compare, operands
 
 V = 23
 
@@ -53,6 +53,32 @@ def test_every_statistic_and_gradient(transform, dtype):
     mask = mask_around(ops.labels, transform.get("vocab_size", V))
     compare(ops, EVERYTHING, sampling_mask=mask, temperature=0.8, jsd_beta=0.3)
     compare(ops, EVERYTHING, sampling_mask=mask, temperature=torch.rand(9) + 0.5, memory_budget=1)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_statistic(name, softcap):
+    """Alone, so that no other one brings the sums and bases that it needs."""
+    ops = operands((9,), reference=name in PAIRED, softcap=softcap)
+    compare(ops, (name,), sampling_mask=mask_around(ops.labels, V))
+
+
+@pytest.mark.parametrize("shift", [0.0, 7.0, -40.0])
+def test_kl_of_a_policy_near_its_reference(shift):
+    """In fp32, whatever number all its logits are higher by."""
+    ops = operands((9,), dtype=torch.float32).training()
+    ops.hidden = (ops.hidden * 8).round() / 8  # products and sums of these are exact
+    ops.weight, ops.bias = ((x * 2**12).round() / 2**12 for x in (ops.weight, ops.bias))
+    ops.ref = replace(ops, labels=None)
+    ops.weight = ops.weight + torch.randint(-8, 9, ops.weight.shape) / 2**12
+    ops.bias = ops.bias + shift
+    mask, exact = mask_around(ops.labels, V), ops.to(torch.float64)
+    got, expected = (
+        ll.token_stats(x.hidden, x.head, x.labels, want=("kl",), reference=x.reference, sampling_mask=mask).kl
+        for x in (ops, exact)
+    )
+    assert expected.max() > 1e-8
+    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-12)
 
 
 @pytest.mark.parametrize(("device", "entries"), [("cpu", 256), ("meta", 1 << 22)])
