@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from logitless import losses
+from logitless import LMHead, losses, token_stats
 from logitless.errors import OptionError, ShapeError
 from tests.support.losses.comparing import N, V, assert_same, problem
 
@@ -187,15 +187,17 @@ def test_a_teachers_tail_too_small_for_digits_counts_as_its_least():
         torch.testing.assert_close(losses.tail_aware_kl(*given, mean), bucket + 2 * inside)
 
 
-def test_a_record_of_little_of_the_student_keeps_its_digits():
+@pytest.mark.parametrize("ahead", [8.0, 15.0, 25.0])
+def test_a_record_of_little_of_the_student_keeps_its_digits(ahead):
     """What its ids leave of 1 rounds to 1 in fp32: their log-probs are told from the log-sum-exp then."""
-    z = torch.zeros(1, 9, dtype=torch.float64)
-    z[0, 0] = 25.0
-    ids, t = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.4]]).log()
-    left = z.log_softmax(-1).masked_fill(torch.tensor([[False, True, True] + [False] * 6]), -torch.inf).logsumexp(-1)
-    exact = losses.record_kl(z.gather(-1, ids), z.logsumexp(-1), t.double(), left)
-    logits, logsumexp, left = (x.float() for x in (z.gather(-1, ids), z.logsumexp(-1), left))
-    torch.testing.assert_close(losses.record_kl(logits, logsumexp, t, left).double(), exact, rtol=1e-6, atol=0)
+    z = torch.randn(1, 9)
+    z[0, 0] = ahead
+    ids, t, found = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.4]]).log(), []
+    for dtype in (torch.float32, torch.float64):
+        head, want = LMHead(torch.eye(9, dtype=dtype)), ("logsumexp", "tail_logprob")
+        s = token_stats(z.to(dtype), head, want=want, candidates=ids)
+        found.append(losses.record_kl(s.candidate_logits, s.logsumexp, t.to(dtype), s.tail_logprob).double())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
 def test_a_sure_teacher_and_student_stay_finite():
