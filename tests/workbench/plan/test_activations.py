@@ -189,6 +189,31 @@ def test_adapted_experts_against_a_real_step(checkpointing, no_mask):
 
 
 @pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ({"model_type": "llama"}, {}),
+        ({"model_type": "llama"}, {"mlp_tiles": 4}),
+        ({"model_type": "llama"}, {"lora_rank": 4}),
+        ({"model_type": "llama"}, {"attention": "eager"}),
+        ({"model_type": "llama"}, {"attention": "eager", "gradient_checkpointing": True}),
+        ({"model_type": "mixtral", "num_local_experts": 4}, {}),
+        ({"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 16}, {}),
+        ({"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 512}, {"lora_rank": 4}),
+    ],
+)
+def test_the_largest_tensor_of_a_layer(family, options, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, **family, "tie_word_embeddings": False}))
+    step = Step(str(path), context_length=256, **{"attention": "sdpa", **options})
+    made = [a for a in traced(step).allocations if a.module.startswith("model.layers.") and a.category == "activations"]
+    setting = Setting(shape_of(str(path)), batch_size=1, response_length=256, **options)
+    layer = "a layer, recomputed" if setting.gradient_checkpointing else "activations of the layers"
+    planned = next(c for c in plan(setting).components if c.name == layer)
+    assert planned.largest == max(a.nbytes for a in made)
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize("lora", [0, 16])
 def test_a_plan_against_a_traced_step_with_offloaded_inputs(lora, tmp_path):
     """A few layers of a 0.6B shape, whose inputs leave the GPU however many there are."""

@@ -26,6 +26,7 @@ class Activations:
     backward: int  # gradients at work in a layer, backward, beyond what the layer keeps
     norm: int  # gradients at work in the last norm, beyond what it keeps
     scores: int  # eager attention's scores beyond what it keeps
+    widest: int  # the largest tensor at work in a layer
 
     def held(self, checkpointing: bool) -> int:
         return self.inputs if checkpointing else self.kept
@@ -65,6 +66,7 @@ def activations(shape: ModelShape, setting: Setting, frozen: bool = False) -> Ac
         backward=max(work, 6 * scores + 2 * hidden, (inner + 2) * hidden - mlp),
         norm=outer * hidden,
         scores=4 * scores,
+        widest=max(_widest(shape, setting, adapters), 4 * scores),
     )
 
 
@@ -141,3 +143,14 @@ def _width(shape: ModelShape) -> int:
     """Elements per token of the widest tensor inside a layer."""
     routed = shape.active_experts * shape.expert_mlp + shape.shared_mlp if shape.moe_layers else 0
     return max(shape.mlp if shape.moe_layers < shape.layers else 0, routed)
+
+
+def _widest(shape: ModelShape, setting: Setting, adapters: bool) -> int:
+    """Bytes per token of a layer's largest tensor but for scores: a norm's input in fp32, an MLP's, or its experts'.
+
+    Adapters multiply in fp32. Of experts it is the copies of the tokens that visit them, or gate and up in one.
+    """
+    parts, plain = setting.tensor_parallel, shape.mlp if shape.moe_layers < shape.layers else 0
+    mlp = ceil_div(ceil_div(max(plain, shape.shared_mlp), parts), setting.mlp_tiles)
+    visits = max(shape.hidden, 2 * ceil_div(shape.expert_mlp, parts)) * shape.active_experts
+    return max((4 if adapters else 2) * mlp, 2 * visits, 4 * shape.hidden)

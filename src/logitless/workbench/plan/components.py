@@ -50,7 +50,7 @@ def components(setting: Setting, way: str) -> list[Component]:
         if row.nbytes > LARGEST:
             raise OptionError(f"{row.name} would have {row.nbytes} bytes, more than 2^63-1: give smaller sizes")
         if row.nbytes and phases:
-            kept.append(Component(row.name, row.shape, row.nbytes, phases, row.largest))
+            kept.append(Component(row.name, row.shape, row.nbytes, phases, min(row.largest, row.nbytes)))
     return kept
 
 
@@ -92,9 +92,9 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
     held = (FORWARD, LOSS, LOSS_BACKWARD, BACKWARD)
     if setting.offload_activations:  # one layer's, the others are on the host
         keep, held = BF16 * shape.hidden, (*held, BACKWARD_END)
-    wide = _widest(setting, shape, n)
+    wide = per.widest * n
     what = "layers' inputs" if setting.gradient_checkpointing else "activations of the layers"
-    yield Component(what, f"{shape.layers} × {saved:,} tokens", keep * saved, held, min(wide, keep * saved))
+    yield Component(what, f"{shape.layers} × {saved:,} tokens", keep * saved, held, wide)
     yield Component(
         "last norm and hidden states", f"({n:,}, {shape.hidden})", per.last * n, held[1:3], 4 * shape.hidden * n
     )
@@ -123,9 +123,9 @@ def _body(setting: Setting, way: str) -> Iterator[Component]:
     tables, while_there = per.tables * n, (FORWARD, LOSS, LOSS_BACKWARD, *ends)
     yield Component("rotary tables", f"(2, {n:,}, {shape.head_dim}) bf16", tables, while_there, tables // 2)
     if setting.kind.soft_tokens and setting.keeps("reward_model"):
-        frozen = activations(reward_shape(setting), setting, frozen=True).kept * n
-        widest = _widest(setting, reward_shape(setting), n)
-        yield Component("reward model's activations", f"{n:,} tokens", frozen, (LOSS, LOSS_BACKWARD), widest)
+        frozen = activations(reward_shape(setting), setting, frozen=True)
+        size, widest = frozen.kept * n, frozen.widest * n
+        yield Component("reward model's activations", f"{n:,} tokens", size, (LOSS, LOSS_BACKWARD), widest)
 
 
 def _experts(setting: Setting) -> Iterator[Component]:
@@ -143,11 +143,6 @@ def _experts(setting: Setting) -> Iterator[Component]:
     yield Component("gradient of a layer's experts", text, stack, (BACKWARD, BACKWARD_END), most)
 
 
-def _widest(setting: Setting, shape: ModelShape, tokens: int) -> int:
-    """Bytes of a layer's largest tensor: of the MLP's width, or a norm's fp32 input."""
-    return tokens * max(BF16 * ceil_div(shape.mlp, setting.tensor_parallel), FP32 * shape.hidden)
-
-
 def _soft_steps(setting: Setting) -> int:
     """Tokens that the steps of a generation under gradient pass through the layers when there is no cache."""
     steps = setting.response_length
@@ -162,8 +157,9 @@ def _rollout(setting: Setting) -> Iterator[Component]:
     text = f"(2, {shape.layers}, {n}, {length}, {key}) bf16"
     yield Component("key-value cache", text, cache, (ROLLOUT,), BF16 * key * length * n)
     tokens = setting.prompt_length * n
-    prompt = activations(shape, setting).forward * tokens
-    yield Component("prompts in a layer", f"{tokens:,} tokens", prompt, (ROLLOUT,), _widest(setting, shape, tokens))
+    per = activations(shape, setting)
+    prompt = per.forward * tokens
+    yield Component("prompts in a layer", f"{tokens:,} tokens", prompt, (ROLLOUT,), per.widest * tokens)
     vocab = ceil_div(shape.vocab, setting.tensor_parallel)
     next_logits = n * vocab * (BF16 + 2 * FP32)
     yield Component(
