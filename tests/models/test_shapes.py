@@ -129,6 +129,18 @@ def test_a_family_outside_of_the_catalogue_is_counted_by_transformers(tmp_path):
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt_oss", "olmo2"])
+def test_the_largest_layer_of_a_family_outside_of_the_catalogue(kind):
+    config = {**SMALL, "model_type": kind, "num_local_experts": 8, "num_experts_per_tok": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    real = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    shape = from_config(config, "x")
+    assert shape.uncounted
+    assert shape.largest_layer == pytest.approx(real, rel=0.01)
+
+
 def test_a_model_in_the_local_cache(monkeypatch, tmp_path):
     import huggingface_hub
 
