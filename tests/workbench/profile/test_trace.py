@@ -226,6 +226,19 @@ def test_tied_parameters_are_counted_once():
     assert traced(meta(Tied)).recording.stages[0] == traced(meta(Model)).recording.stages[0]
 
 
+def test_tensors_of_one_storage_are_counted_once():
+    class Views(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 128, bias=False)
+            self.head.weight.data = self.embed.weight.data
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH))
+            self.register_buffer("part", self.mask[8:16])
+
+    stages = [traced(model).recording.stages for model in (meta(Views), Views())]
+    assert [(s.nbytes, s.peak) for s in stages[0]] == [(s.nbytes, s.peak) for s in stages[1]]
+
+
 def test_results_as_text_picture_and_json(tmp_path):
     t = traced(meta())
     text = t.table()

@@ -94,12 +94,13 @@ def faked(model: nn.Module, device: str, ignored: int) -> Iterator[None]:
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     own = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     made: dict[int, Tensor] = {}
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # errors arrive as exceptions
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for table, name, x in own:
             if id(x) not in made:
-                made[id(x)] = _like(x, device)
+                made[id(x)] = _like(x, device, storages)
             table[name] = made[id(x)]  # pyright: ignore[reportArgumentType]
         stack.callback(_restore, own)
         stack.enter_context(_untraced_masks())
@@ -109,8 +110,13 @@ def faked(model: nn.Module, device: str, ignored: int) -> Iterator[None]:
         yield
 
 
-def _like(x: Tensor, device: str) -> Tensor:
-    y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def _like(x: Tensor, device: str, storages: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """A tensor of the same layout there, on the same one of `storages` as those that share x's."""
+    there = x.untyped_storage()
+    key = there._cdata, x.dtype
+    if key not in storages:
+        storages[key] = torch.empty(there.nbytes() // x.itemsize, dtype=x.dtype, device=device)
+    y = storages[key].as_strided(x.shape, x.stride(), x.storage_offset())
     return nn.Parameter(y, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else y
 
 
