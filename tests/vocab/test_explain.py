@@ -61,6 +61,26 @@ def test_flop_and_bytes(want, trainable, loss, budget, dtype, backend):
     assert trace_allocations(step).peak <= 1.05 * predicted + per_token
 
 
+@not_interpreted
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("trainable", [("hidden", "weight"), ("hidden",), ()], ids=str)
+@pytest.mark.parametrize("want", [("logprob", "kl"), ("jsd",), ("logprob",)], ids=str)
+def test_flop_beside_a_wider_reference(want, trainable, loss, backend):
+    """Its products are as wide as its own hidden states, and are not made where no statistic reads them."""
+    ops = operands((N,), H, V).training(*trainable)
+    reference = torch.randn(N, 4 * H), ll.LMHead(torch.randn(V, 4 * H))
+    call, options = (ops.hidden, ops.head, ops.labels), {"want": want, "reference": reference, "backend": backend}
+
+    def step():
+        if loss:
+            backward([ll.token_loss(lambda s: sum(getattr(s, n) for n in want), *call, **options)], ops)
+        else:
+            stats = ll.token_stats(*call, **options)
+            backward([getattr(stats, name) for name in want], ops)
+
+    assert measure(step).flops == pytest.approx(ll.explain(*call, loss=loss, **options).flop, rel=0.03)
+
+
 def test_it_computes_nothing(backend):
     ops = operands((4096,), 64, 100_000, dtype=torch.float32)
     measured = measure(lambda: ll.explain(ops.hidden, ops.head, ops.labels, backend=backend))

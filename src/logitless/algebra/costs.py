@@ -47,6 +47,11 @@ class Price:
         """Whether its backward has slices, some of which a sparse one could do without."""
         return self.method in ("in-forward", "recompute")
 
+    @property
+    def looks(self) -> int:
+        """How often the products of the hidden states and the head are made, and a reference's beside them."""
+        return 1 + (self.method == "recompute") + self.looks_again
+
 
 def price_of(
     want: tuple[str, ...],
@@ -346,11 +351,10 @@ def low_rank_flop(
 
     backward: how many of the two factors get gradients.
     """
-    looks = 1 + (price.method == "recompute") + price.looks_again
     formed = backward if price.materialised else 0
     after = {"in-forward": formed, "recompute": backward, "basis": len(price.bases)}.get(price.method, 0)
-    own = (looks + after) * gemm_flop(n_tokens, rank, vocab_size)
-    return own + looks * gemm_flop(n_tokens, reference_rank, vocab_size)
+    own = (price.looks + after) * gemm_flop(n_tokens, rank, vocab_size)
+    return own + price.looks * gemm_flop(n_tokens, reference_rank, vocab_size)
 
 
 def dense_parts(n_tokens: int, vocab_size: int, itemsize: int, softcap: bool = False) -> dict[str, int]:

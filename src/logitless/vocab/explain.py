@@ -123,7 +123,7 @@ def explain(
         backend=call.options.backend,
         slices=slices,
         rank=rank,
-        flop=price.gemms * gemm_flop(n, head.hidden_size, rows)
+        flop=_flop(call, price, rows)
         + (0 if call.outside is None else gemm_flop(n, call.outside.hidden_size + ref_rank, call.outside.rows))
         + low_rank_flop(price, n, rows, rank=rank, reference_rank=ref_rank, backward=needs.lora_hidden + needs.lora_b),
         buffer_bytes=slices.nbytes,
@@ -139,6 +139,15 @@ def explain(
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
         passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head), call.options.want),
     )
+
+
+def _flop(call: Call, price: Price, rows: int) -> int:
+    """Of the wide products: the head's, and a reference's, whose hidden states may be wider."""
+    reference, (n, width) = call.inputs.ref_hidden, call.inputs.hidden.shape
+    if reference is None:
+        return price.gemms * gemm_flop(n, width, rows)
+    own = (price.gemms - price.looks) * gemm_flop(n, width, rows)
+    return own + price.looks * gemm_flop(n, reference.shape[1], rows)
 
 
 def _planned(call: Call, price: Price, needs: Needs, together: int) -> tuple[Price, Slices]:

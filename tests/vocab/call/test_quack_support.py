@@ -182,7 +182,7 @@ def test_in_a_cuda_graph(here, monkeypatch):
         ({"want": ("logprob", "entropy")}, "want="),
         ({"top_k": 2}, "top_k"),
         ({"candidates": torch.zeros(6, 1, dtype=torch.int64)}, "candidates"),
-        ({"reference": (HIDDEN, ll.LMHead(WEIGHT))}, "a reference"),
+        ({"want": ("kl",), "reference": (HIDDEN, ll.LMHead(WEIGHT))}, "want="),
     ],
     ids=["want", "top_k", "candidates", "reference"],
 )

@@ -369,8 +369,8 @@ def test_a_compiled_call_is_one_graph_break():
 def test_other_refusals():
     ops = operands((5,), reference=True)
     head = with_sparse(ops, SparseBackward(0.1))
-    with pytest.raises(OptionError, match="expected no reference"):
-        ll.token_stats(ops.hidden, head, ops.labels, reference=ops.reference)
+    with pytest.raises(OptionError, match="got kl;"):
+        ll.token_stats(ops.hidden, head, ops.labels, want=("kl",), reference=ops.reference)
     capped = operands((5,), softcap=3.0)
     with pytest.raises(OptionError, match="got mean_logit"):
         ll.linear_cross_entropy(

@@ -80,7 +80,6 @@ def _conditions(call: Call) -> Conditions:
         "top_k": o.top_k > 0,
         "candidates": i.candidates is not None,
         "sampling_mask": call.sampling_mask is not None,
-        "a reference": call.reference is not None or call.reference_rows is not None,
     }
     yield not any(beside.values()), "cross-entropy alone", ", ".join(x for x, given in beside.items() if given)
     yield i.temperature is None, "temperature 1", "one for each token"

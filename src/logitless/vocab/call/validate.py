@@ -50,6 +50,8 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     mask = _check_sampling_mask(o, n, hidden)
     temperature, temperatures = _check_temperature(o["temperature"], lead, hidden)
     ref_hidden, ref_head, ref_rows = _check_reference(o["reference"], lead, head, hidden)
+    if "ref" not in sums_of(want):  # no statistic reads it: its products would be made for nothing
+        ref_hidden = ref_head = ref_rows = None
     cast = autocast_dtype(hidden)
     sparse = head.sparse if torch.is_grad_enabled() else None
     logits = 0 if mask is not None else compilable(hidden, head)
@@ -389,8 +391,6 @@ def check_sparse(call: Call) -> None:
             f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
             f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
         )
-    if call.reference is not None or call.reference_rows is not None:
-        raise OptionError("sparse: expected no reference, got one; pass a head without sparse")
     if call.shard is not None:
         raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")
     if options.backend != "eager":
