@@ -220,6 +220,7 @@ class TestRewards:
             ("python_lines=much", "NAME=WEIGHT with a number, got 'much'"),
             ("repetition_guard=2", "each reward once, got repetition_guard again.* is --repetition-guard"),
             ("python_lines, python_lines=2", "each reward once, got python_lines again; add its weights up"),
+            ("my_rewards:short, my_rewards:short=2", "each reward once, got my_rewards:short again; add its"),
         ):
             with pytest.raises(OptionError, match=message):
                 named(rewards=rewards)
@@ -227,13 +228,15 @@ class TestRewards:
     def test_rewards_of_one_name_are_told_apart_by_their_modules(self, tmp_path, monkeypatch):
         """And an object has the name that it was given by."""
         monkeypatch.syspath_prepend(tmp_path)
-        code = "from functools import partial\ndef score(**_): ...\np = partial(score)"
+        code = "from functools import partial\ndef score(**_): ...\ndef python_lines(**_): ...\np = partial(score)"
         for name in ("one_module", "other_module"):
             Path(tmp_path, f"{name}.py").write_text(code)
             monkeypatch.delitem(sys.modules, name, raising=False)
-        given = "one_module:score=2, other_module:score=3, one_module:p, other_module:p"
+        given = "one_module:score=2, other_module:score=3, one_module:p, other_module:p, one_module:python_lines"
+        given += ", python_lines=4"
         found = {f.__name__: weight for f, weight in rewards_of(AlignConfig(method="grpo", rewards=given))}
         wanted = {"score": 2.0, "other_module:score": 3.0, "one_module:p": 1.0, "other_module:p": 1.0}
+        wanted |= {"one_module:python_lines": 1.0, "python_lines": 4.0}
         assert found == {"self_certainty": 0.0, **wanted}
 
 

@@ -50,14 +50,17 @@ def rewards_of(config: AlignConfig) -> list[tuple[Reward, float]]:
     if config.guard_weight:
         found.append((repetition_guard, config.guard_weight))
     given = config.kind.rewards if config.rewards is None else config.rewards
+    named = {"repetition_guard"} if config.guard_weight else set()
     for part in given.split(","):
         if part.strip():
-            found.append(_parse(part.strip(), {reward.__name__ for reward, _ in found}))
+            name, number = _parse(part.strip(), named)
+            found.append((_told_apart(name, [reward for reward, _ in found]), number))
+            named.add(name)
     return found
 
 
-def _parse(text: str, taken: set[str]) -> tuple[Reward, float]:
-    """The reward that is not among those `taken`, whose names TRL's metrics and the summary tell it apart by."""
+def _parse(text: str, named: set[str]) -> tuple[str, float]:
+    """A reward's name, which is not `named` yet, and its weight."""
     name, equals, weight = text.partition("=")
     try:
         number = float(weight) if equals else 1.0
@@ -66,13 +69,18 @@ def _parse(text: str, taken: set[str]) -> tuple[Reward, float]:
     except ValueError:
         raise OptionError(f"--rewards {text}: expected NAME=WEIGHT with a number, got {weight!r}") from None
     name = name.strip()
-    reward = _find(name)
-    if reward.__name__ in taken:
-        reward.__name__ = name  # with its module
-    if name in taken:
-        guard = "; intuitor's weight of it is --repetition-guard" if reward is repetition_guard else ""
+    if name in named:
+        guard = "; intuitor's weight of it is --repetition-guard" if name == "repetition_guard" else ""
         raise OptionError(f"--rewards: expected each reward once, got {name} again; add its weights up{guard}")
-    return reward, number
+    return name, number
+
+
+def _told_apart(name: str, others: list[Reward]) -> Reward:
+    """The reward, which TRL's metrics and the summary tell from the others by its __name__."""
+    reward = _find(name)
+    if name not in BUILT_IN and reward.__name__ in {*BUILT_IN, *(other.__name__ for other in others)}:
+        reward.__name__ = name  # with its module
+    return reward
 
 
 def _find(name: str) -> Reward:
