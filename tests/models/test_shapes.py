@@ -141,6 +141,17 @@ def test_the_largest_layer_of_a_family_outside_of_the_catalogue(kind):
     assert shape.largest_layer == pytest.approx(real, rel=0.01)
 
 
+def test_layers_that_differ_are_counted_too():
+    """Gemma 4's heads have two sizes; transformers refuses to say one for the model."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 512}
+    config = {"model_type": "gemma4_text", **sizes, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    shape = from_config(config, "x")
+    assert (shape.head_dim, shape.kv_heads) == (16, 2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_a_model_in_the_local_cache(monkeypatch, tmp_path):
     import huggingface_hub
 

@@ -34,7 +34,9 @@ def shape_on_meta(config: dict[str, Any], name: str) -> ModelShape:
     except Exception as error:  # each configuration class fails in its own way
         raise ConfigError(f"model {name}: {' '.join(str(error).split())[:200]}") from None
     parameters = sum(p.numel() for p in model.parameters())
-    shape = _llama_like(full.get_text_config(), name, bool(full.tie_word_embeddings))
+    text = full.get_text_config()
+    first = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text  # whose layers differ
+    shape = _llama_like(first, name, bool(full.tie_word_embeddings))
     return replace(shape, uncounted=parameters - shape.parameters)
 
 
