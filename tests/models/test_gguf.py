@@ -19,8 +19,9 @@ from transformers import (
 
 from logitless.errors import ConfigError
 from logitless.models.catalog import shape_of
+from logitless.models.gguf.config import complete
 from logitless.models.gguf.convert import convert
-from logitless.models.gguf.header import config_fields, file_of, read_header
+from logitless.models.gguf.header import Header, config_fields, file_of, read_header
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
 from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, gguf_of, micro_gguf, micro_llama, micro_tensors
@@ -309,10 +310,6 @@ MODELS = {
             plus_one,
         ),
     ),
-    "27B": (
-        Gemma2Config(**{**PLAIN, "num_hidden_layers": 46}, head_dim=24, query_pre_attn_scalar=16),
-        ("gemma2", {**SIZES, "block_count": 46, RMS: 1e-6, "attention.key_length": 24}, plus_one),
-    ),
     "a table of positions": (
         GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=48, bos_token_id=1, eos_token_id=2),
         ("gpt2", {**NEAR, "feed_forward_length": 128, NORM: 1e-5}, turned),
@@ -351,6 +348,14 @@ def test_what_a_header_says_is_the_models(tmp_path, what):
     ids = torch.randint(3, 256, (1, 40))
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, written(ids).logits)
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(46, 16), (42, 24)])
+def test_the_largest_gemma_2_is_scaled_by_its_width(layers, scalar):
+    """llama.cpp knows it by the number of its layers."""
+    config = Gemma2Config(**{**PLAIN, "num_hidden_layers": layers}, head_dim=24)
+    complete(config, Header("gemma2", {"gemma2.block_count": layers}, {}))
+    assert config.query_pre_attn_scalar == scalar
 
 
 def test_a_plan_of_a_model_that_its_header_does_not_describe(tmp_path):
