@@ -38,6 +38,13 @@ def test_the_last_step_is_exactly_at_the_end(shape, end):
         assert relax.anneal(0, 10, start, end, shape) == start
 
 
+@pytest.mark.parametrize("shape", ["linear", "exponential", "cosine"])
+def test_a_temperature_that_stays_is_the_same_at_each_step(shape):
+    """Also the lowest that sampling takes, below which it refuses to go on."""
+    for tau in (0.1, 0.7, 1e-30):
+        assert {relax.anneal(step, 100, tau, tau, shape) for step in range(100)} == {tau}
+
+
 def test_what_is_refused():
     refused(OptionError, lambda: relax.anneal(0, 10, shape="step"), "linear, exponential, cosine", "'step'")
     refused(OptionError, lambda: relax.anneal(-1, 10), "step >= 0", "step -1 of 10")

@@ -13,8 +13,8 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
     """The temperature at a step of a run: `start` at step 0, `end` at step `steps - 1` and after it.
 
         f = min(1, step / (steps - 1))
-        linear = start * (1 - f) + end * f
-        exponential = start ** (1 - f) * end**f
+        linear = start + (end - start) * f
+        exponential = start * (end / start) ** f
         cosine = end + (start - end) * (1 + math.cos(math.pi * f)) / 2
 
     Raises OptionError. Jang, Gu and Poole, "Categorical Reparameterization with Gumbel-Softmax", arXiv 1611.01144,
@@ -28,8 +28,10 @@ def anneal(step: int, steps: int, start: float = 2.0, end: float = 0.5, shape: s
         if not 0 < value < math.inf:
             raise OptionError(f"{name}: expected a positive temperature, got {value}")
     f = min(1.0, step / max(1, steps - 1))
+    if f == 1:  # exactly, which the sums below would round
+        return end
     if shape == "exponential":
-        return start ** (1 - f) * end**f
+        return start * (end / start) ** f
     if shape == "cosine":
         f = (1 - math.cos(math.pi * f)) / 2
-    return start * (1 - f) + end * f  # exactly `end` where f is 1
+    return start + (end - start) * f
