@@ -115,8 +115,7 @@ def _tile_forward(
     """
     work = tile.to(dtype, copy=True)
     label = work.gather(-1, ids)
-    # A row of -inf alone must give nan, as log_softmax does, without poisoning the subtraction.
-    top = work.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    top = work.amax(-1, keepdim=True)
     others = work.sub_(top).exp_().scatter_(-1, ids, 0.0).sum(-1, keepdim=True).log_()
     label -= top
     return logsigmoid(label - others)[:, 0], top[:, 0], torch.logaddexp(label, others)[:, 0]

@@ -259,7 +259,7 @@ class Draw:
     def _among_top(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(token, n_kept, log_kept_mass) where the rules end among the best entries, and whether they do."""
         values, ids = self.rows.top_logits, self.rows.top_ids
-        x = self._scaled(values.clamp(min=MASK)).masked_fill_(values <= MASK, -math.inf)
+        x = self._scaled(values).masked_fill_(values <= MASK, -math.inf)
         n_kept = rules.prefix(x, log_sum)
         decided = rules.decided(x, n_kept, self.rows.size, torch)
         most = int(n_kept.max())
