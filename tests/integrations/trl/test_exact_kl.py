@@ -13,9 +13,11 @@ from logitless.integrations.trl.trainers import install
 from tests.support.integrations.trl import runs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kl", [1e-14, 1e-9, 1e-4, 0.3, 1.0, 30.0, 1e4])
-def test_the_root(kl):
-    x = gap(torch.tensor(kl, dtype=torch.float64))
+def test_the_root(kl, dtype):
+    x = gap(torch.tensor(kl, dtype=dtype))
+    assert x.dtype == torch.float64
     assert (torch.exp(x) - x - 1).item() == pytest.approx(kl, rel=1e-6 if kl > 1e-8 else 0.05, abs=1e-18)
     assert (torch.expm1(x) - x).item() == pytest.approx(kl, rel=1e-6 if kl > 1e-8 else 0.05, abs=1e-18)
     assert torch.autograd.gradcheck(gap, torch.tensor([max(kl, 1e-3)], dtype=torch.float64, requires_grad=True))

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import OptionError
+from logitless.integrations.trl.pairs import mean_logits
 from logitless.integrations.trl.trainers import install, uninstall
+from logitless.vocab.head.lm_head import LMHead
 from tests.support.allocations import trace_allocations
 from tests.support.integrations.trl import runs
 from tests.support.integrations.trl.runs import assert_same_training
@@ -94,6 +96,16 @@ def test_a_soft_prompt_is_no_token(untied, name, monkeypatch):
     assert trainer.model.prompt_encoder.default.embedding.weight.grad.any()
 
 
+@pytest.mark.parametrize("kind", ["CPOTrainer", "ORPOTrainer"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_mean_logit_of_each_half(kind, softcap):
+    hidden, head = torch.randn(4, 7, 8, dtype=torch.float64), LMHead(3 * torch.randn(31, 8).double(), softcap=softcap)
+    z = hidden @ head.weight.T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z[:, :-1] if kind == "ORPOTrainer" else z
+    torch.testing.assert_close(mean_logits(kind, head, hidden), z.unflatten(0, (2, 2)).mean((1, 2, 3)))
+
+
 @pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
 def test_no_logits(tmp_path, name):
     place = runs.saved_model(tmp_path, vocab_size=4096)
@@ -136,6 +148,22 @@ def test_uninstall(place):
 def test_there_is_no_output_to_add_to(place):
     with pytest.raises(OptionError, match="ORPOTrainer"):
         install(orpo(place), top_k=3)
+
+
+def test_gkd_divides_by_the_items_that_it_is_given(place):
+    trainer = gkd(place)
+    install(trainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    mean, sixteenth = (trainer.compute_loss(trainer.model, batch, num_items_in_batch=n) for n in (None, 16))
+    torch.testing.assert_close(sixteenth * 16, mean * (batch["labels"][:, 1:] != -100).sum())
+
+
+def test_gkds_teacher_drops_nothing_out(place):
+    trainer = gkd(place)
+    install(trainer)
+    trainer.teacher_model.train()
+    trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    assert not trainer.teacher_model.training
 
 
 def test_asked_for_outputs_gkd_builds_them(place):

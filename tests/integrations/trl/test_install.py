@@ -147,6 +147,31 @@ def test_trls_trainers_that_want_logits_are_refused(module, name):
         install(object.__new__(kind))
 
 
+def test_a_trainer_of_trl_that_has_no_loss_here():
+    from trl import RewardTrainer
+
+    with pytest.raises(ConfigError, match=r"expected a TRL SFTTrainer, .*, got RewardTrainer"):
+        contract.kind_of(object.__new__(RewardTrainer))
+
+
+@pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
+def test_a_loss_of_ones_own_is_seen_in_the_class_and_in_the_trainer(name):
+    from trl import GRPOTrainer
+
+    trainer, own = (object.__new__(c) for c in (GRPOTrainer, type("Own", (GRPOTrainer,), {name: lambda self: None})))
+    assert contract.only_own_loss(trainer, "GRPOTrainer")
+    assert not contract.only_own_loss(own, "GRPOTrainer")
+    setattr(trainer, name, lambda: None)
+    assert not contract.only_own_loss(trainer, "GRPOTrainer")
+
+
+def test_a_step_whose_first_parameters_are_others_is_refused(monkeypatch):
+    monkeypatch.setitem(contract.FIRST, "_generate_single_turn", ("self", "ids"))
+    said = r"GRPOTrainer._generate_single_turn begins with \(self, prompt_ids\), expected \(self, ids\); install trl"
+    with pytest.raises(ConfigError, match=said):
+        contract.require("GRPOTrainer", replay=True)
+
+
 def test_a_model_without_an_output_head(trainer):
     before = state_of(trainer)
     trainer.model.get_output_embeddings = lambda: None

@@ -129,7 +129,7 @@ def test_what_was_sampled_by_another_policy_is_weighed(place):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.5, None), (0.5, 2.0), (None, None)])
+@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.5, None), (0.5, 2.0), (1.0, 1.0), (None, None)])
 def test_importance_ratio(mode, low, high):
     log_ratio = torch.tensor([[0.1, -1.2, 0.9], [0.05, 0.0, -0.1]])
     found = replay.importance_ratio(log_ratio, mode, low, high)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import ConfigError, LabelError, NotFiniteError, OptionError, ShapeError
 from logitless.integrations.trl.rewards import SelfCertaintyReward
@@ -121,13 +122,20 @@ def test_memory_holds_no_logits():
 
 
 def test_text_becomes_ids_as_the_tokenizer_makes_them(model, micro):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(micro.model.parent)
     prompts = ["def f(x):\n", "a"]
     got = SelfCertaintyReward().bind(model, tokenizer)(prompts=prompts, completion_ids=COMPLETIONS[:2])
     ids = tokenizer(prompts)["input_ids"]
     assert got == pytest.approx([dense(model, *row) for row in zip(ids, COMPLETIONS[:2], strict=True)], rel=2e-6)
+
+
+def test_conversations_become_ids_by_the_chat_template(model, micro):
+    tokenizer = AutoTokenizer.from_pretrained(micro.model.parent)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
+    talks = [[{"role": "user", "content": text}] for text in ("one", "two more")]
+    got = SelfCertaintyReward().bind(model, tokenizer)(prompts=talks, completion_ids=COMPLETIONS[:2])
+    ids = tokenizer(["one>", "two more>"], add_special_tokens=False)["input_ids"]
+    assert got == SelfCertaintyReward().bind(model)(prompt_token_ids=ids, completion_ids=COMPLETIONS[:2])
 
 
 def bound(model):
@@ -165,8 +173,14 @@ def test_stretched_positions_are_a_longer_context(model):
     scale(config, "linear:2")
     long = bound(type(model)(config))
     assert len(long(prompt_token_ids=LONG, completion_ids=[[1, 2, 3]])) == 1
+    assert len(long(prompt_token_ids=[LONG[0] + [1] * 64], completion_ids=[[1, 2]])) == 1  # all 128
     with pytest.raises(ShapeError, match=r"126 prompt and 3 completion tokens exceed .* of 128"):
         long(prompt_token_ids=[LONG[0] + [1] * 64], completion_ids=[[1, 2, 3]])
+
+
+def test_a_model_without_positions_has_no_longest_context():
+    config = AutoConfig.for_model("mamba", vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=1)
+    assert len(bound(AutoModelForCausalLM.from_config(config))(prompt_token_ids=LONG, completion_ids=[[1, 2, 3]])) == 1
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -5,9 +5,11 @@ import torch
 
 from logitless.errors import GradientError
 from logitless.integrations.trl.scores import Wanted, scores
+from logitless.vocab.api import token_stats
 from logitless.vocab.head.lm_head import LMHead
 from tests.support.allocations import trace_allocations
 from tests.support.integrations.trl.runs import Products
+from tests.support.vocab.quantised import stored_blocks
 
 B, T, H, V = 3, 11, 24, 301
 ALL = ("logprob", "entropy", "mean_logit", "rank", "sum_sq_prob", "logsumexp")
@@ -85,6 +87,27 @@ def test_the_best_entries_come_along():
     torch.testing.assert_close(found["top_k_logits"], exact["top_k_logits"])
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_reference_is_read(trained):
+    hidden, head, targets = problem(trained)
+    reference = torch.randn(B, T, H, dtype=torch.float64), LMHead(torch.randn(V, H, dtype=torch.float64))
+    wanted = Wanted(("logprob", "kl"), only_logprob=True, equal_weights=True)
+    found = scores(wanted, head, hidden, targets, reference)
+    exact = token_stats(hidden, head, targets, want=wanted.statistics, reference=reference)
+    assert all(torch.equal(x, getattr(exact, name)) for name, x in found.items())
+    assert found["kl"].any()
+
+
+def test_a_quantised_head():
+    ops = stored_blocks("Q8_0", V, (B, T), bias=False)
+    exact = ops.to(torch.float64)
+    wanted = Wanted(("logprob",), only_logprob=True, equal_weights=True)
+    found, dense = (scores(wanted, x.head, x.hidden, x.labels)["logprob"] for x in (ops, exact))
+    torch.testing.assert_close(found.double(), dense, rtol=1e-5, atol=1e-5)
+    got, expected = (torch.autograd.grad(x.sum(), y.hidden)[0] for x, y in ((found, ops), (dense, exact)))
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("trained", "equal", "only_logprob", "grad", "price"),
     [
@@ -100,6 +123,7 @@ def test_price(trained, equal, only_logprob, grad, price):
     n, h, v = 512, 64, 4096
     hidden = torch.randn(n, h, requires_grad=True)
     head, targets = LMHead(torch.randn(v, h, requires_grad=trained)), torch.randint(v, (n,))
+    targets[:4] = -100
     wanted = Wanted(("logprob", "entropy", "rank"), only_logprob=only_logprob, equal_weights=equal)
     with Products() as counted, torch.set_grad_enabled(grad):
         found = scores(wanted, head, hidden, targets)

@@ -1,0 +1,46 @@
+"""The generalised JSD of distillation: its value, its gradients and the entropy against dense float64."""
+
+import pytest
+import torch
+
+from logitless.integrations.trl.distillation import divergence
+from logitless.vocab.head.lm_head import LMHead
+
+N, H, V = 9, 8, 53
+
+
+def problem():
+    hidden = torch.randn(N, H, dtype=torch.float64, requires_grad=True)
+    head = LMHead(torch.randn(V, H, dtype=torch.float64, requires_grad=True))
+    return hidden, head, (torch.randn(N, H, dtype=torch.float64), LMHead(torch.randn(V, H, dtype=torch.float64)))
+
+
+def dense(hidden, head, mask, teacher, beta, temperature):
+    p, q = ((h @ w.weight.T / temperature).log_softmax(-1) for h, w in ((hidden, head), teacher))
+    m = torch.log((1 - beta) * p.exp() + beta * q.exp())
+    kl_p, kl_q = ((x.exp() * (x - m)).sum(-1) for x in (p, q))
+    of_tokens = kl_q if beta == 0 else kl_p if beta == 1 else (1 - beta) * kl_p + beta * kl_q
+    return (of_tokens * mask).sum(), -(p.exp() * p).sum(-1)[mask != 0].sum()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_equals_the_dense_divergence(beta):
+    hidden, head, teacher = problem()
+    mask = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 1])
+    found, expected = (of(hidden, head, mask, teacher, beta, 0.7) for of in (ours, dense))
+    torch.testing.assert_close(found, expected)
+    assert not found[1].requires_grad
+    leaves = [hidden, head.weight]
+    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (found[0], expected[0])))
+
+
+def ours(hidden, head, mask, teacher, beta, temperature):
+    return divergence(head, hidden, mask, teacher, beta, temperature)
+
+
+def test_no_token_that_counts_is_nothing_with_a_graph():
+    hidden, head, teacher = problem()
+    loss, entropy = divergence(head, hidden, torch.zeros(N), teacher, 0.3)
+    assert float(loss.detach()) == float(entropy) == 0.0
+    loss.backward()
+    assert not hidden.grad.any()
