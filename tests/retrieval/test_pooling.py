@@ -212,6 +212,24 @@ def test_a_second_backward_is_the_same_and_a_second_derivative_refused():
         torch.autograd.grad(values.square().sum(), ops.weight, create_graph=True)
 
 
+class Nothing(torch.autograd.Function):
+    """A number that gives no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, up):
+        return None
+
+
+def test_maxima_that_get_no_gradient_give_none():
+    ops = problem()
+    Nothing.apply(retrieval.max_pool_logits(ops.hidden, ops.head).values).backward()
+    assert ops.hidden.grad is None
+
+
 @pytest.mark.parametrize("above", [None, 9.0])
 def test_memory_is_the_budget_and_the_documents_own_maxima(above):
     b, length, h, v, budget = 16, 32, 64, 4096, 1 << 19
@@ -231,6 +249,18 @@ def test_memory_is_the_budget_and_the_documents_own_maxima(above):
     allowed = budget + own + each * pairs
     assert traced.largest <= max(budget, 4 * ops.weight.numel(), 4 * b * v) < logits / 4
     assert traced.peak <= allowed < logits / 2, f"{traced.peak / 2**20:.2f} of {allowed / 2**20:.2f} MiB"
+
+
+def test_memory_of_many_short_documents_is_the_budget_too():
+    """A chunk has as many documents as there is room for their maxima, of all entries."""
+    b, h, v, budget = 512, 64, 4096, 1 << 19
+    ops = operands((b, 1), h, v, dtype=torch.float32).training()
+    above = 3 * h**0.5
+    traced = trace_allocations(
+        lambda: retrieval.max_pool_logits(ops.hidden, ops.head, above=above, memory_budget=budget)
+    )
+    pairs = int((dense(ops.to(torch.float64), torch.ones(b, 1)).values > above).sum())
+    assert traced.peak <= budget + 80 * pairs + 8 * ops.hidden.numel() < b * v
 
 
 def test_one_product_forward_and_rows_of_active_pairs_backward(monkeypatch):

@@ -190,6 +190,21 @@ def test_half_precision_operands_are_no_worse_than_whole_rows():
     assert (over - expected).abs().max() <= (whole - expected).abs().max() + 1e-6
 
 
+@pytest.mark.parametrize("budget", [None, 1 << 12])
+def test_the_gradient_of_a_bf16_head_adds_up_in_fp32(budget):
+    """Every token's set has the same entries, so that their rows are sums over all tokens."""
+    n, h = 400, 16
+    hidden = (1 + 0.1 * torch.randn(n, h)).bfloat16()
+    weight = torch.randn(V, h).bfloat16().requires_grad_()
+    mask = SamplingMask.of([[1, 5, 7]] * n)
+    options = {"want": ("logsumexp",), "sampling_mask": mask, "memory_budget": budget}
+    got, exact = (
+        torch.autograd.grad(ll.token_stats(x, ll.LMHead(w), **options).logsumexp.sum(), w)[0].double()
+        for x, w in ((hidden, weight), (hidden.double(), weight.detach().double().requires_grad_()))
+    )
+    torch.testing.assert_close(got, exact, rtol=2**-8, atol=0.0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_token_loss_over_sets(reduction):
     ops = operands((7,))
