@@ -44,6 +44,9 @@ def test_one_row_and_the_default_chunk():
     torch.testing.assert_close(ll.chunked_self_certainty(logits).double(), dense(logits), rtol=1e-5, atol=1e-6)
     assert ll.chunked_self_certainty(torch.zeros(7, 5)).abs().max() < 1e-6
     assert ll.chunked_self_certainty(torch.randn(0, 5)).shape == (0,)
+    logits = torch.randn(41, dtype=torch.float64, requires_grad=True)
+    got, wanted = (torch.autograd.grad(f(logits), logits) for f in (ll.chunked_self_certainty, dense))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_entries_without_probability():
@@ -88,10 +91,12 @@ def test_averaged_log_sum_exps_reorder_completions():
     assert inverted > 0.05
 
 
-def test_memory_is_two_chunks_and_numbers_per_row():
+@pytest.mark.parametrize("chunk_size", [256, None])
+def test_memory_is_two_chunks_and_numbers_per_row(chunk_size, monkeypatch):
     logits = torch.randn(64, 8192)
     rows = 64 * 4
-    seen = trace_allocations(lambda: ll.chunked_self_certainty(logits, 256))
+    monkeypatch.setattr(module, "SMALL_BYTES", 2 * 256 * rows)  # what two chunks of no given size fit
+    seen = trace_allocations(lambda: ll.chunked_self_certainty(logits, chunk_size))
     assert seen.largest == 256 * rows
     assert seen.peak <= (2 * 256 + 24) * rows
 

@@ -179,14 +179,16 @@ def big():
 
 
 @pytest.mark.usefixtures("tiny_tile")
-def test_memory_without_gradient():
+def test_memory_without_gradient(monkeypatch):
     logits, ids = big()
+    monkeypatch.setattr(module, "SMALL_BYTES", 2 * ROW)  # what a chunk of no given size fits
     with torch.no_grad():
         peak = {m: peak_new_bytes(lambda m=m: per_token_logps(logits, ids, method=m)) for m in ("dense", *STREAMED)}
         two = peak_new_bytes(lambda: per_token_logps(logits, ids, method="chunked", chunk_size=2))
     assert B * ROW <= peak["dense"] <= B * ROW + SMALL
     assert ROW <= peak["loop"] <= 2 * ROW + SMALL  # a row is freed only after the next one exists
     assert 2 * ROW <= two <= 4 * ROW + SMALL
+    assert 2 * ROW <= peak["chunked"] <= 4 * ROW + SMALL
     assert peak["recompute"] <= 2 * ROW // 16 + SMALL
 
 

@@ -28,6 +28,7 @@ def config(kind="qwen3", rope=None, **changes):
         (config(), 64),
         (config(rope={"rope_type": "linear", "factor": 2.0}), 128),
         (config(rope={"rope_type": "dynamic", "factor": 2.5}), 160),
+        (config(rope={"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 16}), 128),
         (config(rope={**YARN, "original_max_position_embeddings": 32}), 128),  # as Qwen3 writes it: 32 scaled, 64 said
         (config(rope={**YARN, "original_max_position_embeddings": 64}, max_position_embeddings=256), 256),
         (config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), 64),

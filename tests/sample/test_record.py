@@ -31,6 +31,8 @@ def test_what_is_computed_from_it(drawn):
     torch.testing.assert_close(record.self_certainty, -logp.mean(-1) - math.log(V), **near)
     torch.testing.assert_close(record.tail_mass, 1 - logp.topk(4).values.exp().sum(-1), **near)
     torch.testing.assert_close(record.perplexity, torch.exp(-record.logprob.mean(-1)), **near)
+    zeros = replace(record, token=torch.zeros_like(record.token))  # an id as any other
+    assert torch.equal(zeros.perplexity, record.perplexity)
     kept = z.sort(-1, descending=True).values[0, 0, : int(record.n_kept[0, 0])] / 0.5
     behaviour = record.token_logit[0, 0] / 0.5 - kept.logsumexp(0)
     torch.testing.assert_close(record.behaviour_logprob[0, 0], behaviour, **near)
@@ -132,18 +134,26 @@ def test_a_record_without_best_entries(drawn):
     assert len(record.vllm_logprobs()[0]) == 1
 
 
+def test_a_record_of_all_entries_has_no_tail():
+    record = ll.sample_tokens(torch.randn(300, H), ll.LMHead(torch.randn(V, H)), keep=V)
+    assert not record.tail_mass.any()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "fragment"),
     [
         ({"keep": V + 1}, OptionError, "0..60"),
         ({"keep": -1}, OptionError, "keep"),
         ({"keep": 1.5}, OptionError, "keep"),
+        ({"keep": True}, OptionError, "keep: expected a whole number in 0..60 (the vocabulary), got True"),
         ({"top_p": 0.0}, OptionError, "0 < p ≤ 1"),
         ({"top_p": 1.1}, OptionError, "top_p"),
         ({"top_p": math.nan}, OptionError, "top_p"),
         ({"min_p": -0.1}, OptionError, "min_p"),
         ({"min_p": 1.1}, OptionError, "min_p"),
         ({"top_k": -1}, OptionError, "top_k"),
+        ({"top_k": 1.5}, OptionError, "top_k: expected a whole number, 0 for all entries, got 1.5"),
+        ({"top_k": True}, OptionError, "top_k"),
         ({"order": "min_p"}, OptionError, "order: expected 'transformers' or 'vllm', got 'min_p'"),
         ({"temperature": -1.0}, OptionError, "greedy"),
         ({"temperature": math.inf}, OptionError, "greedy"),

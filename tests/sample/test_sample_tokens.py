@@ -160,8 +160,11 @@ def test_noise_for_some_is_noise_for_all(spread, budget):
     heat = torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 30.0])
     z = hidden @ head.weight.T / torch.where(heat == 0, 1.0, heat)[:, None]
     noisy = z + (heat > 0)[:, None] * noise.gumbel(slice(0, 9_000))
-    record = ll.sample_tokens(hidden, head, temperature=heat, keep=0, noise=noise, memory_budget=budget)
+    options = {"temperature": heat, "keep": 0, "noise": noise, "memory_budget": budget}
+    record = ll.sample_tokens(hidden, head, **options)
     assert torch.equal(record.token.long(), noisy.argmax(1))
+    unchanged = draw_tokens(hidden, head, Rules(), change=lambda z: z, **options)
+    assert torch.equal(unchanged.token, record.token)
 
 
 def test_changed_logits():
@@ -195,6 +198,15 @@ def test_changed_logits():
     for wrong, error in ((lambda z: z[:, 1:], ShapeError), (lambda z: z - math.inf, NotFiniteError)):
         with pytest.raises(error, match="logits processors"):
             draw_tokens(hidden, head, Rules(), change=wrong)
+
+
+def test_a_change_sees_which_entries_a_bias_forbids():
+    hidden, head = problem(bias=True)
+    head.bias[[3, 150]] = -math.inf
+    seen = []
+    draw_tokens(hidden, head, Rules(), change=lambda z: seen.append(z.isneginf()) or z)
+    assert [x.all(0).nonzero().flatten().tolist() for x in seen] == [[3, 150]]
+    assert int(seen[0].sum()) == 2 * N
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.9}, {"top_k": 20}])

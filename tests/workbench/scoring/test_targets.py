@@ -95,7 +95,10 @@ def test_padding_has_no_weight_and_no_label():
     two = TeacherTargets(*(torch.cat([x, x]) for x in vars(one).values()))
     batch = TeacherTargets.stack([one, two])
     assert batch.labels.tolist() == [[6, IGNORED], [6, 6]]
+    assert batch.input_ids.tolist() == [[5, 0], [5, 5]]
     assert batch.attention_mask.tolist() == [[1, 0], [1, 1]]
+    assert batch.attention_mask.dtype == torch.int64
+    assert batch.ids[0, 1].tolist() == [0, 0]
     assert batch.weights[0, 1].tolist() == [0.0, 0.0]
 
 
