@@ -145,9 +145,10 @@ def test_uninstall(place):
     assert (dict(vars(trainer)), dict(vars(trainer.model))) == before
 
 
-def test_there_is_no_output_to_add_to(place):
-    with pytest.raises(OptionError, match="ORPOTrainer"):
-        install(orpo(place), top_k=3)
+@pytest.mark.parametrize("asked", [{"top_k": 3}, {"statistics": ("logsumexp",)}], ids=str)
+def test_there_is_no_output_to_add_to(place, asked):
+    with pytest.raises(OptionError, match="ORPOTrainer has no fused output to add them to"):
+        install(orpo(place), **asked)
 
 
 def test_gkd_divides_by_the_items_that_it_is_given(place):

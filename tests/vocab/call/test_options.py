@@ -68,9 +68,17 @@ def test_temperature(got):
     )
 
 
-@pytest.mark.parametrize("got", [None, "x", 2**70, 1.5, True])
+@pytest.mark.parametrize("got", [None, "x", 2**63, -(2**63) - 1, 1.5, True])
 def test_ignore_index(got):
     refused_everywhere(OptionError, ("ignore_index: expected an integer", f"got {got!r}"), ignore_index=got)
+
+
+@pytest.mark.parametrize("last", [-(2**63), 2**63 - 1])
+def test_ignore_index_of_all_64_bits(last):
+    labels = LABELS.clone()
+    labels[0, 0] = last
+    found = ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), labels, ignore_index=last).logprob
+    assert torch.equal(found != 0, labels != last)
 
 
 def test_numbers_of_other_libraries():
@@ -119,9 +127,14 @@ def test_top_k(got):
     refused_everywhere(OptionError, ("top_k: expected a whole number in 0..9", f"got {got!r}"), top_k=got)
 
 
-@pytest.mark.parametrize("got", [0, 0.0, 1, 1.0, -0.5, 1.5, NAN])
+def test_top_k_of_all_entries():
+    found = ll.token_stats(HIDDEN, ll.LMHead(WEIGHT), LABELS, top_k=V).top_k_logits
+    torch.testing.assert_close(found, (HIDDEN @ WEIGHT.T).sort(-1, descending=True).values)
+
+
+@pytest.mark.parametrize("got", [0, 0.0, 1, 1.0, -0.5, 1.5, NAN, None, torch.tensor(0.5)])
 def test_jsd_beta(got):
-    refused_everywhere(OptionError, ("jsd_beta: expected 0 < beta < 1", f"got {got}"), jsd_beta=got)
+    refused_everywhere(OptionError, ("jsd_beta: expected 0 < beta < 1", f"got {got!r}"), jsd_beta=got)
 
 
 @pytest.mark.parametrize("got", [0, -1, NAN])
