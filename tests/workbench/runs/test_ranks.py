@@ -16,6 +16,7 @@ def one_of_two(monkeypatch):
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
     before = {number: signal.getsignal(number) for number in STOPPING}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and behind a shell's &
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
