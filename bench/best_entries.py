@@ -2,7 +2,8 @@
 
 Whole calls of the statistics of `logitless score`, with the best 20 entries and without, over the fastest bare product,
 in turn in one process; then the slices of one chunk, one after another as in a call: the search's time by stretches of
-the vocabulary, and that of its operations on late slices, medians. Preload jemalloc, as docs/how-to/cpu.md says, for
+the vocabulary, and that of its operations on late slices, medians; and that of compiled loops which read such a slice
+for its sums, for the maxima of its blocks, and for both at once. Preload jemalloc, as docs/how-to/cpu.md says, for
 memory that is kept. Behind docs/decisions/0047.
 """
 
@@ -112,6 +113,40 @@ def late_operations(inputs: Scoring) -> dict[str, float]:
     return {name: round(statistics.median(found), 1) for name, found in times.items()}
 
 
+def sums_of_rows(z: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A pass's sums, from the maximum of what was seen and of the slice."""
+    level = torch.maximum(z.amax(1, keepdim=True), level)
+    e = torch.exp(z - level)
+    return level, e.sum(1), (e * z).sum(1)
+
+
+def maxima_of_blocks(z: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return z.unflatten(1, (-1, BLOCK)).amax(2)
+
+
+def both_at_once(z: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums from the maximum of what was seen alone, and the blocks' maxima, which say whether it still is one."""
+    blocks = z.unflatten(1, (-1, BLOCK))
+    e = torch.exp(blocks - level[:, :, None])
+    return blocks.amax(2), e.sum(2).sum(1), (e * blocks).sum(2).sum(1)
+
+
+def compiled_reads(inputs: Scoring) -> dict[str, float]:
+    """Microseconds of loops that Inductor compiles, each on slices of the vocabulary's second half, just made."""
+    level, found = inputs.reference["topk_logits"][:, 0].float().mean().repeat(TOKENS, 1), {}
+    for name, loop in {"sums": sums_of_rows, "maxima of blocks": maxima_of_blocks, "both": both_at_once}.items():
+        read, times = torch.compile(loop, dynamic=False), []
+
+        def work(z: torch.Tensor, _: int, read: Callable = read, times: list[float] = times) -> None:
+            begin = time.perf_counter()
+            read(z, level)
+            times.append(1e6 * (time.perf_counter() - begin))
+
+        each_slice(inputs, work, len(inputs.weight) // TILE // 2)
+        found[name] = round(statistics.median(times), 1)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="full")
@@ -124,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     stretches = [by_stretch(inputs) for _ in range(options.rounds)]
     records.append({"kind": "search, ms", **{name: round(min(s[name] for s in stretches), 1) for name in stretches[0]}})
     records.append({"kind": "operations on a late slice, us", **late_operations(inputs)})
+    records.append({"kind": "compiled loops on a late slice, us", **compiled_reads(inputs)})
     for record in records[1:]:
         print(record, flush=True)
     if options.out is not None:
