@@ -17,6 +17,11 @@ MOST_RETAINED = 1024
 COLDEST = 1e-30  # the lowest temperature: fp32 still holds logits of 1e8, divided by it
 
 
+def is_temperature(value: Any) -> bool:
+    """Whether it is a number that soft tokens can have as their temperature."""
+    return _is_number(value) and COLDEST <= value < math.inf
+
+
 @dataclass(frozen=True)
 class Rules:
     """Which entries may be drawn: a prefix of the entries sorted by logit, equal ones by id. At least one.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
-from ..algebra.rules import COLDEST
+from ..algebra.rules import COLDEST, is_temperature
 from ..errors import OptionError
 from ..vocab.face import (
     LMHead,
@@ -104,7 +103,7 @@ def _check(
     hidden: Tensor, head: LMHead, embedding: Tensor | None, temperature: float, memory_budget: int | None
 ) -> None:
     explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
-    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not COLDEST <= temperature < math.inf:
+    if not is_temperature(temperature):
         raise OptionError(f"temperature: expected a number from {COLDEST} on, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ..algebra.rules import COLDEST
+from ..algebra.rules import COLDEST, is_temperature
 from ..errors import NotFiniteError, OptionError
 from ..vocab.face import LMHead, Noise, check_logits, explain, first_on_all, on_all, token_stats
 from .full import soft_whole
@@ -108,7 +107,7 @@ def _check(
     hidden: Tensor, head: LMHead, tau: float, k: int, embeddings: tuple[Tensor, ...], memory_budget: int | None
 ) -> None:
     explain(hidden, head, want=("logsumexp",), memory_budget=memory_budget)  # checks its arguments, computes nothing
-    if isinstance(tau, bool) or not isinstance(tau, Real) or not COLDEST <= tau < math.inf:
+    if not is_temperature(tau):
         raise OptionError(
             f"tau: expected a number from {COLDEST} on, got {tau!r}; small ones are nearly hard, large ones flat"
         )
