@@ -103,21 +103,22 @@ def shape_of(name: str) -> ModelShape:
 
     Raises ConfigError, naming the nearest presets or the missing key.
     """
-    fields, known = fields_of(name)
-    shape = from_config(fields, known)
-    if known not in CONFIGS and (file := file_of(name)) is not None:
-        check_numbers(file, read_header(file), shape.parameters)
+    if (file := _packed(name)) is None:
+        return from_config(*fields_of(name))
+    header = read_header(file)
+    shape = from_config(config_fields(file, header), name)
+    check_numbers(file, header, shape.parameters)
     return shape
 
 
 def fields_of(name: str) -> tuple[dict[str, Any], str]:
     """The configuration that a name stands for, and the name that errors about it should say. Raises ConfigError."""
-    known = ALIASES.get(name.lower(), name.lower())
+    known = _preset(name)
     if known in CONFIGS:
         check_known(name)
         return CONFIGS[known], known
-    if (file := file_of(name)) is not None:
-        return config_fields(file), name
+    if (file := _packed(name)) is not None:
+        return config_fields(file, read_header(file)), name
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -134,6 +135,16 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
     raise ConfigError(
         f"unknown model {name!r}: {hint}; or give a config.json, a GGUF file or a model id (owner/name) in the cache"
     )
+
+
+def _preset(name: str) -> str:
+    """What a preset of this name is called in the catalogue."""
+    return ALIASES.get(name.lower(), name.lower())
+
+
+def _packed(name: str) -> Path | None:
+    """The GGUF file that a name stands for; None for a preset, and for what is no such file."""
+    return None if _preset(name) in CONFIGS else file_of(name)
 
 
 def _cached(name: str) -> Path:

@@ -21,6 +21,7 @@ from .generation_options import (
     check_prompts,
     check_room,
     check_rules,
+    check_supported,
     padding,
     plan_of,
     ranks_in_step,
@@ -81,6 +82,7 @@ def generate(
     inner, whole = causal_lm(model), cast(Any, model)
     check_prompts(inner, inputs, options)
     check_rules(options, order)
+    check_supported(options)
     loop = Recorder(keep, seeds, memory_budget, options.get("streamer"), on_step, order, options.get("synced_gpus"))
     ids = whole.generate(**inputs, **with_stop_strings(options, whole.generation_config), custom_generate=loop)
     if loop.record is None:

@@ -134,6 +134,19 @@ def check_rules(options: Mapping[str, Any], order: Order) -> None:
         raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
 
 
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raises OptionError for what a loop of one's own cannot do, and for what it would not return."""
+    for name in ("assistant_model", "custom_generate", "token_healing"):
+        if options.get(name):
+            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
+    for name in ROWS:
+        if options.get(name, getattr(options.get("generation_config"), name, None)):
+            raise OptionError(
+                f"generate: expected no {name}, which is not kept: the record has each token's log-prob, rank, entropy "
+                "and best entries (keep=...); use model.generate for it"
+            )
+
+
 def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     """The options with stop strings as a criterion: where there is a loop of one's own, transformers uses no tokenizer.
 
@@ -143,15 +156,6 @@ def with_stop_strings(options: dict[str, Any], default: Any) -> dict[str, Any]:
     found = [strings for config in configs if (strings := getattr(config, "stop_strings", None)) is not None]
     options = dict(options)
     strings, tokenizer = options.get("stop_strings", next(iter(found), None)), options.pop("tokenizer", None)
-    for name in ("assistant_model", "custom_generate", "token_healing"):
-        if options.get(name):
-            raise OptionError(f"generate: expected no {name}, which is not supported; use model.generate for it")
-    for name in ROWS:
-        if options.get(name, getattr(configs[0], name, None)):
-            raise OptionError(
-                f"generate: expected no {name}, which is not kept: the record has each token's log-prob, rank, entropy "
-                "and best entries (keep=...); use model.generate for it"
-            )
     if strings is None:
         return options
     if tokenizer is None:

@@ -139,9 +139,8 @@ def check_numbers(path: Path, header: Header, read: int) -> None:
         )
 
 
-def config_fields(path: Path) -> dict[str, Any]:
+def config_fields(path: Path, header: Header) -> dict[str, Any]:
     """What a header says of the model's shape, by the names of transformers' configurations. Raises ConfigError."""
-    header = read_header(path)
     values = header.own
     if EMBEDDING not in header.shapes:
         raise ConfigError(f"--model {path}: expected a language model, this GGUF file has no {EMBEDDING}")
