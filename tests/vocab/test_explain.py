@@ -1,6 +1,7 @@
 """What `explain` says a call costs is what the call is measured to cost."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def backward(outputs, ops):
 WANTED = [("logprob",), ("logprob", "entropy"), ("logprob", "entropy", "kl"), ("jsd",), ("max_logit", "label_logit")]
 
 
+def forward_and_backward(ops, call, options, loss):
+    """Of the wanted statistics, or of a loss that adds them up."""
+    want = options["want"]
+    if loss:
+        backward([ll.token_loss(lambda s: sum(getattr(s, n) for n in want), *call, **options)], ops)
+    else:
+        stats = ll.token_stats(*call, **options)
+        backward([getattr(stats, name) for name in want], ops)
+
+
 @not_interpreted
 @pytest.mark.parametrize(
     ("budget", "dtype"), [(None, torch.float32), (200_000, torch.float32), (200_000, torch.bfloat16)]
@@ -43,13 +54,7 @@ def test_flop_and_bytes(want, trainable, loss, budget, dtype, backend):
     options = {"want": want, "reference": ops.reference, "memory_budget": budget, "backend": backend}
     said = ll.explain(*call, loss=loss, **options)
 
-    def step():
-        if loss:
-            backward([ll.token_loss(lambda s: sum(getattr(s, n) for n in want), *call, **options)], ops)
-        else:
-            stats = ll.token_stats(*call, **options)
-            backward([getattr(stats, name) for name in want], ops)
-
+    step = partial(forward_and_backward, ops, call, options, loss)
     flops = measure(step).flops
     assert abs(flops - said.flop) <= 0.03 * said.flop
     assert said.price.gemms == pytest.approx(said.flop / (2 * N * H * V), rel=0.03)
@@ -71,13 +76,7 @@ def test_flop_beside_a_wider_reference(want, trainable, loss, backend):
     reference = torch.randn(N, 4 * H), ll.LMHead(torch.randn(V, 4 * H))
     call, options = (ops.hidden, ops.head, ops.labels), {"want": want, "reference": reference, "backend": backend}
 
-    def step():
-        if loss:
-            backward([ll.token_loss(lambda s: sum(getattr(s, n) for n in want), *call, **options)], ops)
-        else:
-            stats = ll.token_stats(*call, **options)
-            backward([getattr(stats, name) for name in want], ops)
-
+    step = partial(forward_and_backward, ops, call, options, loss)
     assert measure(step).flops == pytest.approx(ll.explain(*call, loss=loss, **options).flop, rel=0.03)
 
 

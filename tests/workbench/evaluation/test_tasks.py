@@ -297,33 +297,39 @@ def test_tasks_that_cannot_be_loaded(micro, tmp_path):
     assert not (tmp_path / "e").exists()
 
 
-def test_a_document_without_a_continuation(micro, tmp_path):
-    (tmp_path / "t.yaml").write_text(
-        "task: t\ncustom_dataset: !function data.read\noutput_type: loglikelihood\ntest_split: test\n"
-        'doc_to_text: "{{text}}"\ndoc_to_target: "{{word}}"\nmetric_list: [{metric: acc}]\ntarget_delimiter: ""\n'
+def task_of(folder, about, rows):
+    """The file of a task named t, of rows of its own."""
+    file = folder / "t.yaml"
+    file.write_text(f"task: t\ncustom_dataset: !function data.read\ntest_split: test\n{about}")
+    (folder / "data.py").write_text(
+        f'from datasets import Dataset\ndef read(**_):\n    return {{"test": Dataset.from_list({rows!r})}}\n'
     )
-    (tmp_path / "data.py").write_text(
-        "from datasets import Dataset\ndef read(**_):\n"
-        '    return {"test": Dataset.from_list([{"text": "a", "word": "b"}, {"text": "c", "word": ""}])}\n'
+    return str(file)
+
+
+def test_a_document_without_a_continuation(micro, tmp_path):
+    task = task_of(
+        tmp_path,
+        'output_type: loglikelihood\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{word}}"\n'
+        'metric_list: [{metric: acc}]\ntarget_delimiter: ""\n',
+        [{"text": "a", "word": "b"}, {"text": "c", "word": ""}],
     )
     with pytest.raises(DataError, match="document 2 of task t: expected a continuation to score, got none"):
-        run(options(micro, tmp_path / "e", tasks=(str(tmp_path / "t.yaml"),)))
+        run(options(micro, tmp_path / "e", tasks=(task,)))
 
 
 def test_what_has_no_numbers(micro, tmp_path):
     """A text of no token, and texts of beams, for which a checkpoint asks: answers, and no record of beams."""
-    (tmp_path / "t.yaml").write_text(
-        "task: t\ncustom_dataset: !function data.read\noutput_type: loglikelihood_rolling\ntest_split: test\n"
-        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}]\n'
-    )
-    (tmp_path / "data.py").write_text(
-        "from datasets import Dataset\ndef read(**_):\n"
-        '    return {"test": Dataset.from_list([{"text": "abc"}, {"text": ""}])}\n'
+    task = task_of(
+        tmp_path,
+        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list: [{metric: byte_perplexity}]\n",
+        [{"text": "abc"}, {"text": ""}],
     )
     beams = shutil.copytree(micro, tmp_path / "beams")
     known = json.loads((beams / "generation_config.json").read_text())
     (beams / "generation_config.json").write_text(json.dumps(known | {"num_beams": 2}))
-    run(options(beams, tmp_path / "e", tasks=(str(tmp_path / "t.yaml"), WORD)))
+    run(options(beams, tmp_path / "e", tasks=(task, WORD)))
     summary, records = read(tmp_path / "e")
     assert [len(x["ids"]) for x in records if x["task"] == "t"] == [3, 0]
     assert all(x["task"] == "t" for x in records)
