@@ -137,7 +137,7 @@ bench: .venv/dev.stamp
 
 # What a GPU would be asked for, counted without one, and the page of it.
 gpu-counts: .venv/dev.stamp
-	PYTHONPATH=src:. $(BIN)/python -m bench.gpu_counts --out bench/results/gpu_counts.jsonl
+	PYTHONPATH=src:. $(BIN)/python -m bench.gpu.counts.run --out bench/results/gpu_counts.jsonl
 	$(BIN)/python -m docs.tables
 
 # The wheel itself, installed beside the same dependencies, with the source tree out of reach.

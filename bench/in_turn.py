@@ -2,8 +2,8 @@
 
 For machines that others use too: processor seconds of this process leave out what it waited for, and the least of many
 rounds what others took from its caches. Gives the ratio to the fastest bare product, by where the cores lay, too, as
-`bench.cores` finds it before and after each call, and each first call's seconds, its compiler's included: those of a
-cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder. `--peers` adds others' methods by the beginnings of
+`bench.cpu.cores` finds it before and after each call, and each first call's seconds, its compiler's included: those of
+a cold cache where TORCHINDUCTOR_CACHE_DIR names an empty folder. `--peers` adds others' methods by the beginnings of
 their names. Preload jemalloc, as docs/how-to/cpu.md says, for memory that is kept.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.cases import CASES, SHAPES, Shape, make_tensors
-from bench.cores import PLACES, place, round_trip
+from bench.cpu.cores import PLACES, place, round_trip
 from bench.harness import environment, write_line
 from bench.peers import METHODS
 

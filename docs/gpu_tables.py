@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import by_row, worst_errors
-from bench.gpu_counts import show
-from bench.gpu_rows import IN_A_GRAPH
+from bench.gpu.counts import show
+from bench.gpu.rows import IN_A_GRAPH
+from bench.gpu.run import by_row, worst_errors
 from bench.harness import read_lines
 from docs.markdown import grid
 

@@ -1,4 +1,4 @@
-"""The tables of docs/grade.md, a section for each part that `bench.grade` has measured."""
+"""The tables of docs/grade.md, a section for each part that `bench.grade.run` has measured."""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -499,6 +499,6 @@ def grade(records: list[Record]) -> str:
         parts.append(
             make(found[kind])
             if kind in found
-            else f"Not measured yet: `python -m bench.grade --part {kind}`."
+            else f"Not measured yet: `python -m bench.grade.run --part {kind}`."
         )
     return "\n\n".join(parts)

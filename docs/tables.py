@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
-from bench.sampling import table as sampling_table
+from bench.sampling.run import table as sampling_table
 from docs import gpu_tables, long_tables
 from docs.grade_tables import grade
 from docs.markdown import grid

@@ -2,7 +2,7 @@
 
 import json
 
-from bench.carry import WAYS, main
+from bench.grade.carry import WAYS, main
 
 
 def test_every_way_is_measured(tmp_path):

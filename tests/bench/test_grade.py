@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import Qwen3ForSequenceClassification
 
-from bench.grade import main, write
-from bench.grade_runs import cosine, curves, draw, gradient, learning, legacy, method_of, opened, variance
-from bench.grade_sizes import PAIRS, Sizes, storage, timing
+from bench.grade.run import main, write
+from bench.grade.sizes import PAIRS, Sizes, storage, timing
+from bench.grade.task import cosine, curves, draw, gradient, learning, legacy, method_of, opened, variance
 from bench.harness import read_lines
 from docs.grade_tables import grade, off
 from logitless.workbench.grade.config import GradeConfig
@@ -175,4 +175,4 @@ def test_memory_has_a_process_for_each_method(tmp_path):
 
 
 def test_an_unmeasured_part_says_how_to_measure_it():
-    assert "Not measured yet: `python -m bench.grade --part memory`." in grade([])
+    assert "Not measured yet: `python -m bench.grade.run --part memory`." in grade([])

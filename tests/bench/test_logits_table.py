@@ -3,7 +3,7 @@
 import pytest
 
 from bench.harness import read_lines
-from bench.logits_table import Subject, main, methods, write_logits
+from bench.logits.table import Subject, main, methods, write_logits
 
 SHAPE = (4, 6, 50)
 

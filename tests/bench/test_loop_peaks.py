@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.harness import read_lines
-from bench.loop_peaks import METHODS, main, peak_bytes
+from bench.logits.peaks import METHODS, main, peak_bytes
 from tests.support.allocations import peak_new_bytes
 
 SHAPE = (8, 64, 2048)

@@ -5,23 +5,24 @@ import json
 import pytest
 import torch
 
-from bench import sampling, sampling_score
-from bench.sampling import main, missed
+from bench.sampling import run as sampling
+from bench.sampling import score
+from bench.sampling.run import main, missed
 from logitless.vocab.call import compiled_support
 
 
 def test_a_part_is_measured_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(sampling_score.SCORE.ways, "logitless, compiled")  # which needs a compiler
+    monkeypatch.delitem(score.SCORE.ways, "logitless, compiled")  # which needs a compiler
     main(["--parts", "score", "--size", "tiny", "--rounds", "1", "--out", str(tmp_path / "r.jsonl")])
     (record,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
     assert record["ours"] == "logitless"
     assert record["environment"]["versions"]["torch"] == torch.__version__
-    assert set(record["ratios"]) == set(sampling_score.SCORE.ways) - {"logitless"}
+    assert set(record["ratios"]) == set(score.SCORE.ways) - {"logitless"}
     assert all(way["reason"] is None and len(way["seconds"]) == 1 for way in record["ways"].values())
     assert "| bare GEMM |" in capsys.readouterr().out
 
 
-class Wrong(sampling_score.Dense):
+class Wrong(score.Dense):
     def run(self):
         found = super().run()
         return {**found, "entropy": found["entropy"] + 1e-3}

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import calls_in_columns, columns, cores, in_turn, scaling, slices, train_step
+from bench import in_turn, scaling, train_step
 from bench.cases import Shape
+from bench.cpu import calls_in_columns, columns, cores, slices
 from bench.harness import THREADS, read_lines
 from docs import tables
 from docs.scaling_tables import scaling as scaling_page

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench import harness
-from bench.gpu_counts.claimed import claimed
+from bench.gpu.counts.claimed import claimed
 from logitless.workbench.sft import stepcost
 from logitless.workbench.sft.config import TrainConfig
 

@@ -5,8 +5,10 @@ import time
 
 import torch
 
-from bench import gpu_rows, logits_table, peers
+from bench import peers
 from bench.cases import Case, Tensors, step
+from bench.gpu.rows import bare_gemms
+from bench.logits.table import batched
 
 
 def entropy_in_bits(case: Case, tensors: Tensors):
@@ -45,7 +47,7 @@ def dies(case: Case, tensors: Tensors):
 
 def gpu_methods(row, backend):
     """The floor, ours, and peers that fail in every way but the last."""
-    yield peers.Method("bare GEMMs", lambda _, t: gpu_rows.bare_gemms(row, t), "floor")
+    yield peers.Method("bare GEMMs", lambda _, t: bare_gemms(row, t), "floor")
     yield peers.Method("late", raises_late)
     yield peers.Method("dead", dies)
     yield peers.Method("in bits", entropy_in_bits)
@@ -59,7 +61,7 @@ def logps_methods(batch: int):
     def broken(logits, ids):
         raise RuntimeError("not on this machine")
 
-    return {"broken": broken, "tutorial batch": logits_table.batched}
+    return {"broken": broken, "tutorial batch": batched}
 
 
 class Sleeper:

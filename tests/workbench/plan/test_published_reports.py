@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.logits_table import batched, row_loop
-from bench.loop_peaks import chunked, half_error, peak_bytes
+from bench.logits.peaks import chunked, half_error, peak_bytes
+from bench.logits.table import batched, row_loop
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.activations import activations
 from logitless.workbench.plan.plan import both, plan

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from logitless.vocab.backends.triton import accumulate_kernels, draw_kernels, logits_grad_kernels, rows_kernels
 from logitless.vocab.backends.triton import plain_kernels, topk_kernels
-from bench.gpu_counts import sass
+from bench.gpu.counts import sass
 from logitless.vocab.backends.triton.tuned import launch, table
 from logitless.vocab.backends.triton.written import finisher, label_coefficient_kernel
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from bench.gpu_counts.claimed import claimed
+from bench.gpu.counts.claimed import claimed
 from logitless.vocab.backends.triton import backend
 
 N, H, V = 37, 32, 1003

@@ -1,0 +1,1 @@
+"""Where a CPU's time goes: what single operations, slices and layouts take."""

@@ -1,0 +1,1 @@
+"""GRADE measured: memory, time, gradients and what is learned."""

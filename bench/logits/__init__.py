@@ -1,0 +1,1 @@
+"""Log-probs of logits that exist already."""

@@ -1,0 +1,1 @@
+"""What a context of 131,072 tokens takes."""

@@ -1,0 +1,1 @@
+"""Sampling, scoring and generating with records."""
