@@ -12,7 +12,7 @@ from bench.grade.run import main, write
 from bench.grade.sizes import PAIRS, Sizes, storage, timing
 from bench.grade.task import cosine, curves, draw, gradient, learning, legacy, method_of, opened, variance
 from bench.harness import read_lines
-from docs.grade_tables import grade, off
+from docs.tables.grade import grade, off
 from logitless.workbench.grade.config import GradeConfig
 from logitless.workbench.grade.method import gradient_variance
 from logitless.workbench.grade.methods import METHODS, StraightThrough

@@ -6,7 +6,7 @@ pytest.importorskip("gguf", reason="gguf is not installed")
 
 from bench import quantised
 from bench.harness import read_lines
-from docs import tables
+from docs.tables.quantised import quantised as quantised_page
 
 
 def test_a_small_run(tmp_path, monkeypatch, capsys):
@@ -21,7 +21,7 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
     held = {r["head"]: r["head_bytes"] for r in records[1:]}
     assert held == {"fp32": 700 * 64 * 4, "bf16": 700 * 64 * 2, "Q8_0": 700 * 64 * 34 // 32}
     assert all(r["moved"] < 1e-6 for r in records[1:] if r["head"] == "Q8_0")
-    page = tables.quantised(records)
+    page = quantised_page(records)
     assert "**smollm2**, V=700, H=64" in page
     assert "| head | bytes | score, 16 tokens | train, 16 tokens | decode, 8 tokens |" in page
     assert "(1.00 ×)" in page

@@ -11,8 +11,9 @@ from bench import in_turn, scaling, train_step
 from bench.cases import Shape
 from bench.cpu import calls_in_columns, columns, cores, slices
 from bench.harness import THREADS, read_lines
-from docs import tables
-from docs.scaling_tables import scaling as scaling_page
+from docs.tables.cpu import slices as slices_page
+from docs.tables.cpu import train_step as step_page
+from docs.tables.scaling import scaling as scaling_page
 from logitless.algebra import costs
 from logitless.vocab.backends.eager import backend
 from logitless.workbench.sft.config import TrainConfig
@@ -89,7 +90,7 @@ def test_every_size_of_slices_is_tried_and_none_stays(tmp_path, monkeypatch):
     assert machine["shape"] == [8, 8, 300]
     assert len(records) == len(seen) == 4 * 4 + 5 * 5
     assert len(set(seen)) == 4 + 5 - 1  # each tile, each width; the pass's own of both is one pair
-    assert tables.slices([machine, *records]).count("**1.00**") == len(slices.WORKS)  # the pass's own are among them
+    assert slices_page([machine, *records]).count("**1.00**") == len(slices.WORKS)  # the pass's own are among them
 
 
 def test_products_of_both_orders_are_timed(tmp_path, monkeypatch):
@@ -164,6 +165,6 @@ def test_a_step_is_taken_by_both_losses(tmp_path, monkeypatch):
     records = read_lines(tmp_path / "step.jsonl")
     assert [r["freed_memory"] for r in records] == ["fresh", "kept"]
     assert records[0]["versions"]["torch"] == torch.__version__
-    page = tables.train_step(records)
+    page = step_page(records)
     assert "| new at each step | dense | " in page
     assert "| of the step before | logitless | " in page

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from docs.tables import ROOT
+from docs.tables.pages import ROOT
 
 INDEX = ROOT / "docs" / "decisions" / "index.md"
 ROW = re.compile(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from bench.harness import read_lines
-from docs.grade_tables import memory_ratio
-from docs.tables import MARKED, RESULTS
+from docs.tables.grade import memory_ratio
+from docs.tables.markdown import RESULTS
+from docs.tables.pages import MARKED
 from logitless.algebra.costs import DEFAULT_BUDGET
 
 ROOT = Path(__file__).parents[2]

@@ -2,26 +2,26 @@
 
 import pytest
 
-from docs import tables
+from docs.tables import logits, pages
 
 
 def test_the_committed_pages_are_up_to_date():
-    assert tables.main(["--check"]) == 0
+    assert pages.main(["--check"]) == 0
 
 
 def test_a_changed_figure_is_noticed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
     end = "<!-- end of table -->"
-    pages = tmp_path / "README.md", tmp_path / "docs" / "how-to" / "cpu.md"
-    pages[1].parent.mkdir(parents=True)
-    for page in pages:
+    written = tmp_path / "README.md", tmp_path / "docs" / "how-to" / "cpu.md"
+    written[1].parent.mkdir(parents=True)
+    for page in written:
         page.write_text(f"# Title\n<!-- table: train_step -->\n1.00 ×\n{end}\nrest\n{end}\n", "utf-8")
-    assert tables.main(["--check"]) == 1
+    assert pages.main(["--check"]) == 1
     said = capsys.readouterr().out
-    assert all(f"{page.relative_to(tmp_path)}: out of date" in said for page in pages)
-    assert tables.main([]) == 0
-    assert tables.main(["--check"]) == 0
-    for page in pages:
+    assert all(f"{page.relative_to(tmp_path)}: out of date" in said for page in written)
+    assert pages.main([]) == 0
+    assert pages.main(["--check"]) == 0
+    for page in written:
         text = page.read_text("utf-8")
         assert text.startswith("# Title\n<!-- table: train_step -->\n| ")
         assert text.endswith(f"\n{end}\nrest\n{end}\n")
@@ -29,14 +29,14 @@ def test_a_changed_figure_is_noticed(monkeypatch, tmp_path, capsys):
 
 
 def test_each_table_is_on_a_page():
-    pages = [tables.ROOT / "README.md", *(tables.ROOT / "docs").rglob("*.md")]
-    names = {found[2] for page in pages for found in tables.MARKED.finditer(page.read_text("utf-8"))}
-    assert names == tables.OF_RESULTS.keys() | tables.OF_SEVERAL.keys()
+    written = [pages.ROOT / "README.md", *(pages.ROOT / "docs").rglob("*.md")]
+    names = {found[2] for page in written for found in pages.MARKED.finditer(page.read_text("utf-8"))}
+    assert names == pages.OF_RESULTS.keys() | pages.OF_SEVERAL.keys()
 
 
 def test_a_result_file_that_does_not_exist_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.table("nsa") == "Not measured in this version: `bench/results/nsa.jsonl` does not exist yet."
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.table("nsa") == "Not measured in this version: `bench/results/nsa.jsonl` does not exist yet."
 
 
 METHODS = {"tutorial loop": (0.5, 0.9), "dense": (2.0, 4.0), "loop": (1.0, 5.0), "recompute": (1.5, 3.0)}
@@ -56,7 +56,7 @@ def records():
 
 
 def test_logits_table_is_relative_to_the_dense_method(records):
-    page = tables.logits(records)
+    page = logits.logits(records)
     assert "| loop | 1.00 s | 0.50 | 5.00 s | 1.25 | 100 MB | 7 MB | 500 MB | 1e-06 |" in page
     assert "1,459 MB" in page
     assert "fastest without gradient `loop`, with backward `recompute`" in page

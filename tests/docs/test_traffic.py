@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from docs.traffic import traffic
+from docs.tables.traffic import traffic
 from logitless.models.catalog import from_config
 from logitless.workbench.plan.setting import Setting
 from tests.support.workbench.rank_bytes import CONFIG

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from docs.traffic import traffic
+from docs.tables.traffic import traffic
 from logitless.integrations.transformers.install import install
 from logitless.models.catalog import from_config
 from logitless.models.instances import with_adapters

@@ -1,7 +1,7 @@
 """Many GPUs on paper: what each holds and sends in a step, by the planner's formulas."""
 
-from docs.markdown import grid
-from docs.traffic import traffic
+from docs.tables.markdown import grid
+from docs.tables.traffic import traffic
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import plan
 from logitless.workbench.plan.setting import Setting

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from docs.markdown import grid
+from docs.tables.markdown import grid
 
-RESULTS = Path(__file__).parents[1] / "tests" / "peers" / "results.json"
+RESULTS = Path(__file__).parents[2] / "tests" / "peers" / "results.json"
 NAMES = {
     "liger": "Liger-Kernel",
     "cut_cross_entropy": "cut-cross-entropy",

@@ -1,0 +1,1 @@
+"""Tables of the docs and the README from result files: `python -m docs.tables [--check]`."""

@@ -1,0 +1,7 @@
+"""`python -m docs.tables`."""
+
+import sys
+
+from docs.tables.pages import main
+
+sys.exit(main())
