@@ -25,7 +25,7 @@ from ..errors import ConfigError, OptionError
 from ..retrieval import max_pool_logits, splade_activation
 from ..vocab.face import LMHead
 from .seam import Seam
-from .transformers.install import check_transforms
+from .transformers.installed import check_transforms
 from .transformers.lm_head import capturing_hidden, causal_lm, replaced, through_head
 
 HOST = Seam(

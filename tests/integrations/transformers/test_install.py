@@ -15,7 +15,7 @@ from torch import nn
 
 import logitless
 from logitless.errors import DtypeError, LabelError, LogitlessError, NotFiniteError, OptionError, ShapeError
-from logitless.integrations.transformers.install import choose
+from logitless.integrations.transformers.installed import choose
 from logitless.integrations.transformers.lm_head import causal_lm, forward_with, output_head, through_head
 from tests.support.integrations.tiny import TINY, WIDTH, assert_same_gradients, batch_for, gradients, randomised
 

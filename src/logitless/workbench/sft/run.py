@@ -16,7 +16,8 @@ from transformers import PrinterCallback, Trainer
 
 from ...algebra.costs import logits_bytes
 from ...errors import OptionError
-from ...integrations.transformers.install import choose, install
+from ...integrations.transformers.install import install
+from ...integrations.transformers.installed import choose
 from ...models.catalog import HUB
 from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...algebra.costs import logits_bytes
-from ...integrations.transformers.install import Method, choose
+from ...integrations.transformers.installed import Method, choose
 from ...vocab.face import LMHead, dense_cross_entropy, linear_cross_entropy
 
 TOKENS, HIDDEN = 64, 64

@@ -1,0 +1,294 @@
+"""What `install` leaves in a model: a forward whose loss streams its hidden states, and that is otherwise its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
+from ...errors import ConfigError, DtypeError
+from ...multi_token import multi_token_cross_entropy
+from ...vocab.face import LMHead, linear_cross_entropy
+from .bad_batches import Watch, check_counts
+from .lm_head import (
+    STATE,
+    HiddenCapture,
+    alone,
+    called_again,
+    capturing_hidden,
+    entries_of,
+    output_head,
+    replaced,
+    through_head,
+)
+from .masked import IGNORED, is_masked, takes_the_mean, targets_of
+from .multi_token import MultiToken, attached, text_of
+
+Method = Literal["dense", "logitless"]
+BENEATH = "_original_forward"  # where accelerate has the forward that its autocast is around
+OTHER_REQUESTS = ("logits_to_keep", "fused_lm_head")  # calls that want logits, or TRL's own output
+
+
+@dataclass
+class Installed:
+    """What `install` leaves in a model; copied with it."""
+
+    method: Method | Literal["auto"]
+    budget: int | None
+    smoothing: float
+    names: tuple[str, ...]  # of forward's parameters
+    previous: Callable[..., Any] | None  # forward of the instance, where it had one
+    beneath: Callable[..., Any] | None  # what that is accelerate's autocast around, where it is
+    on: bool = True
+    lent: bool = False  # the smoothing is that of a Trainer's label smoother
+    verified: bool = False  # the model changes its logits as its LMHead says
+    watch: Watch = field(default_factory=Watch)
+    threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
+    masked: bool = False  # a masked language model
+    mean: bool = False  # its loss is the mean over each part of a batch, whatever a Trainer counted
+    empty: float | None = None  # the loss of a host's part of a batch in which no token counts; None: an error
+
+    @classmethod
+    def of(
+        cls, model: Any, method: Method | Literal["auto"], budget: int | None, smoothing: float, threshold: int | None
+    ) -> Installed:
+        """With what is read of the model as it is now."""
+        names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        previous = model.__dict__.get("forward") if is_installed(model) else None
+        found = cls(method, budget, smoothing, names, previous, model.__dict__.get(BENEATH), threshold=threshold)
+        found.masked = is_masked(model)
+        found.mean = found.masked and takes_the_mean(model)
+        return found
+
+    def dense(self, model: Any) -> Callable[..., Any]:
+        taken_off = self.beneath is not None and BENEATH not in model.__dict__
+        return (self.beneath if taken_off else self.previous) or functools.partial(type(model).forward, model)
+
+
+def choose(loss: str, size: int, budget: int) -> Method:
+    """dense or logitless for logits of `size` bytes: auto is dense where they fit the budget."""
+    if loss == "auto":
+        return "dense" if size <= budget else "logitless"
+    return "dense" if loss == "dense" else "logitless"
+
+
+def is_installed(model: Any) -> bool:
+    """Not so in a model that was pickled whole: there the class's own forward takes our place."""
+    forward = model.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(model).forward
+
+
+@functools.cache
+def forward_like(kind: type) -> Callable[..., Any]:
+    """A method with the signature of `kind.forward`, which generate and Trainer read."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is self else args  # accelerate binds once more what autocast was around
+        with called_again(self):
+            return _forward(self, args, kwargs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__  # accelerate goes down this chain when it takes its autocast off
+    setattr(forward, STATE, True)
+    return forward
+
+
+def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    state: Installed | None = model.__dict__.get(STATE)
+    if state is None:  # uninstalled, where somebody put ours back
+        return type(model).forward(model, *args, **kwargs)
+    dense = state.dense(model)
+    given = {**dict(zip(state.names, args, strict=False)), **kwargs}
+    labels = given.get("labels")
+    # More arguments than names, or one given twice: the model's own error.
+    fits = len(given) == len(args) + len(kwargs)
+    if not state.on or labels is None or not fits or any(_asks(given.get(name)) for name in OTHER_REQUESTS):
+        return dense(*args, **kwargs)
+    if not isinstance(labels, Tensor):
+        raise DtypeError(f"labels: expected integer ids in a tensor, got {type(labels).__name__}")
+    if "use_cache" in state.names and given.get("use_cache") is None:
+        given["use_cache"] = False
+    if state.method != "logitless" and not state.smoothing:
+        head: Any = output_head(model)
+        dtype = head.weight.dtype if head.weight.is_floating_point() else model.dtype  # of 4 bits: bytes
+        size = logits_bytes(labels.numel(), entries_of(model, head), dtype.itemsize)
+        if choose(state.method, size, state.threshold or state.budget or DEFAULT_BUDGET) == "dense":
+            return dense(**given)
+    return _streamed(model, state, dense, given)
+
+
+def _asks(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any]) -> Any:
+    as_dict = given.pop("return_dict", None)
+    as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
+    with alone(model), capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
+        seen.of_loss = True
+        full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
+    output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
+    return output if as_dict else output.to_tuple()
+
+
+def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
+    """The output of a model that calls its loss function."""
+    if state.lent:
+        return _smoothed(model, state, dense, given, seen)
+    own = model.__dict__.get("_loss_function")  # set after `install`, or ours, where a hook calls the model again
+    if own is not None and not isinstance(own, functools.partial):
+        check_loss(model)
+    with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
+        return dense(**given, return_dict=True)
+
+
+def check_loss(model: Any) -> None:
+    """ConfigError unless its loss is transformers' cross-entropy."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        name = type(model).__name__
+        own = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise ConfigError(f"{name}'s loss is {own}, expected transformers' ForCausalLMLoss: write it with token_loss")
+
+
+def _smoothed(
+    model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture
+) -> Any:
+    """The output of a model that is not shown its labels and adds nothing to the loss: a smoother sees logits alone."""
+    labels = given.pop("labels")
+    full = dense(**given, return_dict=True)
+    more: dict[str, Any] = {name: given.get(name) for name in ("num_items_in_batch", "shift_labels")}
+    full["loss"] = _causal_loss(model, state, seen, given, full.logits, labels, **more)
+    return full
+
+
+def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any], seen: HiddenCapture) -> Any:
+    """The output of a masked language model, which is not shown its labels."""
+    targets, items = targets_of(model, given.pop("labels")), given.get("num_items_in_batch")
+    full = dense(**given, return_dict=True)
+    check_counts(targets, IGNORED, items)
+    mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
+    full["loss"] = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
+    return full
+
+
+def _causal_loss(
+    model: Any,
+    state: Installed,
+    seen: HiddenCapture,
+    given: Mapping[str, Any],
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    if shift_labels is None and state.empty is None:  # shifted before: so that sequences could be cut
+        check_counts(targets, ignore_index, num_items_in_batch)
+    further = attached(model)
+    if further is None:
+        loss = _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
+        if state.empty is None or num_items_in_batch is not None:
+            return loss
+        return torch.where((targets != ignore_index).any().to(loss.device), loss, state.empty)
+    first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
+    options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
+    return _with_further(model, state, seen, logits, further, text_of(given), labels, first, options)
+
+
+def _with_further(
+    model: Any,
+    state: Installed,
+    seen: HiddenCapture,
+    logits: Tensor,
+    further: MultiToken,
+    text: tuple[Tensor, Tensor | None],
+    labels: Tensor,
+    first: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """The model's own cross-entropy and those of the depths beyond; first: how far labels lie from what it predicts."""
+    own = [seen.hidden()] if further.main_weight else []
+    weights = (further.main_weight,) * len(own) + further.weights
+
+    def compute(head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None) -> Tensor:
+        _verify(model, state, seen, head, logits)
+        heads = [head] * len(own) + further.heads(head)
+        at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": state.budget}
+        found = multi_token_cross_entropy(hiddens, heads, labels, weights=weights, **at, **options)
+        further.each = found.each
+        return found.loss
+
+    state.watch.before()
+    ids, places = text
+    hiddens = torch.stack([*own, *further.depths(seen.hidden(), ids, places)])
+    loss = through_head(model, compute, hiddens, labels, places)
+    state.watch.after(loss)
+    return loss
+
+
+def _loss(
+    model: Any,
+    state: Installed,
+    seen: HiddenCapture,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    items: Tensor | int | None,
+    mean: bool = False,
+) -> Tensor:
+    """The cross-entropy of the captured hidden states; mean: over this part of the batch, whatever `items` says."""
+    state.watch.before()
+    denominator = None if mean else _denominator(items)
+
+    def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
+        _verify(model, state, seen, head, logits)
+        return linear_cross_entropy(
+            hidden,
+            head,
+            targets,
+            ignore_index=ignore_index,
+            label_smoothing=state.smoothing,
+            denominator=denominator,
+            memory_budget=state.budget,
+        )
+
+    loss = through_head(model, compute, seen.hidden(), targets)
+    state.watch.after(loss)
+    return loss
+
+
+def _denominator(items: Tensor | float | None) -> Tensor | float | None:
+    """What divides the sum, as in the model's own loss: also 0, which the pass takes as a tensor alone."""
+    return items if items is None or isinstance(items, Tensor) or items else torch.zeros(())
+
+
+def _verify(model: Any, state: Installed, seen: HiddenCapture, head: LMHead, logits: Tensor) -> None:
+    """Once for a model, that it changes its logits as its LMHead says."""
+    if seen.probe is not None:
+        check_transforms(model, head, seen.probe, logits)
+        state.verified = True
+
+
+def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
+    """ConfigError where the model does to its logits what its LMHead does not."""
+    z = head.scale * probe[..., : head.rows]
+    z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
+    if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
+            f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
+        )
