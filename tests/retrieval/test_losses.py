@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from logitless import retrieval
-from logitless.errors import OptionError, ShapeError
+from logitless.errors import LabelError, OptionError, ShapeError
 from logitless.retrieval import SparseRows
 
 
@@ -102,6 +102,12 @@ def test_what_is_refused():
         (lambda: retrieval.in_batch_loss(x[:, 0]), ShapeError, r"expected \(queries, documents\), .* got \(3,\)"),
         (lambda: retrieval.in_batch_loss(x[:, 0], torch.zeros(3).long()), ShapeError, r"got \(3,\)"),
         (lambda: retrieval.in_batch_loss(x.T, temperature=0), OptionError, "temperature: expected a positive number"),
+        (
+            lambda: retrieval.in_batch_loss(x.T, torch.tensor([0, 3])),
+            LabelError,
+            "documents in 0..2, got 3; count them",
+        ),
+        (lambda: retrieval.in_batch_loss(x.T, torch.tensor([-1, 2])), LabelError, "documents in 0..2, got -1; count"),
         (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),
         (lambda: retrieval.distillation_kl(x, x[0]), ShapeError, "distillation_kl: expected scores of one shape"),
     ]

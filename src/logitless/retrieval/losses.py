@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import OptionError, ShapeError
+from ..errors import LabelError, OptionError, ShapeError
 from .sparse import SparseRows
 
 
@@ -42,6 +42,11 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
     if not temperature > 0:
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
     own = torch.arange(scores.shape[0], device=scores.device) if positives is None else positives
+    wrong = own[((own < 0) | (own >= scores.shape[1])) & (own != -100)]  # torch's mark of a query that does not count
+    if wrong.numel():
+        raise LabelError(
+            f"positives: expected documents in 0..{scores.shape[1] - 1}, got {int(wrong[0])}; count them in the batch"
+        )
     return F.cross_entropy(scores / temperature, own)
 
 
