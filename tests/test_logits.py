@@ -234,7 +234,8 @@ def test_errors_say_what_to_do():
         per_token_logps(ids[..., None], ids)
     with pytest.raises(OptionError, match="method"):
         per_token_logps(logits, ids, method="fast")  # type: ignore[arg-type]
-    for options in ({"method": "chunked", "chunk_size": 0}, {"method": "loop", "chunk_size": 2}):
+    sizes = [{"method": "chunked", "chunk_size": size} for size in (0, 1.5, True, "2")]
+    for options in (*sizes, {"method": "loop", "chunk_size": 2}):
         with pytest.raises(OptionError, match="chunk_size"):
             per_token_logps(logits, ids, **options)
 

@@ -142,7 +142,7 @@ def chunked_self_certainty(
     if chunk_size is None:
         rows = logits.numel() // logits.shape[-1]
         chunk_size = max(1, SMALL_BYTES // (2 * _stat_dtype(logits).itemsize * max(1, rows)))
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+    if not _is_size(chunk_size):
         raise OptionError(f"chunk_size is a positive number of vocabulary entries, got {chunk_size!r}")
     if logits.ndim == 1:
         return _SelfCertainty.apply(logits[None], chunk_size)[0]  # pyright: ignore[reportOptionalSubscript]
@@ -197,8 +197,8 @@ def _stat_dtype(logits: Tensor) -> torch.dtype:
 def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> None:
     if method not in ("auto", "dense", "loop", "chunked", "recompute"):
         raise OptionError(f"method must be auto, dense, loop, chunked or recompute, got {method!r}")
-    if chunk_size is not None and (method != "chunked" or chunk_size < 1):
-        raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size}")
+    if chunk_size is not None and (method != "chunked" or not _is_size(chunk_size)):
+        raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size!r}")
     _check_floating(logits)
     if ids.dtype != torch.int64:
         raise DtypeError(f"input_ids must be int64, got {ids.dtype}: convert with `.long()`")
@@ -216,6 +216,10 @@ def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> 
                 f"input_ids must be in [0, {logits.shape[-1]}), got {low if low < 0 else high}: "
                 "replace padding such as -100 by any id, and mask its result"
             )
+
+
+def _is_size(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
 def _check_floating(logits: Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from logitless import retrieval
-from logitless.errors import LabelError, OptionError, ShapeError
+from logitless.errors import DtypeError, LabelError, OptionError, ShapeError
 from logitless.retrieval import SparseRows
 
 
@@ -106,6 +106,11 @@ def test_what_is_refused():
             lambda: retrieval.in_batch_loss(x.T, torch.tensor([0, 3])),
             LabelError,
             "documents in 0..2, got 3; count them",
+        ),
+        (
+            lambda: retrieval.in_batch_loss(x.T, [0, 2]),
+            DtypeError,
+            "positives: expected a tensor of integers, got list",
         ),
         (lambda: retrieval.in_batch_loss(x.T, torch.tensor([-1, 2])), LabelError, "documents in 0..2, got -1; count"),
         (lambda: retrieval.margin_mse(x, x, x, x[0]), ShapeError, "margin_mse: expected four tensors of one shape"),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import LabelError, OptionError, ShapeError
+from ..errors import DtypeError, LabelError, OptionError, ShapeError
+from ..vocab.face import dtype_of, of_integers
 from .sparse import SparseRows
 
 
@@ -42,6 +43,8 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
     if not temperature > 0:
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
     own = torch.arange(scores.shape[0], device=scores.device) if positives is None else positives
+    if not of_integers(own):
+        raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(own)}")
     wrong = own[((own < 0) | (own >= scores.shape[1])) & (own != -100)]  # torch's mark of a query that does not count
     if wrong.numel():
         raise LabelError(
