@@ -57,7 +57,7 @@ def test_every_rule(rules, budget):
     compare(*problem(), some_noise((N,)), 1e-10, memory_budget=budget, **rules)
 
 
-@pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001},
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.7}, {"top_p": 0.2}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.001},
     {"top_p": 0.9, "min_p": 0.001, "order": "vllm"}, {"top_p": 0.9, "min_p": 0.1, "order": "vllm"},
 ])  # fmt: skip
 def test_a_top_k_beyond_what_is_retained(rules, monkeypatch):
@@ -151,6 +151,17 @@ def test_entries_that_a_bias_forbids(rules):
     assert ll.sample_tokens(hidden, ll.LMHead(head.weight, bias), noise=noise).n_kept.tolist() == [3] * N
 
 
+@pytest.mark.parametrize("rules", [{}, {"top_k": 150}, {"top_p": 0.999}, {"top_p": 0.9, "min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1.5, 3e38])
+def test_a_bias_forbids_at_any_temperature(temperature, rules, monkeypatch):
+    """Also where whole rows are looked at, past the best entries."""
+    monkeypatch.setattr("logitless.algebra.rules.MOST_RETAINED", 16)
+    hidden, head = problem()
+    bias = torch.where(torch.arange(V) % 2 == 0, -math.inf, 0.0).double()
+    noise = some_noise((N,))
+    compare(hidden, ll.LMHead(head.weight, bias), noise, 1e-10, temperature=temperature, keep=3, **rules)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 20.0])
 @pytest.mark.parametrize("budget", [None, 200_000])
 def test_noise_for_some_is_noise_for_all(spread, budget):
@@ -195,7 +206,11 @@ def test_changed_logits():
         if heat:
             lost = changed["logsumexp_at_temperature"] + changed["log_kept_mass"]
             torch.testing.assert_close(got.behaviour_logprob, changed["token_logit"] / heat - lost, **near)
-    for wrong, error in ((lambda z: z[:, 1:], ShapeError), (lambda z: z - math.inf, NotFiniteError)):
+    none_in_a_row = torch.tensor([5])
+    for wrong, error in (
+        (lambda z: z[:, 1:], ShapeError),
+        (lambda z: z.index_fill(0, none_in_a_row, -math.inf), NotFiniteError),
+    ):
         with pytest.raises(error, match="logits processors"):
             draw_tokens(hidden, head, Rules(), change=wrong)
 
