@@ -231,6 +231,13 @@ def test_class_weights_with_smoothing_and_z_loss(options, reduction, extra, back
     check(ops, weight=weight, reduction=reduction, memory_budget=BUDGETS[1], backend=backend, **extra, **more)
 
 
+def test_class_weights_of_a_head_that_is_converted_by_rows(backend):
+    """The smoothing's own sum of rows, each times its class' weight: 11 rows at a time."""
+    ops, weight = problem(2, 4, dtype=torch.bfloat16), torch.rand(23, dtype=torch.float64)
+    options = {"label_smoothing": 0.3, "memory_budget": 11 * 2 * 4 * 5, "backend": backend}
+    check(ops, weight=weight, tolerance=2e-5, **options)
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("trainable", [("hidden",), ("weight", "bias"), ("bias",)], ids=str)
 def test_class_weights_whatever_is_frozen(trainable, label_smoothing, backend):
