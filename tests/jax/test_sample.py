@@ -120,6 +120,17 @@ def test_temperatures_over_which_float32_holds_no_logit(temperature):
     assert draw(temperature=1e-30).behaviour_logprob.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.999}], ids=["all", "whole rows"])
+def test_a_bias_forbids_at_any_temperature(rules):
+    """Also where a processor's 1/T is 0."""
+    bias = jnp.where(jnp.arange(231) % 2 == 0, -jnp.inf, 0.0)
+    head, noise = LMHead(jnp.ones((231, 1)), bias), Noise(np.arange(40), 0)
+    record = sample_tokens(jnp.ones((40, 1)), head, noise, temperature=3e38, **rules)
+    assert (record.token % 2 == 1).all()
+    assert record.n_kept.tolist() == [115] * 40
+    np.testing.assert_allclose(record.logsumexp_at_temperature, np.log(115), rtol=1e-6)
+
+
 @pytest.mark.parametrize("rules", [{}, pytest.param({"top_p": 0.999}, marks=pytest.mark.slow)])
 def test_extreme_logits_ties_and_forbidden_entries(rules):
     hidden, head = operands()
