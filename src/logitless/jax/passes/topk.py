@@ -19,7 +19,7 @@ def top_k(z: Array, k: int) -> TopEntries:
     z = jnp.where(z == 0, 0.0, z)  # lax.top_k puts -0.0 behind 0.0
     block = 1 << max(0, round(math.log2(z.shape[1] / k) / 2))
     count = z.shape[1] // block
-    if block < 8 or count <= k:
+    if block < 8:  # else there are more than k blocks
         return lax.top_k(z, k)
     blocks = z[:, : count * block].reshape(-1, count, block)
     chosen = jnp.sort(lax.top_k(blocks.max(2), k)[1], axis=1)  # in the order of places, which decides among equals
