@@ -113,6 +113,13 @@ def test_what_the_checkpoint_would_cut_off_is_drawn_too(own, model, tmp_path, ca
     assert drawn[0] == drawn[1]
 
 
+def test_the_best_token_is_drawn_where_the_checkpoint_would_search(model, tmp_path, capsys):
+    place = shutil.copytree(model, tmp_path / "model")
+    (place / "generation_config.json").write_text(json.dumps({"penalty_alpha": 0.6, "top_k": 4}))
+    assert sample(place, "--prompt", "abc", "--temperature", 0, "--json", "-") == 0
+    assert {t["rank"] for t in told(capsys)["sequences"][0]["tokens"]} == {1}
+
+
 def test_a_completion_ends_at_the_texts_of_the_checkpoint(model, tmp_path, capsys):
     greedy = ("--prompt", "abc", "--temperature", "0", "--json", "-")
     assert sample(model, *greedy) == 0

@@ -319,12 +319,15 @@ def test_answers_are_kept_for_a_run_that_goes_on(micro, tmp_path):
 def test_what_cannot_be_evaluated(micro, tmp_path):
     lm = loaded(LogitlessLM, micro)
 
-    def asked(*arguments: str):
-        given = {"request_type": "loglikelihood", "doc": {}, "idx": 0, "metadata": ("a task", 0, 1)}
-        return [Instance(arguments=("a", "b"), **given), Instance(arguments=arguments, **given)]
+    def asked(*arguments: str | dict, kind: str = "loglikelihood", first: tuple[str | dict, ...] = ("a", "b")):
+        given = {"request_type": kind, "doc": {}, "idx": 0, "metadata": ("a task", 0, 1)}
+        return [Instance(arguments=first, **given), Instance(arguments=arguments, **given)]
 
     with pytest.raises(DataError, match="document 2 of task a task: expected a continuation to score, got none"):
         lm.loglikelihood(asked("text", ""), disable_tqdm=True)
+    until = {"until": ["."], "max_gen_toks": 2}
+    with pytest.raises(DataError, match="document 2 of task a task: expected a prompt to go on from, got none"):
+        lm.generate_until(asked("", until, kind="generate_until", first=("a", until)), disable_tqdm=True)
     with pytest.raises(DataError, match="request 2 of 2: its continuation has 70 tokens, expected at most the 64"):
         lm.loglikelihood(asked("text", "b" * 70), disable_tqdm=True)
     tokenizer = AutoTokenizer.from_pretrained(micro)

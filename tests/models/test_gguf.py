@@ -22,6 +22,7 @@ from logitless.models.catalog import shape_of
 from logitless.models.gguf.config import complete
 from logitless.models.gguf.convert import convert
 from logitless.models.gguf.header import Header, config_fields, file_of, read_header
+from logitless.models.positions import reach
 from logitless.models.pretrained import PACKAGES
 from logitless.models.shapes import ModelShape
 from tests.support.workbench.packed import SHAPE, TEMPLATE, cut, gguf_of, micro_gguf, micro_llama, micro_tensors
@@ -208,12 +209,14 @@ def test_a_plan_does_not_believe_a_header_whose_tensors_are_of_other_sizes(tmp_p
 )
 def test_stretched_positions_are_the_models(tmp_path, changed, expected):
     """transformers itself reads none of it: far positions would be those of another model."""
-    convert(other_file(tmp_path / "far.gguf", changed), tmp_path / "model")
+    file = other_file(tmp_path / "far.gguf", changed)
+    convert(file, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.rope_parameters == expected
     plain = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
     divided = torch.from_numpy(changed.get("rope_freqs.weight", ones(8) * expected.get("factor", 1.0)))
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, plain / divided)
+    assert shape_of(str(file)).positions == reach(model.config)
 
 
 def test_heads_that_are_turned_in_part_are_refused_where_transformers_turns_them_as_a_whole(tmp_path):

@@ -189,6 +189,7 @@ def test_a_size_without_a_meaning_is_named(value):
         ("../a/no-such-folder", "there is no such file or directory$"),
         (str(Path(__file__).parent), "no config.json in this directory$"),
         ("no body/model", "Repo id must"),
+        ("", "expected a preset, a path or a model id .*, got nothing$"),
     ],
 )
 def test_unknown_models(name, message, monkeypatch, tmp_path):

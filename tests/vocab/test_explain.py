@@ -119,6 +119,14 @@ def test_threads_that_add_up_in_sums_of_their_own():
     assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)
 
 
+def test_one_token_is_no_tokens():
+    ops = operands((1,), H, V)
+    with torch.no_grad():
+        line = str(ll.explain(ops.hidden, ops.head, ops.labels))
+    assert line.startswith("1 GEMM (")
+    assert "slices of 1 token x" in line
+
+
 def test_logits_that_no_memory_holds_are_no_slices():
     ops = operands((N,), H, V)
     said = ll.explain(ops.hidden, ops.head, ops.labels)

@@ -118,10 +118,9 @@ class LogitlessLM(HFLM):
             super().barrier()
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        for number, request in enumerate(requests, 1):
+        for number, request in enumerate(requests):
             if not request.args[1]:
-                task = f" of task {request.task_name}" if request.task_name else ""
-                raise DataError(f"document {number}{task}: expected a continuation to score, got none")
+                raise DataError(f"{_said(number, request)}: expected a continuation to score, got none")
         with replaced(self, "asked", requests):
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -222,8 +221,11 @@ class LogitlessLM(HFLM):
         if not requests:
             return []
         new = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
-        prompt = max(len(self.tok_encode(request.args[0])) for request in requests)
-        self.generating = Generating.of(requests, min(prompt + new, self.max_length))
+        prompts = [len(self.tok_encode(request.args[0])) for request in requests]
+        if 0 in prompts:
+            number = prompts.index(0)
+            raise DataError(f"{_said(number, requests[number])}: expected a prompt to go on from, got none")
+        self.generating = Generating.of(requests, min(max(prompts) + new, self.max_length))
         size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
         own = self.cache_hook
 
@@ -307,6 +309,11 @@ class LogitlessLM(HFLM):
     def _precision(self) -> Any:
         kind = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
+
+
+def _said(number: int, request: Any) -> str:
+    """Which document it is that a request asks of."""
+    return f"document {number + 1} of task {request.task_name}" if request.task_name else f"document {number + 1}"
 
 
 if __name__ == "__main__":

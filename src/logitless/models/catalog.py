@@ -138,7 +138,9 @@ def fields_of(name: str) -> tuple[dict[str, Any], str]:
 
 
 def _preset(name: str) -> str:
-    """What a preset of this name is called in the catalogue."""
+    """What a preset of this name is called in the catalogue. Raises ConfigError for no name, which is no folder."""
+    if not name:
+        raise ConfigError("model: expected a preset, a path or a model id (owner/name), got nothing")
     return ALIASES.get(name.lower(), name.lower())
 
 

@@ -19,6 +19,7 @@ from ..algebra.costs import (
     weight_gradient_bytes,
 )
 from ..algebra.stats import looks_twice, sums_of
+from ..units import plural
 from .backends.load import load
 from .call import quack_support
 from .call.call import Call, Inputs, Needs
@@ -60,7 +61,7 @@ class Explanation:
     def __str__(self) -> str:
         mib = 1 << 20
         t = self.traffic
-        told = f"{t.collectives} collectives, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
+        told = f"{plural(t.collectives, 'collective')}, {(t.gathered + t.summed) / mib:.1f} MiB in them; " if t else ""
         bound = self.skipped_mass
         left_out = "" if bound is None else f"backward leaves out up to {bound:g} of each token's mass; "
         once = f"{self.copied_bytes / mib:.1f} MiB of these a converted copy of the head, " if self.copied_bytes else ""
@@ -69,13 +70,14 @@ class Explanation:
         why = f" ({self.passed_over})" if self.passed_over else ""
         thin = f" and products of rank {self.rank}" if self.rank else ""
         beyond = f" and 1 over the {self.outside:,} entries that the draft lacks" if self.outside else ""
-        parts, buffers = f"slices of {self.slices.tokens} tokens x {self.slices.width} entries", "slices"
+        tokens = plural(self.slices.tokens, "token")
+        parts, buffers = f"slices of {tokens} x {self.slices.width:,} entries", "slices"
         if self.slices.in_products:
-            parts, buffers = f"chunks of {self.slices.tokens} tokens, whose logits no memory holds", "buffers"
+            parts, buffers = f"chunks of {tokens}, whose logits no memory holds", "buffers"
         if self.entries is not None:
-            parts = f"{self.entries} entries of {self.slices.tokens} tokens"
+            parts = f"{self.entries:,} entries of {tokens}"
         return (
-            f"{self.price.gemms} GEMMs ({self.price.method}){thin}{beyond}, {self.flop / 1e12:.3g} TFLOP, "
+            f"{plural(self.price.gemms, 'GEMM')} ({self.price.method}){thin}{beyond}, {self.flop / 1e12:.3g} TFLOP, "
             f"backend {self.backend}{why}; {parts}{self._second_look()}; "
             f"{self.buffer_bytes / mib:.1f} MiB of {buffers}, {once}"
             f"{self.saved_bytes / mib:.1f} MiB saved for backward, {self.gradient_bytes / mib:.1f} MiB of gradients; "

@@ -292,6 +292,7 @@ def test_a_sweep_keeps_the_prompts_share():
         ({"gpus": 6, "tensor_parallel": 4}, "--gpus must be a multiple of tensor × context parallelism \\(4\\), got 6"),
         ({"gpus": 4, "tensor_parallel": 4}, "--tensor-parallel must be a divisor of 14 heads"),
         ({"reserve": 80 * GIB}, "leave nothing"),
+        ({"gpus": 2, "context_parallel": 2, "attention": "eager"}, "--context-parallel 2 knows no --attention eager"),
     ],
 )
 def test_bad_settings(change, message):

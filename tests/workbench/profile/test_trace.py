@@ -276,6 +276,8 @@ def test_mistakes():
         trace(Model(), device="tpu")
     with pytest.raises(OptionError, match="its block to have ended"), trace(Model()) as t:
         _ = t.peak
+    with pytest.raises(OptionError, match="parameters or buffers, got Tanh without"), trace(nn.Tanh()) as t:
+        _ = t.device
 
 
 def test_the_tracker_forgets_what_is_freed_and_rounds_up():

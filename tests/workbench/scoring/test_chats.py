@@ -71,10 +71,12 @@ def test_a_template_that_forgets_is_answered_by_no_option_of_another_command(tal
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "directory"])
 def test_answers_are_scored_behind_all_before_them(talker, tmp_path, kind):
     data, out = written(tmp_path / f"a.{kind}", kind), tmp_path / "out.parquet"
-    summary = run(config(talker, data, out, context_length=CONTEXT, stride=8))
+    options = {"documents": tmp_path / "lines.jsonl", "context_length": CONTEXT, "stride": 8}
+    summary = run(config(talker, data, out, **options))
     assert [(x["document"], x["why"]) for x in summary["skipped_documents"]] == [
-        (1, "no message of the assistant, which the loss would be of")
+        (1, "no message of the assistant, whose tokens would count")
     ]
+    assert "-0.0" not in (tmp_path / "lines.jsonl").read_text()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(talker).eval(), pretrained(str(talker))
     rows, nats, count, size = pq.read_table(out).to_pylist(), 0.0, 0, 0
     for document in (0, 2):

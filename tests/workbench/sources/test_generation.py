@@ -47,6 +47,20 @@ def test_values_that_generate_cannot_begin_with(said, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"prompt_lookup_num_tokens": 3}, {"dola_layers": "high"}, {"force_words_ids": [[3]]}, {"use_mtp": True}],
+    ids=str,
+)
+def test_other_ways_to_generate_are_taken_out_of_the_file(said, tmp_path):
+    """Whoever samples on the command line has no model.generate to go to."""
+    micro_directory(tmp_path)
+    model, tokenizer = micro_model(), pretrained(str(tmp_path)).saved
+    model.generation_config.update(**said)
+    with pytest.raises(ConfigError, match=rf"^--model here: .*json: {next(iter(said))} asks for .*; take it out"):
+        check_generation(model, tokenizer, "here")
+
+
 def test_a_policy_samples_from_all_entries():
     """Whatever its file says: a nucleus of one entry, and a word that may not follow another."""
     model, ids = micro_model(), torch.tensor([[1, 2, 3]]).expand(64, -1)

@@ -149,7 +149,15 @@ def config_fields(path: Path, header: Header) -> dict[str, Any]:
         "vocab_size": header.shapes[EMBEDDING][0],
         "tie_word_embeddings": OUTPUT not in header.shapes,
         **{field: values[key] for key, field in FIELDS.items() if values.get(key)},
+        **_stretched(values),
     }
+
+
+def _stretched(values: dict[str, Any]) -> dict[str, Any]:
+    """The positions' scaling, where a header says one that is read."""
+    if values.get("rope.scaling.type") != "linear" or not values.get("rope.scaling.factor", 1.0) > 0:
+        return {}
+    return {"rope_scaling": {"rope_type": "linear", "factor": float(values.get("rope.scaling.factor", 1.0))}}
 
 
 class _OtherFile(Exception):

@@ -116,6 +116,10 @@ class Setting:
                 f"--head-format {self.head_format} needs a frozen head of its own, so --lora-rank and an untied model, "
                 "and no soft tokens; leave it out"
             )
+        if self.context_parallel > 1 and self.attention == "eager":
+            raise OptionError(
+                f"--context-parallel {self.context_parallel} knows no --attention eager: use flash or nsa"
+            )
         if self.reserve >= self.gpu_bytes:
             raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
         sparse, shape = self.attention == "nsa", self.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -70,8 +71,12 @@ class Trace:
 
     @property
     def device(self) -> torch.device:
-        """Where the step's tensors belong."""
-        return next(self.model.parameters()).device
+        """Where the step's tensors belong. Raises OptionError for a model that lies nowhere."""
+        found = next(chain(self.model.parameters(), self.model.buffers()), None)
+        if found is None:
+            kind = type(self.model).__name__
+            raise OptionError(f"device: expected a model with parameters or buffers, got {kind} without; say where")
+        return found.device
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:

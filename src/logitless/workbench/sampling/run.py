@@ -32,6 +32,7 @@ from ..sources.tokenizer import chat_ids, reading
 from .config import SampleConfig
 
 OTHER_CUTS = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}  # none of them
+GREEDY = {"do_sample": False, "penalty_alpha": None}  # contrastive search, which a file may ask for, is not
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "order", "repetition_penalty")
 
 
@@ -177,7 +178,7 @@ def _complete(
         num_return_sequences=1,
         num_beams=1,
         tokenizer=tokenizer,
-        **({"do_sample": True, **warm, **OTHER_CUTS} if config.temperature else {"do_sample": False}),
+        **({"do_sample": True, **warm, **OTHER_CUTS} if config.temperature else GREEDY),
         **({"stop_strings": list(config.stop)} if config.stop else {}),  # in the place of the model's own
     )
     record = out.record.map(Tensor.cpu)

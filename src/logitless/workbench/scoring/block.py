@@ -179,7 +179,7 @@ def _known(
     size = byte_count(scorer.subject.tokenizer.saved, other)
     size = len(piece.text.encode()) - size if whole else size
     with_scores = {name: x[rows][scored[rows]] for name, x in columns.items()}
-    nats = -float(with_scores["logprob"].sum(dtype=np.float64))
+    nats = 0.0 - float(with_scores["logprob"].sum(dtype=np.float64))  # of none not -0.0
     sums = {"rows": rows.stop - rows.start, "scored": int(scored[rows].sum()), "nats": nats, "bytes": max(0, size)}
     sums |= scorer.measure.sums(with_scores)
     return {"document": piece.document, "name": piece.name, **sums, **({"why": why} if why else {})}

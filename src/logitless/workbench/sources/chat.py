@@ -56,7 +56,7 @@ def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False)
         return replace(found, said=np.ones_like(found.said)) if every else found
     messages = _messages(row, where)
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"--data {where}: no message of the assistant, which the loss would be of")
+        raise DataError(f"--data {where}: no message of the assistant, whose tokens would count")
     try:
         return _of_messages(messages, tokenizer, where, every)
     except TemplateError as error:

@@ -10,6 +10,9 @@ from ...errors import ConfigError, in_one_line
 from .tokenizer import TextTokenizer
 
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+OTHER_WAYS = (  # to generate than one token after the other, each drawn from its own distribution
+    "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "force_words_ids", "constraints",
+)  # fmt: skip
 
 
 def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
@@ -23,7 +26,7 @@ def align_tokens(model: Any, tokenizer: TextTokenizer) -> None:
 
 
 def check_generation(model: Any, tokenizer: Any, name: str) -> None:
-    """ConfigError where transformers can make nothing of what `generate` of this model begins with."""
+    """ConfigError where transformers can make nothing of what `generate` of this model begins with, or no record."""
     import torch
 
     from ...integrations.transformers.generation_options import with_stop_strings
@@ -35,6 +38,12 @@ def check_generation(model: Any, tokenizer: Any, name: str) -> None:
         model.generate(ids, attention_mask=ids + 1, **alone, **stop)
     except Exception as error:  # of each option's own code
         raise ConfigError(f"--model {name}: generation_config.json: {in_one_line(error, 300)}") from None
+    for option in OTHER_WAYS:
+        if (value := getattr(model.generation_config, option, None)) not in (None, False):
+            raise ConfigError(
+                f"--model {name}: generation_config.json: {option} asks for another way to generate than token by "
+                f"token, got {value!r:.80}; take it out of the file"
+            )
 
 
 @contextmanager
