@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..workbench.common.files import check_apart, check_outputs
+from ..workbench.common.files import check_apart, check_no_folder, check_outputs
 from ..workbench.demo.config import WRITTEN, DemoConfig
 from . import options
 from .inputs import check_inputs
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     check_outputs({"json": config.json}, {"model": config.model})
     if config.output_dir is not None:
         check_apart({"json": config.json}, config.output_dir, WRITTEN)
+        check_no_folder(config.json, config.output_dir)
     check_inputs(config.model, "show")
     from ..workbench.demo.run import run
     from .screen import Screen  # below, so that --help needs no torch

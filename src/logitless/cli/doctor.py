@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..units import format_bytes, one_unit
+from ..units import format_bytes, one_unit, plural
 from ..versions import versions
 from ..workbench.common.files import check_outputs
 from ..workbench.common.options import Count, Device, JsonFile, MemoryBudget, budget_bytes_on, check_values
@@ -169,8 +169,8 @@ def show(found: dict[str, Any], config: DoctorConfig, where: torch.device, conso
                 table.add_row(d["device"], d["name"], size, b["backend"], "runs" if b["runs"] else b["reason"])
     console.print(table, highlight=False)
     console.print(
-        f"{config.tokens:,} tokens, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, {config.dtype}, "
-        f"on {where} by {found['calls'][0]['backend']}",
+        f"{plural(config.tokens, 'token')}, hidden {config.hidden_size:,}, vocabulary {config.vocab_size:,}, "
+        f"{config.dtype}, on {where} by {found['calls'][0]['backend']}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -65,6 +65,7 @@ def with_adapters(model: Any, rank: int) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    with warnings.catch_warnings():  # PEFT 0.21 still asks for the older name
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # PEFT 0.21 asks for this name
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # its own, of experts
         return get_peft_model(model, lora)

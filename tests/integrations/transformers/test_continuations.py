@@ -6,6 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    GitConfig,
+    GitForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -81,6 +83,18 @@ MODELS = {
             window_size=8,
             max_position_embeddings=64,
             initializer_range=0.3,
+        )
+    ),
+    "an image before the text": lambda: GitForCausalLM(
+        GitConfig(
+            vocab_size=259,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
         )
     ),
     "windows": lambda: MistralForCausalLM(

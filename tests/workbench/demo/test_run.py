@@ -89,6 +89,12 @@ def test_no_output_is_what_the_demo_itself_writes(config, name, tmp_path, capsys
     assert f"--json {tmp_path / name} is among what the run itself writes into {tmp_path}" in capsys.readouterr().err
 
 
+def test_json_is_not_the_demos_folder(config, tmp_path, capsys):
+    place = str(tmp_path / "d")
+    assert main(["demo", "--model", config.model, "--output-dir", place, "--json", place]) == 2
+    assert f"--json {place}: expected a file, got the folder that the run writes into" in capsys.readouterr().err
+
+
 def test_a_model_without_a_template(config, tmp_path):
     micro_directory(tmp_path)
     micro_model().save_pretrained(tmp_path)

@@ -306,6 +306,14 @@ def test_nothing_else_is_among_what_is_written(micro, tmp_path, option, name):
     assert not (tmp_path / "e").exists()
 
 
+def test_json_is_not_the_folder(micro, tmp_path):
+    given = options(micro, corpus(tmp_path / "a.jsonl", 2), tmp_path / "e" / "f")
+    for place in (tmp_path / "e", tmp_path / "e" / "f"):
+        with pytest.raises(OptionError, match=f"--json {place}: expected a file, got the folder that the run writes"):
+            run(replace(given, json=place))
+    assert not (tmp_path / "e").exists()
+
+
 def test_documents_are_not_written_over(micro, tmp_path):
     """What eval writes into its folder is as little a document's place as --json."""
     place = tmp_path / "texts" / "deeper"

@@ -138,6 +138,16 @@ def test_json_is_not_among_what_the_run_writes(name):
     claim(TrainConfig(output_dir=Path("run"), json=Path("run/results.json")), "any")
 
 
+def test_json_is_no_folder_that_the_run_writes_into():
+    """Before it is one: at the end of a run there would be no place for the summary."""
+    expected = "--json {}: expected a file, got the folder that the run writes into"
+    for place, json in (("run", "run"), ("a/b", "a"), (None, "runs")):
+        with pytest.raises(OptionError, match=expected.format(json)):
+            claim(TrainConfig(output_dir=place and Path(place), json=Path(json)), "tiny")
+        assert not Path(json).exists()
+    assert claim(TrainConfig(json=Path("runs/tiny")), "tiny") == Path("runs/tiny-2")
+
+
 @pytest.mark.parametrize("place", ["run", "link"])
 @pytest.mark.parametrize("option", ["model", "data", "teacher"])
 def test_inputs_are_never_among_what_is_replaced(option, place):

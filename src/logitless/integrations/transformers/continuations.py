@@ -137,7 +137,7 @@ def keeps_all(model: nn.Module) -> bool:
     takes = inspect.signature(type(inner).forward).parameters
     stateful = getattr(inner, "_is_stateful", False)
     fits = {cache_name(model), "position_ids", "attention_mask"} <= takes.keys()
-    anew = _reads_the_beginning(model)
+    anew = _reads_the_beginning(model) or config.model_type == "git"  # which takes an image to stand before any cache
     return fits and not windowed and not local and not stateful and not anew and set(kinds) == {"full_attention"}
 
 

@@ -182,6 +182,12 @@ def check_apart(given: Mapping[str, Any], folder: Path, names: Iterable[str]) ->
             raise OptionError(f"{given_as} is among what the run itself writes into {folder}: name another place")
 
 
+def check_no_folder(path: Path | None, folder: Path) -> None:
+    """OptionError for a --json that is the folder which a run writes into, or one above it, before it is made."""
+    if path is not None and str(path) != "-" and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+        raise OptionError(f"--json {path}: expected a file, got the folder that the run writes into: name a file")
+
+
 def check_utf8(option: str, path: Path) -> None:
     """OptionError for a place where models are saved whose name is not UTF-8: their libraries take no other."""
     if not is_utf8(os.path.realpath(path)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import OptionError
+from ..common.files import check_no_folder
 from ..common.options import MOST, Option, at_least, check_values, require
 from ..scoring.config import TextOptions, named_after
 
@@ -56,6 +57,7 @@ class EvalConfig(TextOptions):
             self.check_text()
         if self.against == "":
             raise OptionError("--against must be a name or a path, got nothing")
+        check_no_folder(self.json, self.folder)
         outputs = {"out": tuple(self.folder / name for name in FILES), "json": self.json}
         self.check_files(self.folder, (*FILES, "*.parts"), outputs, against=self.against)
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -138,14 +138,21 @@ def _untraced_masks() -> Iterator[None]:
 
 @contextmanager
 def _gpu_kernels() -> Iterator[None]:
-    """What GPUs have and the meta device has not: fused attention and fused AdamW."""
+    """What GPUs have and the meta device has not: fused attention, fused AdamW, and autocast that is off."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(patch.object(torch, "autocast", autocast))
         stack.enter_context(patch("torch.optim.adam._device_dtype_check_for_fused", lambda *_, **__: None))
         yield
 
 
-on_host = F.scaled_dot_product_attention
+on_host, cast_on_host = F.scaled_dot_product_attention, torch.autocast
+
+
+def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's, which does not know the meta device; there nothing is cast, so that off is as it is anyway."""
+    off = device_type == GPU and kwargs.get("enabled") is False
+    return nullcontext() if off else cast_on_host(device_type, *args, **kwargs)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,16 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import ConfigError, DataError, OptionError
-from ..common.files import check_apart, check_utf8, parsed, read_object, readable, remove_all_leftovers, remove_whole
+from ..common.files import (
+    check_apart,
+    check_no_folder,
+    check_utf8,
+    parsed,
+    read_object,
+    readable,
+    remove_all_leftovers,
+    remove_whole,
+)
 from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
@@ -61,6 +70,7 @@ def claim(config: RunOptions, name: str) -> Path:
 def check_own(config: RunOptions, place: Path) -> None:
     """OptionError for an input, or the output, that is among what a run writes into this directory."""
     check_apart({"json": config.json, **config.inputs()}, place, OWN)
+    check_no_folder(config.json, place)
 
 
 def check_place(config: RunOptions) -> None:
@@ -168,6 +178,7 @@ def _begin(config: RunOptions, wanted: Path | None, name: str) -> Path:
         if why := _not_taken(wanted):
             raise OptionError(f"{why}, or choose another --output-dir")
         return wanted
+    check_no_folder(config.json, Path("runs"))
     places = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(place for place in places if _is_apart(config, place) and not _not_taken(place))
 
