@@ -21,13 +21,12 @@ from ..vocab.face import (
     best_of_all,
     check_logits,
     explain,
-    first_on_all,
     full_precision,
     on_all,
 )
 from .full import LOWEST, TILES
 from .rows import first_order
-from .terms import Terms
+from .terms import Terms, agree
 from .tokens import check_table
 
 
@@ -85,8 +84,8 @@ def expected_embedding(
         return _noise_of(hidden, noise, generator)
 
     some = on_all(head, arguments)
-    if noise is None and draws:
-        first_on_all(some.seeds, head.shard)
+    alike = f"expected_embedding draws={draws} {_alike(temperature, embedding)}"
+    agree(hidden, head, alike, some, draws and noise is None, memory_budget)
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)
     table = None if embedding is head.weight_tensor else embedding
     mixed = head.weight if table is None else table
@@ -107,6 +106,12 @@ def _check(
         raise OptionError(f"temperature: expected a number from {COLDEST} on, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
+
+
+def _alike(temperature: float, embedding: Tensor | None) -> str:
+    """What ranks compare of these arguments: each has rows of its own of the table."""
+    table = None if embedding is None else (embedding.dtype, embedding.shape[1], embedding.requires_grad)
+    return f"temperature={temperature} embedding={table}"
 
 
 def _noise_of(hidden: Tensor, noise: Noise | None, generator: torch.Generator | None) -> Noise:

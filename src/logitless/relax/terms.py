@@ -12,9 +12,13 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..vocab.face import (
     LMHead,
+    Noise,
     QuantisedWeight,
     VocabShard,
+    agreed,
     compute_dtype,
+    first_on_all,
+    flatten,
     lora_b_of,
     lora_hidden_of,
     place,
@@ -22,6 +26,19 @@ from ..vocab.face import (
     summed,
 )
 from .rows import rows_dot
+
+
+def agree(hidden: Tensor, head: LMHead, alike: str, noise: Noise, drawn: bool, memory_budget: int | None) -> None:
+    """Makes sure that the ranks which share a head, if it is split, make the same call. Raises RankError on all.
+
+    alike: its options; drawn: the noise is each rank's own as yet, and the first rank's becomes that of all.
+    """
+    if head.shard is None:
+        return
+    call = flatten(hidden, head, None, want=("logsumexp",), memory_budget=memory_budget)
+    agreed(replace(call, alike=f"{alike} noise={not drawn}"), *(() if drawn else noise))
+    if drawn:
+        first_on_all(noise.seeds, head.shard)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..algebra.rules import COLDEST, is_temperature
 from ..errors import NotFiniteError, OptionError
-from ..vocab.face import LMHead, Noise, check_logits, explain, first_on_all, on_all, token_stats
+from ..vocab.face import LMHead, Noise, check_logits, explain, on_all, token_stats
 from .full import soft_whole
-from .terms import Terms
+from .terms import Terms, agree
 from .tokens import SoftTokens, check_table, soft_embedding
 
 
@@ -57,23 +57,22 @@ def gumbel_topk(
         _check(hidden, head, tau, k, embeddings, memory_budget)
         return Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
 
-    some, drawn = on_all(head, arguments), noise is None
+    some = on_all(head, arguments)
+    agree(hidden, head, f"gumbel_topk tau={tau} k={k} hard={hard}", some, noise is None, memory_budget)
     if k == 0:
         return soft_whole(hidden, head, float(tau), some, embeddings, hard, memory_budget)
-    tokens = _soft_best(hidden, head, float(tau), k, hard, some, drawn, memory_budget)
+    tokens = _soft_best(hidden, head, float(tau), k, hard, some, memory_budget)
     return replace(tokens, embedded=tuple(soft_embedding(tokens, table) for table in embeddings), tables=embeddings)
 
 
 def _soft_best(
-    hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, drawn: bool, memory_budget: int | None
+    hidden: Tensor, head: LMHead, tau: float, k: int, hard: bool, noise: Noise, memory_budget: int | None
 ) -> SoftTokens:
-    """Soft tokens over the k best entries, arguments checked; drawn: the noise is each rank's own as yet."""
+    """Soft tokens over the k best entries, arguments checked."""
     steady = replace(head, adapters=tuple(replace(x, dropout=0.0) for x in head.adapters))
     with torch.no_grad():
         stats = token_stats(hidden, steady, want=("logsumexp",), top_k=k, memory_budget=memory_budget)
         check_logits(stats.logsumexp)
-        if drawn:
-            first_on_all(noise.seeds, head.shard)
         outside = -torch.expm1((stats.top_k_logits.logsumexp(-1) - stats.logsumexp).clamp(max=0))
     return soft_at(hidden, head, tau, stats.top_k_ids, noise, hard=hard, outside=outside)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
 from typing import overload
@@ -135,7 +135,7 @@ def _pooled(
 
     call, documents = on_all(head, arguments)
     if head.shard is not None:
-        call = agreed(call, f"max_pool_logits {above} {top_k}", documents.rows, documents.first)
+        call = agreed(replace(call, alike=f"max_pool_logits {above} {top_k}"), documents.rows, documents.first)
     call = with_lora(call)
     if above is None and top_k is None:
         return MaxPooled(*max_pool(call, documents))

@@ -112,7 +112,7 @@ def draw_tokens(
     call, budget = _halved(call, rules.retained(keep, head.rows))
     if head.shard is not None:
         options = (*_written(rules), keep, noise is None, change is None)
-        call = agreed(call, f"sample {options}", temperatures, *(noise or ()))
+        call = agreed(replace(call, alike=f"sample {options}"), temperatures, *(noise or ()))
     if noise is None:
         seeds = first_on_all(seeds, head.shard)
     run = Pass(with_lora(call), Price("values", 1, materialised=True), wide=True)

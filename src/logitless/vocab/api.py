@@ -191,7 +191,7 @@ def linear_cross_entropy(
     options["want"] = cross_entropy_wants(label_smoothing, z_loss)
     if options.get("backend") == quack_support.NAME:
         return _cross_entropy_by_quack(hidden, head, labels, reduction == "mean", divisor, options)
-    alike = label_smoothing, z_loss, reduction, divisor, weight
+    alike = label_smoothing, z_loss, reduction, divisor
     if reduction == "none":
         return _cross_entropy_of_each(hidden, head, labels, weight, label_smoothing, z_loss, alike, options)
     call, mean = _prepared(hidden, head, labels, alike=alike, weight=weight, **options), reduction == "mean"
@@ -272,9 +272,10 @@ def _prepared(
     call = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
     if weight is not None:
         call = replace(call, inputs=call.inputs._replace(class_weights=weight.detach().to(call.compute)))
-    if head.shard is not None and not torch.compiler.is_compiling():
-        named = str([x for x in alike if not isinstance(x, Tensor)])
-        call = agreed(call, named, *(x for x in alike if isinstance(x, Tensor)))
+    if head.shard is not None:
+        call = replace(call, alike=str([x for x in alike if not isinstance(x, Tensor)]))
+        if not torch.compiler.is_compiling():  # an operator of the graph does it there
+            call = agreed(call, *(x for x in alike if isinstance(x, Tensor)))
     reference = options.get("reference")
     return with_outside(with_lora(call, reference[1] if isinstance(reference, tuple) else None))
 

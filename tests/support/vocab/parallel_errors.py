@@ -29,8 +29,10 @@ from logitless.errors import (
     RankError,
     ShapeError,
 )
+from logitless.vocab.ranks.agreement import GIVEN
 
 V, H, N = 11, 4, 6
+UNLIKE = f"the same values of {GIVEN}"
 BOUND = 60.0  # seconds, on a loaded machine; a collective that nobody ends would take the group's five minutes
 
 
@@ -89,10 +91,9 @@ def unlike_calls(group: Any) -> None:
         refused(group, lambda: one(mine(group), labels), "the same options")  # noqa: B023
     told = "temperature=1.0 on rank", f"temperature=2.0 on rank {size - 1}"
     refused(group, lambda: call(mine(group), temperature=1.0 + last), "the same options", *told)
-    unlike = "the same values of temperature, candidates, token_ids, noise and denominator"
-    refused(group, lambda: call(mine(group), denominator=3 + last), unlike)
+    refused(group, lambda: call(mine(group), denominator=3 + last), UNLIKE)
     for options in ({"temperature": torch.full((N,), 1.0 + last)}, {"candidates": torch.full((N, 2), int(last))}):
-        refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), unlike)  # noqa: B023
+        refused(group, lambda: ll.token_stats(hidden, mine(group), labels, **options), UNLIKE)  # noqa: B023
     frozen = mine(group)
     frozen.weight.requires_grad_(not last)
     refused(group, lambda: call(frozen), "the same options", "weight=(torch.float32, (4,), False) on rank")
@@ -104,7 +105,7 @@ def unlike_calls(group: Any) -> None:
 
     refused(group, without_graph, "the same options", "weight=(torch.float32, (4,), False) on rank")
     draft, target = replace(mine(group), token_ids=torch.arange(V).roll(int(last))), ll.LMHead(torch.ones(2 * V, H))
-    refused(group, lambda: ll.token_stats(hidden, draft, want=("kl",), reference=(hidden, target)), unlike)
+    refused(group, lambda: ll.token_stats(hidden, draft, want=("kl",), reference=(hidden, target)), UNLIKE)
 
     adapter = ll.LowRank(torch.ones(2, H) * (1 + last), torch.ones(len(mine(group).weight), 2))
     one, scaled = replace(mine(group), adapters=(adapter,)), replace(adapter, a=torch.ones(2, H), scaling=1.0 + last)
@@ -112,6 +113,9 @@ def unlike_calls(group: Any) -> None:
     refused(group, lambda: call(replace(one, adapters=(scaled,))), "scaling and dropout of adapters=[(1.0, 0.0)] on")
     beside = {"want": ("kl",), "reference": (hidden * (1 + last), mine(group))}
     refused(group, lambda: ll.token_stats(hidden, mine(group), **beside), "the same hidden states of the reference")
+    for each, message in ((adapter, "the same adapters' a"), (scaled, "scaling and dropout of adapters=[(1.0, 0.0)]")):
+        beside = {"want": ("kl",), "reference": (hidden, replace(mine(group), adapters=(each,)))}
+        refused(group, lambda: ll.token_stats(hidden, mine(group), **beside), message)  # noqa: B023
 
     def budgeted() -> None:
         with patch("logitless.vocab.call.call.default_budget", lambda device: 1 << (20 + last)):
@@ -140,11 +144,57 @@ def unlike_samples(group: Any) -> None:
         draw("the same options", **({name: value} if last else {}))
     draw("the same options", keep=2 + last)
     draw("the same options", noise=relax.Noise(seeds, positions) if last else None)
-    unlike = "the same values of temperature, candidates, token_ids, noise and denominator"
-    draw(unlike, temperature=1.0 + last)
-    draw(unlike, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
-    draw(unlike, noise=relax.Noise(seeds + last, positions))
-    draw(unlike, noise=relax.Noise(seeds, positions.roll(int(last))))
+    draw(UNLIKE, temperature=1.0 + last)
+    draw(UNLIKE, temperature=torch.linspace(0.5, 1, N) + 0.1 * last)
+    draw(UNLIKE, noise=relax.Noise(seeds + last, positions))
+    draw(UNLIKE, noise=relax.Noise(seeds, positions.roll(int(last))))
+
+
+def unlike_graphs(group: Any) -> None:
+    """What operators of a compiled graph are told beside the call."""
+    if group is dist.group.WORLD:
+        return  # two ranks are enough for what takes seconds
+    last = dist.get_rank(group)
+    hidden, labels, head = torch.ones(N, H), torch.arange(N), mine(group)
+    adapted = replace(head, adapters=(ll.LowRank(torch.ones(2, H) * (1 + last), torch.ones(len(head.weight), 2)),))
+
+    def graph(head: ll.LMHead, **options: Any) -> None:
+        call = torch.compile(lambda h: ll.linear_cross_entropy(h, head, labels, **options), backend="aot_eager")
+        call(hidden)
+
+    for options, message in (
+        ({"z_loss": 0.1 + last}, "the same options"),
+        ({"reduction": ("sum", "mean")[last]}, "the same options"),
+        ({"reduction": "none", "label_smoothing": 0.1 + 0.1 * last}, "the same options"),
+        ({"denominator": torch.tensor(3.0 + last)}, UNLIKE),
+        ({"weight": torch.ones(V) + last, "reduction": "sum"}, UNLIKE),
+    ):
+        refused(group, lambda: graph(head, **options), message)  # noqa: B023
+    refused(group, lambda: graph(adapted), "the same adapters' a")
+
+
+def unlike_soft_tokens(group: Any) -> None:
+    """Ranks that would mix other tokens, or by other noise."""
+    last, hidden, head = dist.get_rank(group) == dist.get_world_size(group) - 1, torch.ones(N, H), mine(group)
+    noise = relax.Noise(torch.arange(N), torch.arange(N))
+    other = relax.Noise(torch.arange(N) + last, torch.arange(N))
+    half = ll.LMHead(head.weight[:1], shard=head.shard)
+    table = torch.ones(len(head.weight), 3).requires_grad_(last)
+    soft = partial(relax.gumbel_topk, hidden, head, k=3)
+    for message, attempt in (
+        ("number of tokens", lambda: relax.expected_embedding(hidden[: N - last], head)),
+        ("the same hidden states", lambda: relax.expected_embedding(hidden * (1 + last), head)),
+        ("none that holds rows", lambda: relax.expected_embedding(hidden, half)),
+        ("temperature=1.0 embedding=None", lambda: relax.expected_embedding(hidden, head, temperature=1.0 + last)),
+        ("embedding=(torch.float32, 3, False)", lambda: relax.expected_embedding(hidden, head, table)),
+        ("draws=False", lambda: relax.expected_embedding(hidden, head, noise=noise if last else None)),
+        (UNLIKE, lambda: relax.expected_embedding(hidden, head, noise=other)),
+        ("gumbel_topk tau=1.0", lambda: soft(tau=1.0 + last, noise=noise)),
+        ("hard=True", lambda: soft(tau=1.0, noise=noise, hard=not last)),
+        ("hard=False noise=False", lambda: soft(tau=1.0, noise=noise if last else None)),
+        (UNLIKE, lambda: soft(tau=1.0, noise=other)),
+    ):
+        refused(group, attempt, message)
 
 
 def unlike_shards(group: Any) -> None:
@@ -221,6 +271,8 @@ def one_rank_alone(group: Any) -> None:
     wrong(lambda: ll.sample_tokens(hidden, head, top_p=1.0 + last), "top_p", OptionError)
     wrong(lambda: ll.sample_tokens(hidden, head, temperature=0.0 - last), "temperature", OptionError)
     nan = hidden.clone().fill_(torch.nan if last else 1.0)
+    soft = relax.expected_embedding
+    wrong(lambda: soft(hidden, head, temperature=1.0 - 2 * last), "temperature: expected a number", OptionError)
     wrong(lambda: relax.gumbel_topk(nan, head, 1.0, k=2), "hidden: expected finite numbers", NotFiniteError)
     refused(group, lambda: ll.token_stats(hidden, head, labels.float()), "labels: expected integer", kind=DtypeError)
     both = [lambda: call(head, reduction="wrong"), lambda: ll.token_stats(hidden, head, short[:1])][last]
@@ -261,7 +313,9 @@ def killed_rank(group: Any) -> None:
 
 CASES = {
     "unlike calls": unlike_calls,
+    "unlike graphs": unlike_graphs,
     "unlike samples": unlike_samples,
+    "unlike soft tokens": unlike_soft_tokens,
     "unlike shards": unlike_shards,
     "bad shards": bad_shards,
     "one rank alone": one_rank_alone,

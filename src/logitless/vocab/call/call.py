@@ -93,6 +93,7 @@ class Call:
     ignored, where some are not (None: all are); the others are never computed. sampling_mask: where statistics are over
     each token's set of entries alone. reference_rows: in the place of a reference head, what it gave.
     outside: the reference over the entries that the head, of a draft vocabulary, lacks.
+    alike: options of the caller beside the call's own, which ranks that share the head compare.
     """
 
     options: CallOptions
@@ -103,6 +104,7 @@ class Call:
     sampling_mask: SamplingMask | None = None
     reference_rows: RowsOfReference | None = None
     outside: LMHead | None = None
+    alike: str = ""
 
     @property
     def budget(self) -> int:
@@ -216,10 +218,10 @@ class Call:
                 remedy = f"pass ignore_index={wrong} if such tokens do not count, else fix the ids"
             raise LabelError(f"{name}: expected ids in 0..{rows - 1}{hint}, got {wrong}; {remedy}")
 
-    def agree(self, more: str = "", *alike: Tensor) -> Call:
+    def agree(self, *given: Tensor) -> Call:
         """The call, once the ranks that share the head have made sure that all make it. Raises RankError on all.
 
-        more, alike: options and tensors of the caller that are not the call's own.
+        given: tensors of the caller that are not the call's own.
         """
         if self.shard is None:
             return self
@@ -228,6 +230,7 @@ class Call:
         kinds = [None if x is None else (x.dtype, tuple(x.shape[1:]), graph and x.requires_grad) for x in i]
         heads = [x for x in (self.head, self.reference) if x is not None]
         adapters = [x for head in heads for x in head.adapters]
+        products = [x for x in (i.lora_hidden, i.ref_lora_hidden) if x is not None]  # all that a graph has of adapters
         named = [*(vars(options) | {"memory_budget": self.budget}).items(), *zip(i._fields, kinds, strict=True)]
         named.append(("scale, softcap, vocab_size", [(x.scale, x.softcap, x.vocab_size) for x in heads]))
         named.append(("scaling and dropout of adapters", [(x.scaling, x.dropout) for x in adapters]))
@@ -235,18 +238,19 @@ class Call:
         named.append(("token_ids", self.head.token_ids is not None))
         mask = self.sampling_mask
         sets = () if mask is None else (mask.token_ids, mask.offsets)
+        constants = i.temperature, i.candidates, i.class_weights, self.head.token_ids
         every = i.hidden.new_full((), i.hidden.shape[0], dtype=torch.int64)
         facts = RankFacts(
             shard=self.shard,
             weight_rows=self.head.weight.shape[0],
             rows=self.head.rows,
-            options="\n".join((*(f"{name}={x}" for name, x in named), more)),
+            options="\n".join((*(f"{name}={x}" for name, x in named), self.alike)),
             hidden=i.hidden,
             ref_hidden=i.ref_hidden,
-            factors=[x.a for x in adapters],
+            factors=[x.a for x in adapters] or products,
             valid=every if i.labels is None else (i.labels != options.ignore_index).sum(),
             labels=i.labels,
-            given=[x for x in (i.temperature, i.candidates, self.head.token_ids, *sets, *alike) if x is not None],
+            given=[x for x in (*constants, *sets, *given) if x is not None],
         )
         return replace(self, head=self.head.with_shard(self.shard.agreed(agree(facts))))
 

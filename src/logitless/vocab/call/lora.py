@@ -34,9 +34,9 @@ def with_lora(call: Call, reference: LMHead | None = None) -> Call:
     return replace(call, inputs=inputs)
 
 
-def agreed(call: Call, more: str = "", *alike: Tensor) -> Call:
-    """The call, before `with_lora`, once the ranks have agreed on it; more, alike: as `Call.agree` takes them."""
-    return replace(call, head=stand_in(call).agree(more, *alike).head)
+def agreed(call: Call, *given: Tensor) -> Call:
+    """The call, before `with_lora`, once the ranks have agreed on it; given: as `Call.agree` takes them."""
+    return replace(call, head=stand_in(call).agree(*given).head)
 
 
 def stand_in(call: Call) -> Call:

@@ -214,7 +214,7 @@ def _beside(call: Call, ref_hidden: Tensor, given: LMHead) -> Call:
             weight=reference.weight[rows] if inputs.ref_weight is None else inputs.ref_weight,
             bias=inputs.ref_bias,
             vocab_size=head.rows,
-            adapters=(),
+            adapters=tuple(replace(x, b=x.b.detach()[rows]) for x in reference.adapters),
             shard=head.shard,
         )
     return replace(call, inputs=inputs, reference=reference, outside=outside if call.sampling_mask is None else None)

@@ -67,6 +67,7 @@ def _key(call: Call) -> str:
     if call.reference is not None:
         said += f";{_of_head('reference', call.reference)}"
     if call.shard is not None:
+        said += f";alike={call.alike}"
         said += f";group={call.shard.name};offset={int(call.shard.offset)};total={int(call.shard.total)}"
     return said
 
@@ -98,7 +99,7 @@ def _call_of(key: str, inputs: Inputs) -> Call:
     )
     assert inputs.weight is not None  # a quantised head breaks the graph before
     reference = None if inputs.ref_weight is None else head("reference", inputs.ref_weight, inputs.ref_bias)
-    return Call(options, head("head", inputs.weight, inputs.bias), inputs, reference)
+    return Call(options, head("head", inputs.weight, inputs.bias), inputs, reference, alike=said.get("alike", ""))
 
 
 class _Operator(NamedTuple):
@@ -259,7 +260,7 @@ def _cross_entropy(
 ) -> list[Tensor]:
     said = _Operator.of(tensors, present, key, flags)
     call, valid = computing_all(said.call)
-    call = call.agree().checked()
+    call = call.agree(*said.rest).checked()
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
     evaluate = CrossEntropy.of(call, given, valid)

@@ -167,7 +167,7 @@ def agree(facts: RankFacts) -> Layout:
     return Layout(tuple(columns[2]), tuple(rows))
 
 
-GIVEN = "temperature, candidates, token_ids, noise and denominator"
+GIVEN = "temperature, candidates, token_ids, sampling_mask, class weights, noise and denominator"
 SAME_TOKENS = (
     "ranks that share a vocabulary compute the same tokens: gather them first, or, of a head that FSDP2 shards, call "
     "inside the head module's own forward"
