@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError
-from ..vocab.face import LMHead, token_stats
+from ..vocab.face import LMHead, on_all, token_stats
 
 
 def online_kl(
@@ -33,17 +33,20 @@ def online_kl(
     Differentiable with respect to hidden and head, not the reference; fp32, never negative. Raises what `token_stats`
     raises, OptionError and ShapeError. Memory: slices within the budget, O(N) per step (a frozen head: two (N, H)).
     """
+    on_all(head, lambda: _check(tuple(hidden.shape[:-1]), total, alive, lengths))
+    labels = None if alive is None else torch.where(alive, 0, -100)  # a label's value does not enter the KL
+    stats = token_stats(hidden, head, labels, want=("kl",), reference=reference, memory_budget=memory_budget)
+    return stats.kl if total is None else total + stats.kl
+
+
+def _check(lead: tuple[int, ...], total: Tensor | None, alive: Tensor | None, lengths: tuple[int, int] | None) -> None:
     if lengths is not None and lengths[0] != lengths[1]:
         raise OptionError(
             f"lengths: expected both models after the same number of tokens, got policy {lengths[0]} and reference "
             f"{lengths[1]}; compare the states that predict the same next token"
         )
-    lead = tuple(hidden.shape[:-1])
     for name, x in (("total", total), ("alive", alive)):
         if x is not None and tuple(x.shape) != lead:
             raise ShapeError(f"{name}: expected shape {lead}, hidden's leading dimensions, got {tuple(x.shape)}")
     if alive is not None and alive.dtype != torch.bool:
         raise DtypeError(f"alive: expected a bool tensor, got {alive.dtype}; pass alive.bool()")
-    labels = None if alive is None else torch.where(alive, 0, -100)  # a label's value does not enter the KL
-    stats = token_stats(hidden, head, labels, want=("kl",), reference=reference, memory_budget=memory_budget)
-    return stats.kl if total is None else total + stats.kl

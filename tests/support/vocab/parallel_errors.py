@@ -271,6 +271,8 @@ def one_rank_alone(group: Any) -> None:
     wrong(lambda: ll.sample_tokens(hidden, head, top_p=1.0 + last), "top_p", OptionError)
     wrong(lambda: ll.sample_tokens(hidden, head, temperature=0.0 - last), "temperature", OptionError)
     nan = hidden.clone().fill_(torch.nan if last else 1.0)
+    kl = partial(relax.online_kl, hidden, head, (hidden, head))
+    wrong(lambda: kl(lengths=(3, 3 + last)), "lengths: expected both models", OptionError)
     soft = relax.expected_embedding
     wrong(lambda: soft(hidden, head, temperature=1.0 - 2 * last), "temperature: expected a number", OptionError)
     wrong(lambda: relax.gumbel_topk(nan, head, 1.0, k=2), "hidden: expected finite numbers", NotFiniteError)

@@ -9,6 +9,7 @@ import torch
 from logitless.algebra.costs import traffic_of
 from logitless.vocab.head.lm_head import place
 from logitless.vocab.passes.gradient import scatter_one_hots
+from logitless.vocab.ranks.agreement import _mark
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
 
@@ -48,6 +49,11 @@ def test_entries_of_other_ranks_burden_no_single_row():
     assert c.flatten().nonzero().flatten().tolist() == [1, 3]
     assert grads.bias.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
     assert ids.flatten().bincount(minlength=held).max() <= 64 // held + 2
+
+
+def test_numbers_that_are_compared_may_lie_on_another_device():
+    """A loss's denominator on the CPU beside a head on a GPU, as calls without ranks take it."""
+    assert _mark([torch.arange(3), torch.tensor(3.0)], torch.device("meta")).is_meta
 
 
 def test_what_leaves_a_rank():

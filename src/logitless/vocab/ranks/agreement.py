@@ -86,7 +86,7 @@ def _sums(tensors: list[Tensor], device: torch.device) -> Tensor:  # (3,)
 def _mark(tensors: list[Tensor], device: torch.device) -> Tensor:  # (1,)
     """A number that other values, or the same in another order, have by rare chance alone; floats by their bits."""
     whole = [(x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten() for x in tensors]
-    values = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *whole]) % PRIME
+    values = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *(x.to(device) for x in whole)]) % PRIME
     return (values * (torch.arange(values.shape[0], device=device) % 1009 + 1)).sum()[None]
 
 
