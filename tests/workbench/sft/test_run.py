@@ -340,7 +340,7 @@ def test_two_ranks_are_a_larger_batch(micro, tmp_path):
     script.write_text(RANK)
     options = ["--model", micro.model, "--data", micro.data, "--context-length", CONTEXT, "--max-steps", 6]
     options += ["--learning-rate", 1e-2, "--loss", "logitless", "--device", "cpu", "--batch-size", 1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29_611, script]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script]
     command = [*launch, "train", *options, "--output-dir", tmp_path / "two"]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Checkpoints that are not what their configuration says: refused, since what they lack would be random."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, GPTJConfig, GPT
 
 from logitless.errors import ConfigError
 from logitless.models.catalog import fields_of
-from logitless.workbench.sources.model import check_model, load_model, resolve, resolve_trained
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sources.model import build, check_model, load_model, resolve, resolve_trained
 from tests.support.workbench.micro import micro_model
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
@@ -44,6 +46,17 @@ def test_weights_of_whole_numbers_are_refused(tmp_path, dtype):
     model.save_pretrained(tmp_path, state_dict={**state, name: state[name].to(dtype)})
     with pytest.raises(ConfigError, match=f"--model {tmp_path}: expected weights in floating point, got {name} in "):
         load(tmp_path)
+
+
+def test_weights_of_float16_are_trained_by_adapters_or_in_another_dtype(tmp_path):
+    """Squares of their gradients are 0 in float16, and AdamW divides by them: the loss became NaN."""
+    micro_model().half().save_pretrained(tmp_path)
+    source, config = resolve(str(tmp_path)), TrainConfig(model=str(tmp_path), context_length=8)
+    with pytest.raises(ConfigError, match=f"--model {tmp_path}: its weights are of float16, .* --dtype float32 or bf"):
+        build(config, source)
+    for other in (replace(config, dtype="bfloat16"), replace(config, lora_rank=2)):
+        trained = {x.dtype for x in build(other, source).parameters() if x.requires_grad}
+        assert trained == {torch.float32 if other.lora_rank else torch.bfloat16}
 
 
 def with_tensors(place: Path, model: PreTrainedModel, *names: str) -> Path:

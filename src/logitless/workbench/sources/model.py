@@ -246,8 +246,21 @@ def build(config: RunOptions, source: ModelSource, length: int | None = None) ->
         given=config.length_options,
         seed=config.seed,
     )
+    if not config.lora_rank:
+        _check_trainable(source, model)
     model = lightened(model, config.gradient_checkpointing, config.offload_activations, config.mlp_tiles)
     return with_adapters(model, config.lora_rank) if config.lora_rank else model
+
+
+def _check_trainable(source: ModelSource, model: Any) -> None:
+    """ConfigError for weights in which squares of gradients, that AdamW divides by, are 0; adapters are in float32."""
+    import torch
+
+    if any(weight.dtype == torch.float16 for weight in model.parameters()):
+        raise ConfigError(
+            f"--model {source.name}: its weights are of float16, in which a run diverges: give --dtype float32 or "
+            "bfloat16, or --lora-rank to train adapters alone"
+        )
 
 
 def _transformers_model(source: ModelSource, wanted: Any, dtype: str, attention: str) -> tuple[Any, Iterable[str]]:
