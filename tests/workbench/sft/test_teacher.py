@@ -397,6 +397,7 @@ def test_best_entries_do_not_say_what_is_in_the_tail(scored):
             {"teacher": "t", "distill_tail_weight": 3.0},
             "--distill-tail-weight 3 is of --distill-tail tail-aware: give both",
         ),
+        ({"teacher": "t", "distill_top_k": 5}, "--distill-top-k 5 is of --distill-tail decoupled or tail-aware"),
         (
             {"teacher": "t", "distill_tail": "tail-aware", "distill_tail_weight": -1.0},
             "--distill-tail-weight must be positive, got -1.0",
@@ -411,6 +412,13 @@ def test_options_without_a_meaning(scored, more, message):
 def test_best_entries_know_one_temperature(scored):
     with pytest.raises(OptionError, match="--distill-temperature 2: expected 1 for a record of best entries"):
         teacher_of(scored, "topk", distill_temperature=2.0)
+
+
+def test_how_many_entries_are_set_apart_is_of_hidden_states(scored):
+    with pytest.raises(OptionError, match="--distill-top-k 5: expected a record of hidden states, got one of best"):
+        teacher_of(scored, "topk", distill_tail="decoupled", distill_top_k=5)
+    with pytest.raises(OptionError, match=f"--distill-top-k must be at most {V}, the vocabulary, got {V + 1}"):
+        teacher_of(scored, "hidden", distill_tail="decoupled", distill_top_k=V + 1)
 
 
 def test_a_record_of_an_earlier_version(scored, monkeypatch):

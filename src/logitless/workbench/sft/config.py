@@ -129,6 +129,8 @@ class TrainConfig(RunOptions):
             raise OptionError(f"--distill-tail {tail} is of --distill-loss forward: give one of the two")
         if tail != "tail-aware" and tail_weight != TrainConfig.distill_tail_weight:
             raise OptionError(f"--distill-tail-weight {tail_weight:g} is of --distill-tail tail-aware: give both")
+        if tail == "bucket" and (k := self.distill_top_k) != TrainConfig.distill_top_k:
+            raise OptionError(f"--distill-top-k {k} is of --distill-tail decoupled or tail-aware: give both")
         if self.loss == "dense":
             raise OptionError("--loss dense: with --teacher no logits are made; leave it out")
         for name in ("tensor_parallel", "context_parallel"):

@@ -23,6 +23,7 @@ from ...sample import TeacherRecord
 from ...units import plural
 from ...vocab.face import LMHead, TokenStats, linear_cross_entropy, token_loss, token_stats
 from ..common.files import check_ends, parsed
+from ..common.options import require
 from ..sources import chat
 from ..sources.chat import Example
 from ..sources.identity import hash_of_text, known_of
@@ -51,16 +52,7 @@ class Teacher:
             return None
         record = TeacherRecord(config.teacher)
         _check_text(config, record)
-        if record.kind == "topk" and config.distill_temperature != 1:
-            raise OptionError(
-                f"--distill-temperature {config.distill_temperature:g}: expected 1 for a record of best entries, whose "
-                "tail is known at no other: score with --store hidden"
-            )
-        if record.kind == "topk" and config.distill_tail == "tail-aware":
-            raise OptionError(
-                "--distill-tail tail-aware: expected a record of hidden states, got one of best entries, which does "
-                "not say what is in the tail: score with --store hidden"
-            )
+        _check_kind(config, record, vocab_size)
         entries = None
         if config.teacher_ids is None:
             _check_vocabulary(config, record, tokenizer, vocab_size)
@@ -318,6 +310,30 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Rows in order as (begin, end) of those that lie side by side."""
     edges = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
     return [(int(rows[begin]), int(rows[end - 1]) + 1) for begin, end in pairwise(edges) if begin < end]
+
+
+def _check_kind(config: TrainConfig, record: TeacherRecord, vocab_size: int) -> None:
+    """OptionError for what cannot be learned of a record of best entries, or of hidden states."""
+    if record.kind == "hidden":
+        if config.distill_tail != "bucket":
+            most = f"at most {vocab_size:,}, the vocabulary"
+            require(config.distill_top_k <= vocab_size, "distill_top_k", most, config.distill_top_k)
+        return
+    if config.distill_temperature != 1:
+        raise OptionError(
+            f"--distill-temperature {config.distill_temperature:g}: expected 1 for a record of best entries, whose "
+            "tail is known at no other: score with --store hidden"
+        )
+    if config.distill_tail == "tail-aware":
+        raise OptionError(
+            "--distill-tail tail-aware: expected a record of hidden states, got one of best entries, which does "
+            "not say what is in the tail: score with --store hidden"
+        )
+    if config.distill_top_k != TrainConfig.distill_top_k:
+        raise OptionError(
+            f"--distill-top-k {config.distill_top_k}: expected a record of hidden states, got one of best entries, all "
+            "of which are set apart: leave it out, or score with --store hidden"
+        )
 
 
 def _check_text(config: TrainConfig, record: TeacherRecord) -> None:
