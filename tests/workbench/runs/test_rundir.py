@@ -219,6 +219,14 @@ def test_a_kill_while_checkpoints_are_removed_leaves_none_without_its_mark(monke
     assert sorted(path.name for path in place.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl", RUN_FILE]
 
 
+def test_a_kill_before_checkpoints_are_removed_leaves_no_more_of_them():
+    """A run that is killed behind its last checkpoint saves no other, after which it would remove the older ones."""
+    place = begun("run")
+    newest = [checkpoint(place, step) for step in (1, 2, 3)][1:]
+    with explained(claim(TrainConfig(resume=place), "any"), "train"):
+        assert checkpoints(place) == newest
+
+
 def test_a_run_stays_what_it_was_begun_as():
     place = begun("run")
     before = read_sealed(place / RUN_FILE)

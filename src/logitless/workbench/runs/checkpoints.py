@@ -123,6 +123,7 @@ def discard_unfinished(run: Path) -> None:
         remove_all_leftovers(path)
         if _is_numbered(path) and not _is_whole(path):
             remove_whole(path)
+    prune(run)
     remove_all_leftovers(run, OWN)
 
 
