@@ -231,6 +231,16 @@ def test_taken_back(trainer):
         (runs.grpo, {"top_k": 3}, "replay: top_k is of the whole row"),
         (partial(runs.grpo, repetition_penalty=1.2), {}, "got a repetition_penalty, which moves logits"),
         (
+            partial(runs.grpo, generation_kwargs={"repetition_penalty": 1.2}),
+            {},
+            "got a repetition_penalty, which moves logits",
+        ),
+        (
+            partial(runs.rloo, generation_kwargs={"suppress_tokens": [7]}),
+            {},
+            "got suppress_tokens, as TRL sets them for a model with images; leave replay out",
+        ),
+        (
             partial(runs.grpo, vllm_importance_sampling_correction=False),
             {"corrected": True},
             "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False",

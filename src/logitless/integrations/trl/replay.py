@@ -208,8 +208,14 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
     for name in ("tools", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(f"replay: expected completions that the policy sampled alone, got {name}; leave one out")
-    if trainer.repetition_penalty not in (None, 1.0):
+    asked = trainer.generation_config
+    if asked.repetition_penalty not in (None, 1.0):
         raise ConfigError("replay: expected top_k, top_p and min_p alone, got a repetition_penalty, which moves logits")
+    if asked.suppress_tokens:
+        raise ConfigError(
+            "replay: expected top_k, top_p and min_p alone, got suppress_tokens, as TRL sets them for a model with "
+            "images; leave replay out"
+        )
     if corrected and not hasattr(trainer, "vllm_importance_sampling_mode"):
         raise OptionError(f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}")
     if corrected and not trainer.vllm_importance_sampling_correction:
