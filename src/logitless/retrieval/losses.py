@@ -42,15 +42,22 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
         raise ShapeError(f"scores: expected (queries, documents), a document for each query, got {tuple(scores.shape)}")
     if not temperature > 0:
         raise OptionError(f"temperature: expected a positive number, got {temperature!r}")
-    own = torch.arange(scores.shape[0], device=scores.device) if positives is None else positives
-    if not of_integers(own):
-        raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(own)}")
-    wrong = own[((own < 0) | (own >= scores.shape[1])) & (own != -100)]  # torch's mark of a query that does not count
+    if positives is None:
+        positives = torch.arange(scores.shape[0], device=scores.device)
+    else:
+        _check_positives(positives, scores.shape[1])
+    return F.cross_entropy(scores / temperature, positives)
+
+
+def _check_positives(positives: Tensor, documents: int) -> None:
+    if not of_integers(positives):
+        raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(positives)}")
+    ignored = positives == -100  # torch's mark of a query that does not count
+    wrong = positives[((positives < 0) | (positives >= documents)) & ~ignored]
     if wrong.numel():
         raise LabelError(
-            f"positives: expected documents in 0..{scores.shape[1] - 1}, got {int(wrong[0])}; count them in the batch"
+            f"positives: expected documents in 0..{documents - 1}, got {int(wrong[0])}; count them in the batch"
         )
-    return F.cross_entropy(scores / temperature, own)
 
 
 def margin_mse(positive: Tensor, negative: Tensor, teacher_positive: Tensor, teacher_negative: Tensor) -> Tensor:
