@@ -110,22 +110,21 @@ def test_zeros_of_either_sign_are_equal(v):
     assert linear_topk(jnp.ones((1, 1)), LMHead(zeros), 2).ids.tolist() == [[1, v - 1]]
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.inf, 1e-37, True])
-def test_temperatures_over_which_float32_holds_no_logit(temperature):
+@pytest.mark.parametrize("temperature", [-1.0, math.inf, 1e27, 1e-37, True])
+def test_temperatures_that_are_refused(temperature):
     draw = partial(sample_tokens, jnp.ones((2, 1)), LMHead(jnp.arange(3.0)[:, None]), Noise(1, 0), keep=1)
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number from 1e-30 on, got"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..1e\+26, got"):
         draw(temperature=temperature)
-    with pytest.raises(OptionError, match=r"temperature: expected finite values, 0 \(greedy\) or at least 1e-30"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
         draw(temperature=jnp.asarray([0.0, -1.0 if temperature is True else temperature]))
     assert draw(temperature=1e-30).behaviour_logprob.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.999}], ids=["all", "whole rows"])
 def test_a_bias_forbids_at_any_temperature(rules):
-    """Also where a processor's 1/T is 0."""
     bias = jnp.where(jnp.arange(231) % 2 == 0, -jnp.inf, 0.0)
     head, noise = LMHead(jnp.ones((231, 1)), bias), Noise(np.arange(40), 0)
-    record = sample_tokens(jnp.ones((40, 1)), head, noise, temperature=3e38, **rules)
+    record = sample_tokens(jnp.ones((40, 1)), head, noise, temperature=1e26, **rules)
     assert (record.token % 2 == 1).all()
     assert record.n_kept.tolist() == [115] * 40
     np.testing.assert_allclose(record.logsumexp_at_temperature, np.log(115), rtol=1e-6)

@@ -101,19 +101,19 @@ def test_under_autocast():
     )
 
 
-@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e39, 1e-37, True, "1"])
-def test_temperatures_over_which_float32_holds_no_logit(temperature):
-    """3e38 is one, at which every entry is as likely as any other, and 1e-30, at which the best one is certain."""
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e27, 1e-37, True, "1"])
+def test_temperatures_that_are_refused(temperature):
+    """At 1e26 every entry is as likely as any other, at 1e-30 the best one is certain."""
     hidden, head = torch.randn(3, 8), ll.LMHead(torch.randn(11, 8))
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..3.4e\+38, got"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..1e\+26, got"):
         ll.sample_tokens(hidden, head, temperature=temperature, noise=some_noise((3,)))
-    with pytest.raises(OptionError, match=r"temperature: expected finite values, 0 \(greedy\) or at least 1e-30"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
         ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, 1e-37]), noise=some_noise((3,)))
     for rules in ({}, {"top_p": 0.9}, {"top_k": 2}):
         cold = ll.sample_tokens(hidden, head, temperature=1e-30, noise=some_noise((3,)), **rules)
         assert cold.token.equal(ll.sample_tokens(hidden, head, temperature=0.0).token)
         assert cold.behaviour_logprob.tolist() == [0.0] * 3
-    drawn = ll.sample_tokens(hidden, head, temperature=3e38, noise=some_noise((3,)))
+    drawn = ll.sample_tokens(hidden, head, temperature=1e26, noise=some_noise((3,)))
     assert drawn.logsumexp_at_temperature.tolist() == pytest.approx([math.log(11)] * 3, rel=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_entries_that_a_bias_forbids(rules):
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_k": 150}, {"top_p": 0.999}, {"top_p": 0.9, "min_p": 0.1}])
-@pytest.mark.parametrize("temperature", [1.5, 3e38])
+@pytest.mark.parametrize("temperature", [1.5, 1e26])
 def test_a_bias_forbids_at_any_temperature(temperature, rules, monkeypatch):
     """Also where whole rows are looked at, past the best entries."""
     monkeypatch.setattr("logitless.algebra.rules.MOST_RETAINED", 16)

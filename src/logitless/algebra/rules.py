@@ -15,6 +15,7 @@ Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
 COLDEST = 1e-30  # the lowest temperature: fp32 still holds logits of 1e8, divided by it
+HOTTEST = 1e26  # a sampler's highest: what stands for -inf, divided by it, is still impossible
 
 
 def is_temperature(value: Any) -> bool:

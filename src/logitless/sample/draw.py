@@ -198,9 +198,8 @@ class Draw:
         return Drawn(*(torch.where(self.greedy, b, d) for b, d in zip(best, drawn, strict=True)))
 
     def _scaled(self, z: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
-        """(z - m) / T of some rows, -inf for what cannot be drawn at any temperature."""
-        x = (z - self.rows.m[rows, None]).div_(self.divisor[rows, None])
-        return x.masked_fill_(z <= MASK, -math.inf) if self.rows.may_be_infinite else x
+        """(z - m) / T of some rows."""
+        return (z - self.rows.m[rows, None]).div_(self.divisor[rows, None])
 
     def _log_sum(self) -> Tensor:
         if self.log_s is not None and bool((self.divisor == 1).all()):
@@ -253,12 +252,14 @@ class Draw:
     def _whole(self, rows: Tensor) -> Iterator[Tensor]:
         """Whole rows of scaled logits, (V,), one after the other; ranks gather all at once."""
         for some in rows.split(1 if self.rows.shard is None else rows.numel()):
-            yield from self._scaled(self.rows.whole(some), some)
+            z = self.rows.whole(some)
+            x = self._scaled(z, some)
+            yield from x.masked_fill_(z <= MASK, -math.inf) if self.rows.may_be_infinite else x
 
     def _among_top(self, rules: Rules, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(token, n_kept, log_kept_mass) where the rules end among the best entries, and whether they do."""
         values, ids = self.rows.top_logits, self.rows.top_ids
-        x = self._scaled(values)
+        x = self._scaled(values).masked_fill_(values <= MASK, -math.inf)
         n_kept = rules.prefix(x, log_sum)
         decided = rules.decided(x, n_kept, self.rows.size, torch)
         most = int(n_kept.max())

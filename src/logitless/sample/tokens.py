@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price
-from ..algebra.rules import COLDEST, Order
+from ..algebra.rules import COLDEST, HOTTEST, Order
 from ..errors import OptionError, ShapeError
 from ..vocab.face import (
     Call,
@@ -160,17 +160,16 @@ def _parts(
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
-        most = torch.finfo(dtype).max
         number = isinstance(temperature, Real) and not isinstance(temperature, bool)
-        if not number or not (temperature == 0 or COLDEST <= temperature <= most):
+        if not number or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
             raise OptionError(
-                f"temperature: expected 0 (greedy) or a number in {COLDEST}..{most:.3g}, got {temperature!r}"
+                f"temperature: expected 0 (greedy) or a number in {COLDEST}..{HOTTEST}, got {temperature!r}"
             )
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
     if not capturing(hidden):
-        right = temperature.isfinite() & ((temperature == 0) | (temperature >= COLDEST))
+        right = (temperature == 0) | ((temperature >= COLDEST) & (temperature <= HOTTEST))
         if not bool(right.all()):
-            raise OptionError(f"temperature: expected finite values, 0 (greedy) or at least {COLDEST}, got others")
+            raise OptionError(f"temperature: expected 0 (greedy) or numbers in {COLDEST}..{HOTTEST}, got others")
     try:
         return temperature.to(hidden.device).expand(lead)
     except RuntimeError:

@@ -83,7 +83,8 @@ class Draw:
         return jnp.where(self.temperature == 0, 1.0, self.temperature)
 
     def _scaled(self, z: Array) -> Array:
-        return scaled(z, self.accumulated.totals.m[:, None], self._divisor[:, None])
+        """(z - m) / T."""
+        return (z - self.accumulated.totals.m[:, None]) / self._divisor[:, None]
 
     def _scan(self, noisy: bool) -> tuple[Array, Array, tuple[Array, Array]]:
         """log Σ e^((z-m)/T), how many logits are finite, and where `noisy` (token, logit) drawn from all entries."""
@@ -155,7 +156,7 @@ class Draw:
     def _from_row(self, rules: Rules, i: Array, log_sum: Array) -> Drawn:
         """One row's token among all of its entries that the rules keep."""
         z, ids, noise = self._row(i)
-        x = scaled(z, self.accumulated.totals.m[i], self._divisor[i])
+        x = (z - self.accumulated.totals.m[i]) / self._divisor[i]
         keep = kept(rules, x, log_sum)
         where = jnp.where(keep, x + noise, -jnp.inf).argmax()
         log_mass = jnp.minimum(jax.nn.logsumexp(jnp.where(keep, x, -jnp.inf)) - log_sum, 0)
@@ -171,11 +172,6 @@ class Draw:
         if axis is not None:
             z, ids, noise = (lax.all_gather(x, axis, to="invarying") for x in (z, ids, noise))
         return z.reshape(-1), ids.reshape(-1), noise.reshape(-1)
-
-
-def scaled(z: Array, m: Array, divisor: Array) -> Array:
-    """(z - m) / T, -inf for what cannot be drawn at any temperature."""
-    return jnp.where(z <= MASK, -jnp.inf, (z - m) / divisor)  # where XLA multiplies by 1/T, which may be 0
 
 
 def pick(

@@ -113,7 +113,7 @@ def look_at_part(
     for column in range(begin, stop, BLOCK):
         columns = column + tl.arange(0, BLOCK)
         z = tl.load(raw + columns, mask=columns < stop, other=MASK)
-        weight = tl.where(z <= MASK, 0.0, tl.exp2((z - top) * scale))  # a high temperature would lift it
+        weight = tl.exp2((z - top) * scale)
         total += weight
         if MASKED:
             live += (z > MASK).to(tl.int32)
