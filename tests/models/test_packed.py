@@ -3,10 +3,18 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from logitless.models import packed
-from logitless.models.packed import packed_attention
+from logitless.models.packed import keeps_apart, packed_attention
 from tests.support.allocations import largest_allocation
+from tests.support.workbench.micro import SHAPE
+
+SMALL = {
+    "gpt2": GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    "opt": OPTConfig(vocab_size=99, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2),
+    **{kind: AutoConfig.for_model(kind, **SHAPE) for kind in ("qwen3", "gemma3_text", "bloom")},
+}
 
 
 def dense(query, key, value, positions, scaling, window=None):
@@ -78,3 +86,19 @@ def test_memory_is_linear_in_the_context(monkeypatch):
 
     assert largest_allocation(lambda: step(packed_attention)) <= 1 << 18
     assert largest_allocation(lambda: step(dense)) >= keys * keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SMALL)
+def test_models_that_keep_documents_apart(kind, dtype):
+    """As the second document's logits say, alone and behind another one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SMALL[kind], dtype=dtype).train()
+    ids, positions = torch.randint(90, (1, 9)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    found = keeps_apart(model)
+    assert model.training
+    assert all(x.grad is None for x in model.parameters())
+    model.eval().float()
+    both, alone = (model(input_ids=ids[:, i:], position_ids=positions[:, i:], use_cache=False).logits for i in (0, 4))
+    assert found == torch.allclose(both[:, 4:], alone, atol=1e-5)
+    assert found == (kind not in ("opt", "bloom"))

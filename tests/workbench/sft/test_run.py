@@ -29,7 +29,7 @@ from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.data import load
 from logitless.workbench.sft.run import run
 from tests.support import forked
-from tests.support.workbench.micro import CONTEXT
+from tests.support.workbench.micro import CONTEXT, micro_directory
 from tests.support.workbench.processes import killed_at
 
 QUIET = Console(quiet=True)
@@ -149,6 +149,17 @@ class TestShortRuns:
                 run(replace(config, output_dir=tmp_path / str(warned)), Console(stderr=True))
             warning = f"warning: --lora-rank 2 trains adapters alone, and --model {config.model} is a configuration"
             assert (warning in capsys.readouterr().err) == warned
+
+    def test_a_model_that_keeps_no_documents_apart_is_warned_of(self, micro, tmp_path, unmeasured, monkeypatch, capsys):
+        def stop(*parts):
+            raise OptionError("far enough")
+
+        monkeypatch.setattr("logitless.workbench.sft.run.train_steps", stop)
+        opt = micro_directory(tmp_path / "opt", model_type="opt", ffn_dim=32)
+        for config, warned in ((replace(micro.config, model=str(opt)), True), (micro.config, False)):
+            with pytest.raises(OptionError, match="far enough"):
+                run(replace(config, output_dir=tmp_path / str(warned)), Console(stderr=True))
+            assert ("does not keep packed documents apart" in capsys.readouterr().err) == warned
 
     def test_bfloat16(self, micro, tmp_path):
         summary = run(replace(micro.config, dtype="bfloat16", max_steps=3, output_dir=tmp_path / "bf16"), QUIET)

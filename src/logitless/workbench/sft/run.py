@@ -21,8 +21,9 @@ from ...integrations.transformers.installed import choose
 from ...models.catalog import HUB
 from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
+from ...models.packed import keeps_apart
 from ...models.tensor_parallel import check_split
-from ...versions import versions
+from ...versions import version_of, versions
 from ..common.device import device_of
 from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
@@ -114,6 +115,9 @@ def _placed(config: TrainConfig, place: Path, found: Found, console: Console) ->
     parts = _set_up(config, place, found, console)
     step_memory = _step_memory(parts) if main else {}
     model = together(lambda: build(config, found.source))
+    if main and not keeps_apart(model):
+        kind = f"{model.config.model_type} in transformers {version_of('transformers')}"
+        say(console, f"warning: {kind} does not keep packed documents apart: each sees those before it in its sequence")
     align_tokens(model, found.tokenizer)
     budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
     install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
