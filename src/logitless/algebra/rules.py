@@ -15,12 +15,18 @@ Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
 COLDEST = 1e-30  # the lowest temperature: fp32 still holds logits of 1e8, divided by it
-HOTTEST = 1e26  # a sampler's highest: what stands for -inf, divided by it, is still impossible
+HOTTEST = 1e26  # the highest: what stands for -inf, divided by it, is still impossible
+TEMPERATURES = f"{COLDEST:g}..{HOTTEST:g}"
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether it is a number that soft tokens can have as their temperature."""
-    return _is_number(value) and COLDEST <= value < math.inf
+    """Whether it is a number that logits may be divided by."""
+    return _is_number(value) and COLDEST <= value <= HOTTEST
+
+
+def are_temperatures(values: Array) -> Array:
+    """The same of each number of an array."""
+    return (values >= COLDEST) & (values <= HOTTEST)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.rules import COLDEST, HOTTEST, Order, Rules
+from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_temperature
 from ..errors import NotFiniteError, OptionError, ShapeError
 from .call import Call, Options
 from .head import LMHead
@@ -121,15 +121,14 @@ def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
     """A temperature for each token, or an error that says what is wrong."""
     if isinstance(temperature, Real):
-        if isinstance(temperature, bool) or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
-            raise OptionError(
-                f"temperature: expected 0 (greedy) or a number in {COLDEST}..{HOTTEST}, got {temperature!r}"
-            )
+        greedy = temperature == 0 and not isinstance(temperature, bool)
+        if not greedy and not is_temperature(temperature):
+            raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
     elif not isinstance(temperature, Tracer):
         values = np.asarray(temperature)
         numbers = any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.integer, jnp.floating))
-        if not numbers or not ((values == 0) | ((values >= COLDEST) & (values <= HOTTEST))).all():
-            raise OptionError(f"temperature: expected 0 (greedy) or numbers in {COLDEST}..{HOTTEST}, got others")
+        if not numbers or not ((values == 0) | are_temperatures(values)).all():
+            raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     array = lax.stop_gradient(jnp.asarray(temperature, dtype))
     try:
         return jnp.broadcast_to(array, lead)

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from ..algebra.options import check_ignore_index, check_numbers, check_want
+from ..algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ..errors import ConfigError, DtypeError, LabelError, OptionError, ShapeError
 from .call import Call, Options, Tokens, compute_dtype
 from .head import LMHead
@@ -181,14 +182,16 @@ def check_known(**numbers: Any) -> None:
 def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype) -> Array | None:
     """One for each token; None where it is 1. A number is an array, too, so that another compiles nothing anew."""
     if isinstance(temperature, Real):
-        if not 0 < temperature < math.inf:
-            raise OptionError(f"temperature: expected a positive number or array, got {temperature!r}")
+        if not is_temperature(temperature):
+            raise OptionError(
+                f"temperature: expected a number in {TEMPERATURES} or an array of such, got {temperature!r}"
+            )
         return None if temperature == 1 else jnp.full(math.prod(lead), temperature, dtype)
     each = lax.stop_gradient(_floating("temperature", temperature))
     values = None if isinstance(each, Tracer) else np.asarray(each)
-    if values is not None and not bool(((values > 0) & (values < math.inf)).all()):
+    if values is not None and not bool(are_temperatures(values).all()):
         raise OptionError(
-            "temperature: expected positive values everywhere, got some that are zero, negative, infinite or NaN"
+            f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"
         )
     if each.ndim > len(lead) or any(a not in (1, b) for a, b in zip(each.shape[::-1], lead[::-1], strict=False)):
         raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {each.shape}")

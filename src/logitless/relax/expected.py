@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
-from ..algebra.rules import COLDEST, is_temperature
+from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import OptionError
 from ..vocab.face import (
     LMHead,
@@ -103,7 +103,7 @@ def _check(
 ) -> None:
     explain(hidden, head, want=("entropy",), memory_budget=memory_budget)  # checks its arguments, computes nothing
     if not is_temperature(temperature):
-        raise OptionError(f"temperature: expected a number from {COLDEST} on, got {temperature!r}")
+        raise OptionError(f"temperature: expected a number in {TEMPERATURES}, got {temperature!r}")
     if embedding is not None:
         check_table(embedding, head.local_rows, head.weight.shape[0], hidden.device)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..algebra.rules import COLDEST, is_temperature
+from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import NotFiniteError, OptionError
 from ..vocab.face import LMHead, Noise, check_logits, explain, on_all, token_stats
 from .full import soft_whole
@@ -108,7 +108,7 @@ def _check(
     explain(hidden, head, want=("logsumexp",), memory_budget=memory_budget)  # checks its arguments, computes nothing
     if not is_temperature(tau):
         raise OptionError(
-            f"tau: expected a number from {COLDEST} on, got {tau!r}; small ones are nearly hard, large ones flat"
+            f"tau: expected a number in {TEMPERATURES}, got {tau!r}; small ones are nearly hard, large ones flat"
         )
     if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= head.rows:
         raise OptionError(f"k: expected a whole number in 0..{head.rows} (the vocabulary; 0 is all of it), got {k!r}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ..algebra.costs import Price
-from ..algebra.rules import COLDEST, HOTTEST, Order
+from ..algebra.rules import TEMPERATURES, Order, are_temperatures, is_temperature
 from ..errors import OptionError, ShapeError
 from ..vocab.face import (
     Call,
@@ -160,16 +159,12 @@ def _parts(
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
-        number = isinstance(temperature, Real) and not isinstance(temperature, bool)
-        if not number or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
-            raise OptionError(
-                f"temperature: expected 0 (greedy) or a number in {COLDEST}..{HOTTEST}, got {temperature!r}"
-            )
+        greedy = temperature == 0 and not isinstance(temperature, bool)
+        if not greedy and not is_temperature(temperature):
+            raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
-    if not capturing(hidden):
-        right = (temperature == 0) | ((temperature >= COLDEST) & (temperature <= HOTTEST))
-        if not bool(right.all()):
-            raise OptionError(f"temperature: expected 0 (greedy) or numbers in {COLDEST}..{HOTTEST}, got others")
+    if not capturing(hidden) and not bool(((temperature == 0) | are_temperatures(temperature)).all()):
+        raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     try:
         return temperature.to(hidden.device).expand(lead)
     except RuntimeError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import replace
-from numbers import Real
 from typing import Any, Unpack
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...algebra.options import check_ignore_index, check_numbers, check_reduction, check_want
+from ...algebra.rules import TEMPERATURES, are_temperatures, is_temperature
 from ...algebra.stats import STATISTICS, sums_of
 from ...errors import ConfigError, DeviceError, DtypeError, GradientError, NotFiniteError, OptionError, ShapeError
 from ..devices import autocast_dtype, capturing
@@ -305,15 +305,17 @@ def _check_temperature(
     temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor
 ) -> tuple[float, Tensor | None]:
     if not isinstance(temperature, Tensor):
-        if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-            raise OptionError(f"temperature: expected a positive number or tensor, got {temperature!r}")
+        if not is_temperature(temperature):
+            raise OptionError(
+                f"temperature: expected a number in {TEMPERATURES} or a tensor of such, got {temperature!r}"
+            )
         return float(temperature), None
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
     unread = torch.compiler.is_compiling() or capturing(hidden)
-    if not unread and not bool(((temperature > 0) & (temperature < math.inf)).all()):
+    if not unread and not bool(are_temperatures(temperature).all()):
         raise OptionError(
-            "temperature: expected positive values everywhere, got some that are zero, negative, infinite or NaN"
+            f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"
         )
     try:
         expanded = temperature.detach().to(hidden.device).expand(lead)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ...algebra.rules import COLDEST, is_temperature
+from ...algebra.rules import TEMPERATURES, is_temperature
 from ...errors import OptionError
 from ..common.options import SMALL_MODEL, Count, LoraRank, Option, ReportTo, RunOptions, TrainedModel, at_least, require
 
@@ -106,7 +106,7 @@ class GradeConfig(RunOptions):
         self.check_shared()
         for name in ("tau_start", "tau_end"):
             value = getattr(self, name)
-            require(is_temperature(value), name, f"{COLDEST} or more", value)
+            require(is_temperature(value), name, f"in {TEMPERATURES}", value)
         require(0 < self.max_grad_norm < math.inf, "max_grad_norm", "positive", self.max_grad_norm)
         require(0 <= self.beta < math.inf, "beta", "0 or more", self.beta)
         require(0 <= self.baseline_decay < 1, "baseline_decay", "in 0..1, without 1", self.baseline_decay)
