@@ -1,10 +1,15 @@
 """The generalised JSD of distillation: its value, its gradients and the entropy against dense float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from logitless.integrations.trl.distillation import divergence
+from logitless.integrations.trl.trainers import install
 from logitless.vocab.head.lm_head import LMHead
+from tests.support.integrations.tiny import TINY
+from tests.support.integrations.trl import runs
 
 N, H, V = 9, 8, 53
 
@@ -44,3 +49,18 @@ def test_no_token_that_counts_is_nothing_with_a_graph():
     assert float(loss.detach()) == float(entropy) == 0.0
     loss.backward()
     assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("name", ["phi-bias", "gemma2-softcap", "granite-scaling"])
+def test_a_teacher_with_a_head_of_another_kind(place, monkeypatch, name):
+    monkeypatch.setattr(runs, "teacher", lambda: TINY[name].build(vocab=259).float().eval())
+    runs.assert_same_training(partial(runs.distillation, place, max_steps=2))
+
+
+def test_it_divides_by_the_items_that_it_is_given(place):
+    trainer = runs.distillation(place)
+    install(trainer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    (mean, _, valid), (sixteenth, *_) = (trainer._compute_loss(trainer.model, batch, n) for n in (None, 16))
+    assert valid == batch["completion_mask"].sum()
+    torch.testing.assert_close(sixteenth * 16, mean * valid)

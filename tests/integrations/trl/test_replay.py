@@ -11,6 +11,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopPLogitsW
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl import replay
 from logitless.integrations.trl.trainers import install, uninstall
+from logitless.sample import sample_tokens
+from logitless.vocab.head.lm_head import LMHead
 from tests.support.integrations.trl import runs
 from tests.support.sample.dense import vllm_kept
 
@@ -277,3 +279,11 @@ def test_a_set_that_is_too_large_is_the_whole_row_less_what_was_kept(place, monk
     exact = torch.autograd.grad(torch.where(valid, policy, 0).sum() / count, parameters)
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-7)
+
+
+def test_the_first_entry_of_the_vocabulary_is_sampled_as_any():
+    record = sample_tokens(torch.randn(64, 4), LMHead(0.1 * torch.randn(3, 4)), keep=1)
+    found = replay.SampledFrom.of(record)
+    assert (record.token == 0).any()
+    assert found.whole.all()
+    torch.testing.assert_close(found.log_kept, record.log_kept_mass)
