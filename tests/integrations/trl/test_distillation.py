@@ -8,6 +8,7 @@ import torch
 from logitless.integrations.trl.distillation import divergence
 from logitless.integrations.trl.trainers import install
 from logitless.vocab.head.lm_head import LMHead
+from tests.support.allocations import trace_allocations
 from tests.support.integrations.tiny import TINY
 from tests.support.integrations.trl import runs
 
@@ -64,3 +65,13 @@ def test_it_divides_by_the_items_that_it_is_given(place):
     (mean, _, valid), (sixteenth, *_) = (trainer._compute_loss(trainer.model, batch, n) for n in (None, 16))
     assert valid == batch["completion_mask"].sum()
     torch.testing.assert_close(sixteenth * 16, mean * valid)
+
+
+def test_the_budget_is_kept(tmp_path, monkeypatch):
+    place = runs.saved_model(tmp_path, vocab_size=4096)
+    monkeypatch.setattr(runs, "teacher", lambda: runs.micro(place))
+    trainer = runs.distillation(place)
+    install(trainer, memory_budget=1 << 16)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    traced = trace_allocations(lambda: trainer.compute_loss(trainer.model, batch).backward())
+    assert traced.peak <= 4 * 4096 * 32 * 4  # of the head's gradients; the default budget's slices are more
