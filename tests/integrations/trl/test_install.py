@@ -279,6 +279,28 @@ def test_a_sampled_kl_of_another_form_is_named(monkeypatch):
         contract.require("GRPOTrainer", exact_kl=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "moved", "options"),
+    [
+        ("OUTPUT", "trl.trainer.utils:no_such_name", {}),
+        ("K3", ("gone",), {"exact_kl": True}),
+        ("FIRST", dict.fromkeys(contract.FIRST, ("self",) * 9), {"replay": True}),
+    ],
+)
+def test_install_refuses_what_has_moved(place, monkeypatch, name, moved, options):
+    trainer = runs.grpo(place)
+    monkeypatch.setattr(contract, name, moved)
+    with pytest.raises(ConfigError, match=f"^trl {version('trl')}: .*; install trl>="):
+        install(trainer, **options)
+
+
+def test_a_distillation_of_ones_own_is_not_replaced(place):
+    trainer = runs.distillation(place)
+    trainer._compute_loss = lambda *_: None
+    with pytest.raises(ConfigError, match="DistillationTrainer has a loss of its own"):
+        install(trainer)
+
+
 def test_a_forward_that_is_not_trls(trainer):
     del trainer.model.forward
     before = state_of(trainer)

@@ -1,5 +1,6 @@
 """Replayed sampling: what GRPO and RLOO drew from is what they score, against dense masked rows."""
 
+import math
 from functools import partial
 
 import pytest
@@ -122,12 +123,46 @@ def test_what_was_sampled_by_another_policy_is_weighed(place):
     batch = rollouts(trainer)
     valid = batch["completion_mask"].bool()
     ratio = batch["importance_sampling_ratio"]
+    assert not ratio.requires_grad
     torch.testing.assert_close(ratio[valid], torch.ones(int(valid.sum())), rtol=0, atol=1e-5)
     assert trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"][-1] == pytest.approx(1, abs=1e-5)
     before = trainer._compute_loss(trainer.model, batch)
     batch["importance_sampling_ratio"] = torch.full_like(ratio, 0.25)
     torch.testing.assert_close(trainer._compute_loss(trainer.model, batch), 0.25 * before)
     assert not trainer.use_vllm
+
+
+def test_metrics_say_how_far_the_trainer_is_from_the_sampler(trainer):
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    batch[replay.SAMPLED] = batch[replay.SAMPLED] - 0.5  # log q/p of each token
+    trainer._compute_loss(trainer.model, batch)
+    found = trainer._metrics["train"]
+    assert found["sampling/k1"][-1] == pytest.approx(-0.5, abs=1e-5)
+    assert found["sampling/k3"][-1] == pytest.approx(math.expm1(0.5) - 0.5, abs=1e-5)
+
+
+def test_tokens_of_which_nothing_is_known_are_refused(trainer):
+    install(trainer, replay=True)
+    batch = rollouts(trainer)
+    batch[replay.SETS] = batch[replay.SETS][1:]
+    with pytest.raises(ConfigError, match="use no tools and no rollout of your own"):
+        trainer._compute_loss(trainer.model, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("use_vllm", True, "got another engine"),
+        ("use_transformers_continuous_batching", True, "got another engine"),
+        ("tools", [len], "got tools"),
+        ("rollout_func", len, "got rollout_func"),
+    ],
+)
+def test_completions_of_others_are_refused(trainer, name, value, message):
+    setattr(trainer, name, value)
+    with pytest.raises(ConfigError, match=message):
+        install(trainer, replay=True)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
