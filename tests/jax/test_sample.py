@@ -117,6 +117,8 @@ def test_temperatures_that_are_refused(temperature):
         draw(temperature=temperature)
     with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
         draw(temperature=jnp.asarray([0.0, -1.0 if temperature is True else temperature]))
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+        draw(temperature=jnp.asarray([0.0, jnp.inf], jnp.float16))
     assert draw(temperature=1e-30).behaviour_logprob.tolist() == [0.0, 0.0]
 
 

@@ -61,6 +61,7 @@ def of_z_loss(x):
         (OptionError, "a number in 1e-30", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),
         (OptionError, "expected values in 1e-30", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4))),
         (OptionError, "infinite", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.full(4, jnp.inf))),
+        (OptionError, "are zero", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4, jnp.float16))),
         (OptionError, "jax.shard_map", lambda: token_stats(HIDDEN, HEAD, LABELS, axis_name="v")),
         (OptionError, "'mean', 'sum'", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, reduction="avg")),
         (

@@ -109,6 +109,8 @@ def test_temperatures_that_are_refused(temperature):
         ll.sample_tokens(hidden, head, temperature=temperature, noise=some_noise((3,)))
     with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
         ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, 1e-37]), noise=some_noise((3,)))
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+        ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, math.inf]).half(), noise=some_noise((3,)))
     for rules in ({}, {"top_p": 0.9}, {"top_k": 2}):
         cold = ll.sample_tokens(hidden, head, temperature=1e-30, noise=some_noise((3,)), **rules)
         assert cold.token.equal(ll.sample_tokens(hidden, head, temperature=0.0).token)

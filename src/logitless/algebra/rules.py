@@ -20,12 +20,12 @@ TEMPERATURES = f"{COLDEST:g}..{HOTTEST:g}"
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether it is a number that logits may be divided by."""
-    return _is_number(value) and COLDEST <= value <= HOTTEST
+    """Whether it is a number that logits may be divided by; NumPy compares its float16 with ends of 0 and inf."""
+    return _is_number(value) and 0 < value < math.inf and COLDEST <= value <= HOTTEST
 
 
 def are_temperatures(values: Array) -> Array:
-    """The same of each number of an array."""
+    """The same of each number of an array of float32 or more: in float16 the ends are 0 and inf."""
     return (values >= COLDEST) & (values <= HOTTEST)
 
 

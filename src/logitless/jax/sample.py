@@ -127,7 +127,7 @@ def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: 
     elif not isinstance(temperature, Tracer):
         values = np.asarray(temperature)
         numbers = any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.integer, jnp.floating))
-        if not numbers or not ((values == 0) | are_temperatures(values)).all():
+        if not numbers or not ((values == 0) | are_temperatures(values.astype(np.float64))).all():
             raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     array = lax.stop_gradient(jnp.asarray(temperature, dtype))
     try:

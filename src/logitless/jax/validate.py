@@ -188,7 +188,7 @@ def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype)
             )
         return None if temperature == 1 else jnp.full(math.prod(lead), temperature, dtype)
     each = lax.stop_gradient(_floating("temperature", temperature))
-    values = None if isinstance(each, Tracer) else np.asarray(each)
+    values = None if isinstance(each, Tracer) else np.asarray(each, np.float64)
     if values is not None and not bool(are_temperatures(values).all()):
         raise OptionError(
             f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"

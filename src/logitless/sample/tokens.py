@@ -163,7 +163,7 @@ def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Te
         if not greedy and not is_temperature(temperature):
             raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
-    if not capturing(hidden) and not bool(((temperature == 0) | are_temperatures(temperature)).all()):
+    if not capturing(hidden) and not bool(((temperature == 0) | are_temperatures(temperature.float())).all()):
         raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     try:
         return temperature.to(hidden.device).expand(lead)

@@ -61,7 +61,9 @@ def test_unknown_option_like_no_other():
     refused(OptionError, lambda: ll.token_loss(*args, xyz=1), "'xyz'", "they are want, temperature")
 
 
-@pytest.mark.parametrize("got", [0, 0.0, -1.0, NAN, float("inf"), 1e-40, 1e300, True, "1", None])
+@pytest.mark.parametrize(
+    "got", [0, 0.0, -1.0, NAN, float("inf"), 1e-40, 1e300, numpy.float16(0), numpy.float16("inf"), True, "1", None]
+)
 def test_temperature(got):
     refused_everywhere(
         OptionError, ("temperature: expected a number in 1e-30..1e+26 or a tensor", f"got {got!r}"), temperature=got
@@ -104,9 +106,10 @@ def test_want_that_is_no_tuple():
     refused_everywhere(OptionError, ("want: expected names of statistics", "got None"), want=None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("got", [0.0, -1.0, NAN, float("inf")])
-def test_one_wrong_temperature_among_many(got):
-    temperature = torch.ones(2, 3)
+def test_one_wrong_temperature_among_many(got, dtype):
+    temperature = torch.ones(2, 3, dtype=dtype)
     temperature[1, 1] = got
     refused_everywhere(
         OptionError, ("temperature: expected values in 1e-30..1e+26", "got some"), temperature=temperature

@@ -313,7 +313,7 @@ def _check_temperature(
     if temperature.requires_grad and torch.is_grad_enabled():
         raise GradientError("temperature: it gets no gradient here; pass temperature.detach()")
     unread = torch.compiler.is_compiling() or capturing(hidden)
-    if not unread and not bool(are_temperatures(temperature).all()):
+    if not unread and not bool(are_temperatures(temperature.float()).all()):
         raise OptionError(
             f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"
         )
