@@ -66,6 +66,9 @@ def test_in_batch_loss():
     shared = torch.tensor([1, 0, 1])
     expected = -tall.softmax(1)[range(3), shared].log().mean()
     torch.testing.assert_close(retrieval.in_batch_loss(tall, shared), expected)
+    torch.testing.assert_close(retrieval.in_batch_loss(tall, shared.int()), expected)
+    whole = torch.compile(retrieval.in_batch_loss, fullgraph=True, backend="eager")
+    torch.testing.assert_close(whole(tall, shared), expected)
 
 
 def test_losses_of_a_teacher():

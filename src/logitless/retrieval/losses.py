@@ -46,12 +46,14 @@ def in_batch_loss(scores: Tensor, positives: Tensor | None = None, temperature: 
         positives = torch.arange(scores.shape[0], device=scores.device)
     else:
         _check_positives(positives, scores.shape[1])
-    return F.cross_entropy(scores / temperature, positives)
+    return F.cross_entropy(scores / temperature, positives.long())
 
 
 def _check_positives(positives: Tensor, documents: int) -> None:
     if not of_integers(positives):
         raise DtypeError(f"positives: expected a tensor of integers, got {dtype_of(positives)}")
+    if torch.compiler.is_compiling():
+        return  # a graph looks at no values
     ignored = positives == -100  # torch's mark of a query that does not count
     wrong = positives[((positives < 0) | (positives >= documents)) & ~ignored]
     if wrong.numel():
