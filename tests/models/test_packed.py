@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, CTRLConfig, GPT2Config, OPTConfig
 
 from logitless.models import packed
 from logitless.models.packed import keeps_apart, packed_attention
@@ -12,6 +12,7 @@ from tests.support.workbench.micro import SHAPE
 
 SMALL = {
     "gpt2": GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    "ctrl": CTRLConfig(vocab_size=99, n_embd=32, n_layer=2, n_head=2, dff=32),
     "opt": OPTConfig(vocab_size=99, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2),
     **{kind: AutoConfig.for_model(kind, **SHAPE) for kind in ("qwen3", "gemma3_text", "bloom")},
 }

@@ -29,7 +29,7 @@ def keeps_apart(model: Any) -> bool:
 
     def as_input(module: Any, given: Any, embedded: Tensor) -> Tensor:
         inputs.append(embedded.detach().requires_grad_())
-        return inputs[-1]
+        return inputs[-1].clone()  # which some models scale in place
 
     hook, was_training = embeddings.register_forward_hook(as_input), model.training
     try:
