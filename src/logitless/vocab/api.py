@@ -76,8 +76,8 @@ def token_stats(
         logprob = logp.gather(-1, labels[..., None])[..., 0]
         entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
 
-    hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: positive,
-    broadcasts to (...), divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
+    hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: broadcasts
+    to (...), in 1e-30..1e26, divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
     sampling_mask: each token's set of entries, over which all statistics are, at no product with the vocabulary;
     reference: (hidden, head) of the policy that kl, jsd and so on compare with, a constant; or its logits or log-probs
     (..., V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's

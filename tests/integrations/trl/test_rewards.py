@@ -193,9 +193,9 @@ def test_bad_input_is_one_line(model, what):
     assert not [m for m in model.modules() if not m.training]  # as it was
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": math.inf}, {"micro_batch": 0}])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1e27}, {"micro_batch": 0}])
 def test_options_without_a_meaning(options):
-    with pytest.raises(OptionError, match="must be"):
+    with pytest.raises(OptionError, match=r"expected a number in 1e-30|micro_batch must be"):
         SelfCertaintyReward(**options)
 
 

@@ -386,7 +386,8 @@ def test_best_entries_do_not_say_what_is_in_the_tail(scored):
         ({"distill_loss": "reverse"}, "--distill-loss reverse is of --teacher: give a record, or leave it out"),
         ({"teacher_ids": "x.json"}, "--teacher-ids x.json is of --teacher"),
         ({"teacher": "t", "distill_weight": 0.0}, "--distill-weight must be above 0, at most 1, got 0.0"),
-        ({"teacher": "t", "distill_temperature": 0.0}, "--distill-temperature must be positive, got 0.0"),
+        ({"teacher": "t", "distill_temperature": 0.0}, "--distill-temperature must be in 1e-30"),
+        ({"teacher": "t", "distill_temperature": 1e27}, "--distill-temperature must be in 1e-30"),
         ({"teacher": "t", "loss": "dense"}, "--loss dense: with --teacher no logits are made; leave it out"),
         ({"teacher": "t", "tensor_parallel": 2}, "--tensor-parallel must be 1 with --teacher"),
         (

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ...algebra.rules import Order
+from ...algebra.rules import TEMPERATURES, Order, is_temperature
 from ...errors import ConfigError, OptionError, ShapeError
 from ...models.positions import reach
 from ...sample.rules import Rules
@@ -129,9 +129,10 @@ def check_rules(options: Mapping[str, Any], order: Order) -> None:
     given = {name: value for name, value in given.items() if value is not None}
     temperature = given.pop("temperature", 1.0)
     Rules(**given, order=order)
-    positive = isinstance(temperature, int | float) and 0 < temperature < math.inf
-    if options.get("do_sample", getattr(config, "do_sample", False)) and not positive:
-        raise OptionError(f"temperature: expected more than 0, got {temperature!r}; do_sample=False is greedy")
+    if options.get("do_sample", getattr(config, "do_sample", False)) and not is_temperature(temperature):
+        raise OptionError(
+            f"temperature: expected a number in {TEMPERATURES}, got {temperature!r}; do_sample=False is greedy"
+        )
 
 
 def check_supported(options: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...algebra.rules import TEMPERATURES, is_temperature
 from ...errors import ConfigError, NotFiniteError, OptionError
 from ...vocab.face import LMHead, token_stats
 from ..transformers.lm_head import causal_lm, evaluating, forward_with, through_head
@@ -45,8 +46,10 @@ class SelfCertaintyReward:
         memory_budget: int | None = None,
         name: str = "self_certainty",
     ) -> None:
-        if temperature is not None and not 0 < temperature < float("inf"):
-            raise OptionError(f"temperature must be positive, or None for the trainer's, got {temperature}")
+        if temperature is not None and not is_temperature(temperature):
+            raise OptionError(
+                f"temperature: expected a number in {TEMPERATURES}, or None for the trainer's, got {temperature!r}"
+            )
         if micro_batch is not None and micro_batch < 1:
             raise OptionError(f"micro_batch must be 1 completion or more, or None for all, got {micro_batch}")
         self.temperature, self.micro_batch, self.memory_budget = temperature, micro_batch, memory_budget

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ...algebra.rules import Order
+from ...algebra.rules import TEMPERATURES, Order, is_temperature
 from ...errors import OptionError
 from ..common.options import DEFAULT_MODEL, MOST_FLOAT, Count, ReportTo, RunOptions, TrainedModel, require
 
@@ -120,7 +119,7 @@ class AlignConfig(RunOptions):
         for name in ("beta", "repetition_guard", "self_certainty_weight"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= MOST_FLOAT, name, "0 or more, and finite in float32", value)
-        require(0 < self.temperature < math.inf, "temperature", "positive", self.temperature)
+        require(is_temperature(self.temperature), "temperature", f"in {TEMPERATURES}", self.temperature)
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
         self._check_whole_rows()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...algebra.rules import TEMPERATURES, is_temperature
 from ...errors import OptionError
 from ...models.positions import parse_scaling
 from ...units import parse_bytes
@@ -122,7 +123,7 @@ class TrainConfig(RunOptions):
             return
         require(0 < self.distill_weight <= 1, "distill_weight", "above 0, at most 1", self.distill_weight)
         temperature = self.distill_temperature
-        require(math.isfinite(temperature) and temperature > 0, "distill_temperature", "positive", temperature)
+        require(is_temperature(temperature), "distill_temperature", f"in {TEMPERATURES}", temperature)
         tail, tail_weight = self.distill_tail, self.distill_tail_weight
         require(math.isfinite(tail_weight) and tail_weight > 0, "distill_tail_weight", "positive", tail_weight)
         if tail != "bucket" and self.distill_loss == "reverse":
