@@ -21,7 +21,7 @@ def keeps_apart(model: Any) -> bool:
     Some of its classes make nothing of positions that start anew. Where they are masked, a document's gradient at the
     embeddings of the one before is 0 exactly, in any dtype.
     """
-    if model.config._attn_implementation not in ("eager", "sdpa"):  # others go by positions, and run on GPUs alone
+    if model.config._attn_implementation not in ("eager", "sdpa"):  # NSA, which goes by positions itself
         return True
     embeddings = model.get_input_embeddings()
     positions = torch.tensor([[*range(TRIED)] * 2], device=embeddings.weight.device)
