@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass
@@ -155,9 +156,10 @@ def config_fields(path: Path, header: Header) -> dict[str, Any]:
 
 def _stretched(values: dict[str, Any]) -> dict[str, Any]:
     """The positions' scaling, where a header says one that is read."""
-    if values.get("rope.scaling.type") != "linear" or not values.get("rope.scaling.factor", 1.0) > 0:
+    factor = values.get("rope.scaling.factor", 1.0)
+    if values.get("rope.scaling.type") != "linear" or not isinstance(factor, float) or not 0 < factor < math.inf:
         return {}
-    return {"rope_scaling": {"rope_type": "linear", "factor": float(values.get("rope.scaling.factor", 1.0))}}
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
 class _OtherFile(Exception):
