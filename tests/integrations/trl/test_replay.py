@@ -266,6 +266,7 @@ def test_taken_back(trainer):
         (runs.dpo, {}, "replay: expected a trainer that samples, GRPOTrainer or RLOOTrainer, got DPOTrainer"),
         (runs.grpo, {"exact_kl": True}, "replay: exact_kl is of the whole row"),
         (runs.grpo, {"top_k": 3}, "replay: top_k is of the whole row"),
+        (runs.grpo, {"order": "vlm"}, "order: expected .*, got 'vlm'"),
         (partial(runs.grpo, repetition_penalty=1.2), {}, "got a repetition_penalty, which moves logits"),
         (
             partial(runs.grpo, generation_kwargs={"repetition_penalty": 1.2}),
