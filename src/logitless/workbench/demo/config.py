@@ -26,6 +26,7 @@ class DemoConfig:
     """Peak of a cosine schedule, of adapters of rank 16."""
     memory_budget: MemoryBudget = "16MiB"
     seed: int = 0
+    """Of the order of the conversations, the adapters and the tokens that are drawn."""
     device: Device = "auto"
     output_dir: Path | None = None
     """Where everything is written. Default: the first free runs/demo, runs/demo-2, ..."""
