@@ -142,7 +142,7 @@ def check_numbers(path: Path, header: Header, read: int) -> None:
 
 def config_fields(path: Path, header: Header) -> dict[str, Any]:
     """What a header says of the model's shape, by the names of transformers' configurations. Raises ConfigError."""
-    values = header.own
+    values, scaling = header.own, linear_scaling(header)
     if EMBEDDING not in header.shapes:
         raise ConfigError(f"--model {path}: expected a language model, this GGUF file has no {EMBEDDING}")
     return {
@@ -150,16 +150,16 @@ def config_fields(path: Path, header: Header) -> dict[str, Any]:
         "vocab_size": header.shapes[EMBEDDING][0],
         "tie_word_embeddings": OUTPUT not in header.shapes,
         **{field: values[key] for key, field in FIELDS.items() if values.get(key)},
-        **_stretched(values),
+        **({"rope_scaling": scaling} if scaling else {}),
     }
 
 
-def _stretched(values: dict[str, Any]) -> dict[str, Any]:
-    """The positions' scaling, where a header says one that is read."""
-    factor = values.get("rope.scaling.factor", 1.0)
-    if values.get("rope.scaling.type") != "linear" or not isinstance(factor, float) or not 0 < factor < math.inf:
+def linear_scaling(header: Header) -> dict[str, Any]:
+    """What stretches the positions evenly, by the names of transformers' configurations; nothing where nothing does."""
+    kind, factor = header.own.get("rope.scaling.type"), header.own.get("rope.scaling.factor", 1.0)
+    if kind != "linear" or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         return {}
-    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    return {"rope_type": "linear", "factor": float(factor)}
 
 
 class _OtherFile(Exception):

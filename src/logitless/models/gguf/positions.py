@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .config import head_dim
-from .header import ELSEWHERE, FACTORS, LLAMA3, Header
+from .header import ELSEWHERE, FACTORS, LLAMA3, Header, linear_scaling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ def rope_parameters(path: Path, header: Header, config: Any) -> dict[str, Any]:
             f"--model {path}: its positions turn {turned} numbers of a head's {head_dim(config)}, those of "
             f"transformers' {config.model_type} model all of them; {ELSEWHERE}"
         )
-    kind, factor = header.own.get("rope.scaling.type", "none"), header.own.get("rope.scaling.factor", 1.0)
+    kind = header.own.get("rope.scaling.type", "none")
     stretched = kind != "none" or any(name in header.shapes for name in FACTORS)
     if not stretched or far["rope_type"] != "default":  # which transformers knows of the architecture
         return found
-    if kind == "linear" and factor > 0:
-        far |= {"rope_type": "linear", "factor": float(factor)}
+    if linear := linear_scaling(header):
+        far |= linear
     elif LLAMA3 in header.shapes and far is found and (stretch := _llama3(config, _tensor(path, LLAMA3))):
         far |= stretch
     else:
