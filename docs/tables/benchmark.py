@@ -4,7 +4,7 @@ from typing import Any
 
 from bench.harness import read_lines
 from bench.plot import caption, full_table, summary_table
-from docs.tables.markdown import RESULTS
+from docs.tables.shared import RESULTS
 
 Record = dict[str, Any]
 

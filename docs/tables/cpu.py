@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from docs.tables.markdown import grid, machine
+from docs.tables.shared import grid, machine
 
 Record = dict[str, Any]
 

@@ -8,7 +8,7 @@ from bench.gpu.counts import show
 from bench.gpu.rows import IN_A_GRAPH
 from bench.gpu.run import by_row, worst_errors
 from bench.harness import read_lines
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 
 Record = dict[str, Any]
 PROFILE = Path("bench/results/gpu_profile.jsonl")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 from logitless.workbench.grade.comparison.report import MORE, TIMES
 
 Record = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 
 Record = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 
 Record = dict[str, Any]
 GIB, MIB = 1 << 30, 1 << 20

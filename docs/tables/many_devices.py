@@ -1,6 +1,6 @@
 """Many GPUs on paper: what each holds and sends in a step, by the planner's formulas."""
 
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 from docs.tables.traffic import traffic
 from logitless.models.catalog import shape_of
 from logitless.workbench.plan.plan import plan

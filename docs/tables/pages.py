@@ -28,7 +28,7 @@ from docs.tables import (
     sampling,
     scaling,
 )
-from docs.tables.markdown import RESULTS
+from docs.tables.shared import RESULTS
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 
 RESULTS = Path(__file__).parents[2] / "tests" / "peers" / "results.json"
 NAMES = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from docs.tables.markdown import grid, machine
+from docs.tables.shared import grid, machine
 
 Record = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from bench.sampling.run import table
-from docs.tables.markdown import machine
+from docs.tables.shared import machine
 
 Record = dict[str, Any]
 

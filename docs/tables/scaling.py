@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from bench.cases import CASES
-from docs.tables.markdown import grid
+from docs.tables.shared import grid
 
 Record = dict[str, Any]
 NAMES = {"vocab": "entries", "tokens": "tokens", "hidden": "width", "threads": "threads"}

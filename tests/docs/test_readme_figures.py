@@ -7,8 +7,8 @@ import pytest
 
 from bench.harness import read_lines
 from docs.tables.grade import memory_ratio
-from docs.tables.markdown import RESULTS
 from docs.tables.pages import MARKED
+from docs.tables.shared import RESULTS
 from logitless.algebra.costs import DEFAULT_BUDGET
 
 ROOT = Path(__file__).parents[2]
