@@ -111,18 +111,18 @@ def works(o):
     if not jnp.allclose(loss, dense, rtol=2e-6):
         raise SystemExit(f"the losses differ: {loss} against {dense}")
     both = partial(jax.value_and_grad, argnums=(0, 1))
-    training = {"ours": both(linear_cross_entropy), "dense": both(dense_loss), "bare products": bare_gradients}
+    training = {"logitless": both(linear_cross_entropy), "dense": both(dense_loss), "bare products": bare_gradients}
     yield "loss and gradients", training, (hidden, head, labels)
-    values = {"ours": partial(token_stats, want=("logprob", "entropy")), "dense": dense_entropy}
+    values = {"logitless": partial(token_stats, want=("logprob", "entropy")), "dense": dense_entropy}
     yield "log-prob and entropy", values | {"bare products": bare_values}, (hidden, head, labels)
     steps = {
-        "ours": partial(linear_topk, k=o.keep),
-        "ours, no best entries": partial(token_stats, want=("logsumexp",)),
+        "logitless": partial(linear_topk, k=o.keep),
+        "logitless, no best entries": partial(token_stats, want=("logsumexp",)),
         "dense": partial(dense_step, k=o.keep),
     }
     few, key = hidden[:STEP], jax.random.key(3)
     yield "best entries of a step", steps, (few, head)
-    methods = {"ours": drawn, "dense": dense_draw, "dense nucleus": dense_nucleus}
+    methods = {"logitless": drawn, "dense": dense_draw, "dense nucleus": dense_nucleus}
     methods = {name: partial(f, k=o.keep) for name, f in methods.items()}
     yield "a step drawn, early nuclei", methods, (8 * few, head, key)
     yield "a step drawn, flat rows", methods, (few, head, key)

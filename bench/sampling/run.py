@@ -110,7 +110,7 @@ def table(record: Record) -> str:
     lines = [
         f"**{record['title']}**, {record['size']}",
         "",
-        "| way | s | ours / it | MB | error |",
+        "| way | s | logitless / it | MB | error |",
         "|---|---|---|---|---|",
     ]
     for way, r in record["ways"].items():

@@ -8,7 +8,7 @@ Record = dict[str, Any]
 
 
 def in_jax(records: list[Record]) -> str:
-    """Seconds and XLA's own account of temporaries, ours beside dense, of each work."""
+    """Seconds and XLA's own account of temporaries, logitless beside dense, of each work."""
     head = ["work", "method", "time", "× dense", "× bare", "temporaries"]
     of = {(r["work"], r["method"]): r for r in records[1:]}
     rows = []

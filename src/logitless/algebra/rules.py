@@ -24,6 +24,11 @@ def is_temperature(value: Any) -> bool:
     return _is_number(value) and 0 < value < math.inf and COLDEST <= value <= HOTTEST
 
 
+def is_drawing_temperature(value: Any) -> bool:
+    """Or 0, at which the best entry is taken."""
+    return is_temperature(value) or (_is_number(value) and value == 0)
+
+
 def are_temperatures(values: Array) -> Array:
     """The same of each number of an array of float32 or more: in float16 the ends are 0 and inf."""
     return (values >= COLDEST) & (values <= HOTTEST)

@@ -65,10 +65,11 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
 
         MaskedCrossEntropy(ignore_index, reduction)(model(**batch).logits, labels, num_label_tokens)
 
-    ignore_index, reduction: as of Automodel's losses; memory_budget: bytes of slices, 256 MiB unless given; backend:
-    the pass's, chosen unless given. The head's weight is materialised as by Automodel's own losses, once for the main
-    loss and all depths of multi-token prediction, and its gradient reduced in its way. Softcap, scale and padded rows
-    are read from the model's configuration. Raises ConfigError for a head with a bias or a forward of its own.
+    ignore_index, reduction: as of Automodel's losses; memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB
+    on a GPU; backend: the pass's, chosen unless given. The head's weight is materialised as by Automodel's own losses,
+    once for the main loss and all depths of multi-token prediction, and its gradient reduced in its way. Softcap, scale
+    and padded rows are read from the model's configuration. Raises ConfigError for a head with a bias or a forward of
+    its own.
     Memory: slices within the budget, the gradients of hidden states and head.
     """
 

@@ -47,7 +47,7 @@ class LogitlessArgs(BaseModel):
     """The plugin's options, beside axolotl's own in its YAML."""
 
     logitless_loss: Literal["logitless", "auto", "dense"] = "logitless"
-    logitless_memory_budget: int | None = None  # bytes of slices, 256 MiB unless given
+    logitless_memory_budget: int | None = None  # bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU
 
 
 class LogitlessPlugin(BasePlugin):

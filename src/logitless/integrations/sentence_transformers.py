@@ -63,7 +63,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     Training, evaluation and `encode` are sentence-transformers' own, with any of its losses; so is what it saves, which
     anyone loads without logitless. Every `Transformer` with a `SpladePooling` after it is taken, also in a `Router`.
     `token_embeddings` then is the maximum over tokens, (documents, vocabulary), and not logits. Embeddings are in the
-    dtype of the head's weight. memory_budget: bytes of slices, 256 MiB unless given.
+    dtype of the head's weight. memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU.
     Raises ConfigError (no such pair, pooling_strategy="sum", which needs all logits' gradients, a backend that is not
     torch, a head that is more than a matrix, its bias and adapters) and OptionError; then the model is as it was.
     Price: one product, and backward the rows of active (document, entry) pairs. Memory: as `max_pool_logits`.

@@ -134,7 +134,8 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     Dense equivalent: the model's own forward, with the losses `kl_div`, `rkl`, `jsd`, `ce`, `tv`, `nla` and
     `lk_hybrid`.
 
-    memory_budget: bytes of slices, 256 MiB unless given. The forward is not compiled as a whole. Raises ConfigError.
+    memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. The forward is not compiled as a
+    whole. Raises ConfigError.
     Memory: slices within the budget, and of a frozen head one (T, H) buffer a statistic.
     """
     HOST.require()

@@ -206,9 +206,9 @@ class StreamedEngine(HiddenEngine):
 
     Dense equivalent: `FSDPEngineWithLMHead`, with a temperature for each sample and a teacher's best entries.
 
-    `model.fused_kernel_options.memory_budget`: bytes of slices, 256 MiB unless given; `teacher`, `distill_loss` and
-    `distill_weight`: a model to learn from, over the whole vocabulary. Raises ConfigError for verl's own fused kernels,
-    for an output head that is not known and for such an option without a meaning.
+    `model.fused_kernel_options.memory_budget`: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU; `teacher`,
+    `distill_loss` and `distill_weight`: a model to learn from, over the whole vocabulary. Raises ConfigError for verl's
+    own fused kernels, for an output head that is not known and for such an option without a meaning.
     Memory: slices within the budget, the gradients of hidden states and head.
     """
 

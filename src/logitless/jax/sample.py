@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_temperature
+from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_drawing_temperature
 from ..errors import NotFiniteError, OptionError, ShapeError
 from .call import Call, Options
 from .head import LMHead
@@ -121,8 +121,7 @@ def _check_forbidden(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: Any) -> Array:
     """A temperature for each token, or an error that says what is wrong."""
     if isinstance(temperature, Real):
-        greedy = temperature == 0 and not isinstance(temperature, bool)
-        if not greedy and not is_temperature(temperature):
+        if not is_drawing_temperature(temperature):
             raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
     elif not isinstance(temperature, Tracer):
         values = np.asarray(temperature)

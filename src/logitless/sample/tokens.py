@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.costs import Price
-from ..algebra.rules import TEMPERATURES, Order, are_temperatures, is_temperature
+from ..algebra.rules import TEMPERATURES, Order, are_temperatures, is_drawing_temperature
 from ..errors import OptionError, ShapeError
 from ..vocab.face import (
     Call,
@@ -159,8 +159,7 @@ def _parts(
 def _temperatures(temperature: float | Tensor, lead: tuple[int, ...], hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A temperature for each token, or an error that says what is wrong."""
     if not isinstance(temperature, Tensor):
-        greedy = temperature == 0 and not isinstance(temperature, bool)
-        if not greedy and not is_temperature(temperature):
+        if not is_drawing_temperature(temperature):
             raise OptionError(f"temperature: expected 0 (greedy) or a number in {TEMPERATURES}, got {temperature!r}")
         return torch.full(lead, float(temperature), dtype=dtype, device=hidden.device)
     if not capturing(hidden) and not bool(((temperature == 0) | are_temperatures(temperature.float())).all()):

@@ -83,8 +83,9 @@ def token_stats(
     (..., V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's
     mixture; memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. Returns fp32 (fp64 for fp64
     inputs) tensors (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not
-    temperature, rank and top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError,
-    LabelError, OptionError, BackendError, GradientError. Memory: slices within the budget, O(N), two (N, H) if frozen.
+    temperature, rank, el2n and top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError,
+    DeviceError, LabelError, OptionError, BackendError, GradientError. Memory: slices within the budget, O(N), two
+    (N, H) if frozen.
     """
     return _token_stats(
         hidden,

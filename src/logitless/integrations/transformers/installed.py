@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...algebra.costs import DEFAULT_BUDGET, logits_bytes
+from ...algebra.costs import logits_bytes
 from ...errors import ConfigError, DtypeError
 from ...multi_token import multi_token_cross_entropy
-from ...vocab.face import LMHead, linear_cross_entropy
+from ...vocab.face import LMHead, default_budget, linear_cross_entropy
 from .bad_batches import Watch, check_counts
 from .lm_head import (
     STATE,
@@ -120,7 +120,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         head: Any = output_head(model)
         dtype = head.weight.dtype if head.weight.is_floating_point() else model.dtype  # of 4 bits: bytes
         size = logits_bytes(labels.numel(), entries_of(model, head), dtype.itemsize)
-        if choose(state.method, size, state.threshold or state.budget or DEFAULT_BUDGET) == "dense":
+        if choose(state.method, size, state.threshold or state.budget or default_budget(labels.device)) == "dense":
             return dense(**given)
     return _streamed(model, state, dense, given)
 

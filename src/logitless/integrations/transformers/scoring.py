@@ -32,7 +32,8 @@ def score(
     Returns a SampleRecord (B, T) whose tokens are input_ids, drawn at temperature 1, as it were. A row's first token
     and padding are -1: nothing comes before them; put a begin-of-text token in front to score a first token.
     Raises DtypeError, ShapeError, LabelError, OptionError, ConfigError. Price: the body and one GEMM.
-    Memory: the body's own, slices within the budget (256 MiB unless given), and 40 + 8·keep bytes per token.
+    Memory: the body's own, slices within the budget (256 MiB unless given, up to 1 GiB on a GPU), and 40 + 8·keep bytes
+    per token.
     """
     ids, mask = _checked(inputs)
     # To the right: positions then count from each row's first token, and padding sees text rather than nothing.

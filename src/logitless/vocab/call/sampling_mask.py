@@ -75,11 +75,13 @@ class SamplingMask:
             cls(*(torch.as_tensor(x, dtype=torch.int64, device=device) for x in (mask.token_ids, mask.offsets)))
             for mask in masks
         ]
-        return cls.concatenated(parts) if parts else cls.of([], device)
+        return cls.concatenated(parts).to(device)
 
     @classmethod
     def concatenated(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """The sets of several masks, end to end."""
+        """The sets of several masks, end to end; of none: a mask of no tokens."""
+        if not parts:
+            return cls.of([])
         counts = torch.cat([part.counts for part in parts])
         return cls.of_counts(torch.cat([part.token_ids for part in parts]), counts)
 

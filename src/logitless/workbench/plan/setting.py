@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...algebra.costs import DEFAULT_BUDGET
 from ...errors import OptionError
 from ...models.shapes import ModelShape
-from ...units import LARGEST
+from ...units import LARGEST, format_bytes
 from ..common.options import require
 from .algorithms import ALGORITHMS, Algorithm
 
@@ -121,7 +121,9 @@ class Setting:
                 f"--context-parallel {self.context_parallel} knows no --attention eager: use flash or nsa"
             )
         if self.reserve >= self.gpu_bytes:
-            raise OptionError(f"--reserve {self.reserve} bytes leave nothing of a GPU's {self.gpu_bytes}")
+            raise OptionError(
+                f"--reserve {format_bytes(self.reserve)} leaves nothing of a GPU's {format_bytes(self.gpu_bytes)}"
+            )
         sparse, shape = self.attention == "nsa", self.model
         if sparse and (shape.attention_softcap or shape.windowed_layers):
             raise OptionError(

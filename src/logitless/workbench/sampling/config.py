@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from ...algebra.rules import TEMPERATURES, Order, is_temperature
+from ...algebra.rules import TEMPERATURES, Order, is_drawing_temperature
 from ...printable import is_utf8
 from ..common.files import check_outputs
 from ..common.options import (
@@ -76,8 +76,8 @@ class SampleConfig:
     def check(self) -> SampleConfig:
         """Itself, or OptionError for the first value without a meaning."""
         check_values(self)
-        taken = self.temperature == 0 or is_temperature(self.temperature)
-        require(taken, "temperature", f"0 (greedy) or in {TEMPERATURES}", self.temperature)
+        expected = f"0 (greedy) or in {TEMPERATURES}"
+        require(is_drawing_temperature(self.temperature), "temperature", expected, self.temperature)
         require(0 <= self.top_k < MOST, "top_k", "0 or more, less than 2^31", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "in 0..1", self.min_p)
