@@ -78,14 +78,13 @@ def token_stats(
 
     hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: broadcasts
     to (...), in 1e-30..1e26, divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
-    sampling_mask: each token's set of entries, over which all statistics are, at no product with the vocabulary;
-    reference: (hidden, head) of the policy that kl, jsd and so on compare with, a constant; or its logits or log-probs
-    (..., V), read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's
-    mixture; memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. Returns fp32 (fp64 for fp64
-    inputs) tensors (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not
-    temperature, rank, el2n and top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError,
-    DeviceError, LabelError, OptionError, BackendError, GradientError. Memory: slices within the budget, O(N), two
-    (N, H) if frozen.
+    sampling_mask: each token's entries, which all statistics are over, at no product with the vocabulary; reference:
+    (hidden, head) of the policy that kl, jsd and others compare with, a constant; or its logits or log-probs (..., V),
+    read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's mixture;
+    memory_budget: bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU. Returns fp32 (fp64 for fp64 inputs)
+    tensors (...), differentiable with respect to hidden, weight, bias and the adapters' factors, not temperature, rank,
+    el2n and top_k_ids. Ignored tokens get 0 and no gradient. Raises ShapeError, DtypeError, DeviceError, LabelError,
+    OptionError, BackendError, GradientError. Memory: slices within the budget, O(N), two (N, H) if frozen.
     """
     return _token_stats(
         hidden,
