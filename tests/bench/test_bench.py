@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import cases, gate, harness, peers, plot, ratios, run
+from logitless.vocab.call.choice import CANDIDATES
 from tests.support.bench import wrong_methods
 
 TINY = cases.SHAPES["tiny"]
@@ -58,6 +59,14 @@ def test_ratios_are_over_the_fastest_bare_products():
 def test_a_result_file_is_read_with_todays_floor(records):
     stale = [r | {"to_bare": 0.5} for r in records]
     assert plot.by_case(stale)["entropy"][0]["to_bare"] == 1.0
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_summary_shows_the_backend_that_a_call_takes_unasked(name):
+    wants = {"loss": ("logprob",), "ppo": ("logprob", "entropy", "kl")} | peers._STATISTICS
+    shape = cases.SHAPES["full"]
+    taken = CANDIDATES["compiled"].fits("cpu", shape.tokens * shape.vocab, wants[name])
+    assert taken == (name in plot.COMPILED)
 
 
 def test_a_wrong_method_is_reported_and_not_timed(records):
