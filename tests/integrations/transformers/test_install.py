@@ -30,6 +30,14 @@ def installed(**options):
     return model
 
 
+def test_auto_is_dense_up_to_what_slices_may_take_on_the_device(monkeypatch):
+    batch, model = batch_for(""), installed(loss="auto")
+    logits = 4 * batch["labels"].numel() * 97
+    for budget, dense in ((logits, True), (logits - 1, False)):
+        monkeypatch.setattr("logitless.integrations.transformers.installed.default_budget", lambda _, b=budget: b)
+        assert (model(**batch).logits is not None) == dense
+
+
 def test_auto_is_dense_up_to_the_budget():
     assert choose("auto", 100, 100) == "dense"
     assert choose("auto", 101, 100) == "logitless"

@@ -290,6 +290,7 @@ def test_masks_of_vllm():
     assert mask[torch.tensor([2, 1])].to_vllm() == {"token_ids": [7, 1, 2], "offsets": [0, 1, 3]}
     assert mask[1:].to_vllm() == {"token_ids": [1, 2, 7], "offsets": [0, 2, 3]}
     assert SamplingMask.from_vllm([]).to_vllm() == {"token_ids": [], "offsets": [0]}
+    assert SamplingMask.concatenated([]).to_vllm() == {"token_ids": [], "offsets": [0]}
 
 
 LABELS = torch.tensor([1, 2, 3])

@@ -390,6 +390,11 @@ def test_best_entries_do_not_say_what_is_in_the_tail(scored):
         ({"teacher": "t", "distill_temperature": 1e27}, "--distill-temperature must be in 1e-30"),
         ({"teacher": "t", "loss": "dense"}, "--loss dense: with --teacher no logits are made; leave it out"),
         ({"teacher": "t", "tensor_parallel": 2}, "--tensor-parallel must be 1 with --teacher"),
+        ({"teacher": "t", "loss_threshold": "1GB"}, "--loss-threshold: with --teacher no whole logits are made"),
+        (
+            {"tensor_parallel": 2, "loss_threshold": "1GB"},
+            "--loss-threshold: with --tensor-parallel 2 no whole logits are made; leave it out",
+        ),
         (
             {"teacher": "t", "distill_tail": "decoupled", "distill_loss": "reverse"},
             "--distill-tail decoupled is of --distill-loss forward: give one of the two",
