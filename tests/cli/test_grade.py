@@ -63,7 +63,7 @@ def test_a_file_alone_says_the_method(tmp_path, capsys):
     path = tmp_path / "options.yaml"
     path.write_text("method: gumbel\ntau_end: 0\n")
     assert main(["align", "--config", str(path)]) == 2
-    assert "--tau-end must be in 1e-30..1e+26, got 0.0" in capsys.readouterr().err
+    assert "--tau-end must be in 1e-24..1e+26, got 0.0" in capsys.readouterr().err
 
 
 def test_the_command_line_overrides_a_file(tmp_path):
@@ -118,7 +118,7 @@ def test_bad_options_are_one_line(capsys):
     assert main(["align", "--method", "ste", "--tau-end", "0"]) == 2
     assert main(["align", "--method", "ste", "--rewards", "x"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "--tau-end must be in 1e-30..1e+26, got 0.0" in first
+    assert "--tau-end must be in 1e-24..1e+26, got 0.0" in first
     assert "--rewards" in second
 
 

@@ -113,13 +113,15 @@ def test_zeros_of_either_sign_are_equal(v):
 @pytest.mark.parametrize("temperature", [-1.0, math.inf, 1e27, 1e-37, True])
 def test_temperatures_that_are_refused(temperature):
     draw = partial(sample_tokens, jnp.ones((2, 1)), LMHead(jnp.arange(3.0)[:, None]), Noise(1, 0), keep=1)
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..1e\+26, got"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-24..1e\+26, got"):
         draw(temperature=temperature)
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-24..1e\+26"):
         draw(temperature=jnp.asarray([0.0, -1.0 if temperature is True else temperature]))
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-24..1e\+26"):
         draw(temperature=jnp.asarray([0.0, jnp.inf], jnp.float16))
-    assert draw(temperature=1e-30).behaviour_logprob.tolist() == [0.0, 0.0]
+    assert draw(temperature=1e-24).behaviour_logprob.tolist() == [0.0, 0.0]
+    low = sample_tokens(jnp.ones((1, 1)), LMHead(jnp.asarray([[-2e5], [-1e5]])), Noise(1, 0), keep=1, temperature=1e-24)
+    assert (low.token.tolist(), low.behaviour_logprob.tolist()) == ([1], [0.0])
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.999}], ids=["all", "whole rows"])

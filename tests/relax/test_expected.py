@@ -126,12 +126,14 @@ def test_refusals():
     ops = operands((4,), 5, 30)
     with pytest.raises(ShapeError, match=r"embedding: expected \(30, width\)"):
         expected_embedding(ops.hidden, ops.head, torch.zeros(29, 3))
-    with pytest.raises(OptionError, match=r"temperature: expected a number in 1e-30\.\.1e\+26, got 1e-38"):
+    with pytest.raises(OptionError, match=r"temperature: expected a number in 1e-24\.\.1e\+26, got 1e-38"):
         expected_embedding(ops.hidden, ops.head, temperature=1e-38)
+    low = ll.LMHead(torch.tensor([[-2e5], [-1e5]]))
+    assert expected_embedding(torch.ones(1, 1), low, torch.eye(2), temperature=1e-24).embedding.tolist() == [[0.0, 1.0]]
     for table in (None, torch.zeros(30, 3)):
         found = expected_embedding(ops.hidden, ops.head, table)
         for result in (found.embedding, found.entropy):
             with pytest.raises(GradientError, match="create_graph=True"):
                 torch.autograd.grad(result.sum(), ops.hidden, create_graph=True)
-    with pytest.raises(OptionError, match=r"temperature: expected a number in 1e-30\.\.1e\+26, got 0"):
+    with pytest.raises(OptionError, match=r"temperature: expected a number in 1e-24\.\.1e\+26, got 0"):
         expected_embedding(ops.hidden, ops.head, temperature=0)

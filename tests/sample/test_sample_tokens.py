@@ -103,18 +103,20 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e27, 1e-37, True, "1"])
 def test_temperatures_that_are_refused(temperature):
-    """At 1e26 every entry is as likely as any other, at 1e-30 the best one is certain."""
+    """At 1e26 every entry is as likely as any other, at 1e-24 the best one is certain."""
     hidden, head = torch.randn(3, 8), ll.LMHead(torch.randn(11, 8))
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-30..1e\+26, got"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or a number in 1e-24..1e\+26, got"):
         ll.sample_tokens(hidden, head, temperature=temperature, noise=some_noise((3,)))
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-24..1e\+26"):
         ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, 1e-37]), noise=some_noise((3,)))
-    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-30..1e\+26"):
+    with pytest.raises(OptionError, match=r"temperature: expected 0 \(greedy\) or numbers in 1e-24..1e\+26"):
         ll.sample_tokens(hidden, head, temperature=torch.tensor([0.0, 1.0, math.inf]).half(), noise=some_noise((3,)))
     for rules in ({}, {"top_p": 0.9}, {"top_k": 2}):
-        cold = ll.sample_tokens(hidden, head, temperature=1e-30, noise=some_noise((3,)), **rules)
+        cold = ll.sample_tokens(hidden, head, temperature=1e-24, noise=some_noise((3,)), **rules)
         assert cold.token.equal(ll.sample_tokens(hidden, head, temperature=0.0).token)
         assert cold.behaviour_logprob.tolist() == [0.0] * 3
+    low = ll.LMHead(head.weight, torch.full((11,), -1e4))  # logits that are all negative are possible, too
+    assert ll.sample_tokens(hidden, low, temperature=1e-24, noise=some_noise((3,))).token.equal(cold.token)
     drawn = ll.sample_tokens(hidden, head, temperature=1e26, noise=some_noise((3,)))
     assert drawn.logsumexp_at_temperature.tolist() == pytest.approx([math.log(11)] * 3, rel=1e-6)
 

@@ -14,7 +14,7 @@ Array = Any
 Order = Literal["transformers", "vllm"]
 RETAINED = 64  # entries per token in which most nuclei end
 MOST_RETAINED = 1024
-COLDEST = 1e-30  # the lowest temperature: fp32 still holds logits of 1e8, divided by it
+COLDEST = 1e-24  # the lowest temperature: logits down to -5e5, divided by it, stay above what stands for no entry
 HOTTEST = 1e26  # the highest: what stands for -inf, divided by it, is still impossible
 TEMPERATURES = f"{COLDEST:g}..{HOTTEST:g}"
 

@@ -55,7 +55,7 @@ def sample_tokens(
     noise: Noise(seeds, positions), by which a token depends on nothing but its sequence's own seed, its position and
     its logits: the same token whatever the slices, the batch's order or the devices, and the same as torch's
     `logitless.sample_tokens` draws; or a `jax.random` key, for a seed of each token's own; needed unless temperature is
-    the number 0. temperature: 0 for the argmax (the lowest id of equal ones), or 1e-30..1e26; a number or an array that
+    the number 0. temperature: 0 for the argmax (the lowest id of equal ones), or 1e-24..1e26; a number or an array that
     broadcasts to (...). top_k (0 is all), top_p, min_p: exact, in that order, or in "vllm"'s order min_p, top_k,
     top_p; known before tracing, as is keep: how many of the top entries the record holds, and forbidden: ids whose
     logits are -inf. axis_name: as in `token_stats`.

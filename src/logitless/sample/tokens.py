@@ -54,7 +54,7 @@ def sample_tokens(
         p = min_p(top_p(top_k(z / temperature))).softmax(-1)
         token = torch.multinomial(p, 1)
 
-    temperature: 0 for the best entry (the lowest id of equal ones), or 1e-30..1e26; a number or a tensor, broadcast
+    temperature: 0 for the best entry (the lowest id of equal ones), or 1e-24..1e26; a number or a tensor, broadcast
     to (...). top_k (0 is all), top_p, min_p: exact, in that order; with order="vllm" min_p comes first, so that top_p's
     share is of what it left. keep: how many of the best entries the record holds.
     The token is the best of z / temperature + Gumbel noise, noise that depends on nothing but a sequence's own seed, a

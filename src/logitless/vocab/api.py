@@ -77,7 +77,7 @@ def token_stats(
         entropy = -(logp.exp() * logp).sum(-1)  # and so on, see docs/statistics
 
     hidden: (..., H); labels: (...) integer, not shifted: labels[i] is the target of hidden[i]; temperature: broadcasts
-    to (...), in 1e-30..1e26, divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
+    to (...), in 1e-24..1e26, divides the reference's logits, too; candidates: (..., K) ids whose logits are wanted;
     sampling_mask: each token's entries, which all statistics are over, at no product with the vocabulary; reference:
     (hidden, head) of the policy that kl, jsd and others compare with, a constant; or its logits or log-probs (..., V),
     read by slices, or reference(tokens, entries) -> (n, entries) of such rows; jsd_beta: its weight in jsd's mixture;

@@ -246,7 +246,7 @@ def test_the_classifier_tells_prose_from_code(small):
 
 def test_bad_input_is_refused(small, tmp_path):
     for changes, words in (
-        ({"tau_end": 1e-35}, r"--tau-end must be in 1e-30..1e\+26"),
+        ({"tau_end": 1e-35}, r"--tau-end must be in 1e-24..1e\+26"),
         ({"top_k": -1}, "--top-k must be 0 or more"),
         ({"top_k": 260}, "--top-k 260: .* has a vocabulary of 259"),
         ({"prompt_length": 60}, "^--prompt-length and --completion-length, together 6[0-9]: .* has positions up to 64"),
