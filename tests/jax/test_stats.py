@@ -11,6 +11,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logi
 import jax.numpy as jnp  # noqa: E402
 
 import logitless as ll  # noqa: E402
+from logitless.algebra.rules import COLDEST  # noqa: E402
 from logitless.jax import LMHead, linear_cross_entropy, linear_topk, sample_tokens, token_stats  # noqa: E402
 from logitless.vocab.reference import dense_token_stats  # noqa: E402
 from tests.support.jax.comparing import array, compare, head_of, near  # noqa: E402
@@ -158,6 +159,18 @@ def test_labels_that_int32_cannot_hold_are_no_others(wrong):
         found, kept = np.asarray(run(wrong)), np.asarray(run(np.array([1, -100])))
     assert np.isnan(found).tolist() == [False, True]
     assert kept[1] == 0
+
+
+def test_want_as_any_collection():
+    args, want = (jnp.ones((1, 2)), LMHead(jnp.eye(2)), jnp.array([0])), ("entropy", "logprob")
+    for given in ((name for name in want), set(want)):
+        assert token_stats(*args, want=given).logprob.shape == (1,)
+
+
+def test_negative_logits_at_the_lowest_temperature():
+    head, want = LMHead(jnp.asarray([[-4e5], [-4.5e5]])), ("logprob", "entropy")
+    got = token_stats(jnp.ones((1, 1)), head, jnp.array([0]), want=want, temperature=COLDEST)
+    assert (got.logprob.item(), got.entropy.item()) == (0.0, 0.0)
 
 
 def test_another_temperature_compiles_nothing():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.vocab.call import choice
 from tests.support.allocations import trace_allocations
 from tests.support.switches import put_back
 from tests.support.vocab.comparing import PAIRED, operands
@@ -117,6 +118,16 @@ def test_threads_that_add_up_in_sums_of_their_own():
             taken.append(trace_allocations(step).peak)
     assert said[1] - said[0] == 2 * 256 * 64 * 4
     assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)
+
+
+def test_why_a_backend_that_nobody_named(monkeypatch):
+    """Where eager alone serves the call, and where the caller asked for it."""
+    ops = operands((N,), H, V, dtype=torch.float32)
+    monkeypatch.setattr(choice, "CANDIDATES", choice.CANDIDATES | {"compiled": choice.Candidate(lambda device: None)})
+    call, want = (ops.hidden, ops.head, ops.labels), ("kl",)
+    said = ll.explain(*call, want=want, reference=torch.randn(N, V))
+    assert said.passed_over == "not compiled: eager alone serves the call"
+    assert ll.explain(*call, backend="eager").passed_over == "not compiled: named"
 
 
 def test_one_token_is_no_tokens():

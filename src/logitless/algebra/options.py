@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from numbers import Integral, Real
 
 from ..errors import OptionError
@@ -26,6 +26,7 @@ def check_want(want: str | tuple[str, ...], labels: bool, reference: bool, candi
         want = (want,)
     if not isinstance(want, Iterable):
         raise OptionError(f"want: expected names of statistics in a tuple, got {want!r}")
+    want = tuple(sorted(want, key=str) if isinstance(want, Set) else want)  # a set's order is each process' own
     for name in want:
         if name not in STATISTICS:
             near = difflib.get_close_matches(str(name), STATISTICS, 2)

@@ -20,7 +20,7 @@ from .call.lora import agreed, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_loss, check_loss_fn, flatten, flatten_inputs, flatten_whole_loss
+from .call.validate import check_hidden, check_loss, check_loss_fn, flatten, flatten_inputs, flatten_whole_loss
 from .dtypes import compute_dtype, dtype_of
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
@@ -293,6 +293,7 @@ def _check_loss(
     check_reduction(reduction)
     check_cross_entropy(label_smoothing, z_loss)
     _check_names(options)
+    check_hidden(hidden, head)
     if not isinstance(labels, Tensor):
         raise DtypeError(f"labels: expected a tensor of integer ids, got {type(labels).__name__}")
     _check_weight(weight, head, hidden, label_smoothing)

@@ -139,8 +139,14 @@ def explain(
         outside=0 if call.outside is None else call.outside.rows,
         looks_twice=looks_twice(sums_of(call.options.want)),
         quantised=None if isinstance(head.weight, Tensor) else head.weight.format.name,
-        passed_over=passed_over(call.options.backend, hidden.device, compilable(hidden, head), call.options.want),
+        passed_over=_passed_over(call, options.get("backend") is not None),
     )
+
+
+def _passed_over(call: Call, named: bool) -> str:
+    """`passed_over` of a call; named: whether its caller asked for the backend."""
+    options, hidden = call.options, call.inputs.hidden
+    return passed_over(options.backend, hidden.device, compilable(hidden, call.head), options.want, named)
 
 
 def _flop(call: Call, price: Price, rows: int) -> int:

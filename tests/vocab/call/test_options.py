@@ -54,6 +54,7 @@ def test_misspelt_arguments_that_are_not_the_passs():
     refused(OptionError, lambda: ll.linear_cross_entropy(*args, xyz=1), "they are weight, reduction, label_smoothing")
     refused(OptionError, lambda: ll.token_loss(lambda s: s.logprob, *args, input=()), "did you mean 'inputs'?")
     refused(OptionError, lambda: ll.explain(*args, los=True), "did you mean 'loss'?")
+    refused(OptionError, lambda: ll.explain(*args, reduction="sum"), "called 'reduction'; they are want, temperature")
 
 
 def test_unknown_option_like_no_other():
@@ -100,6 +101,13 @@ def test_numbers_of_cross_entropy(name, got):
         call()
     else:
         refused(OptionError, call, f"{name}: expected a ", f"got {got!r}")
+
+
+def test_want_as_any_collection():
+    """A set has an order of its own in every process, which ranks would find unlike."""
+    args, want = (HIDDEN, ll.LMHead(WEIGHT), LABELS), ("entropy", "label_logit", "logprob", "max_logit", "rank")
+    for given in ((name for name in want), list(want), set(want), frozenset(want)):
+        assert (*vars(ll.token_stats(*args, want=given)),) == want
 
 
 def test_want_that_is_no_tuple():

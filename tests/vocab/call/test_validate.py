@@ -64,6 +64,15 @@ def test_hidden_width(shape):
     refused_everywhere(ShapeError, fragments, hidden=torch.randn(shape))
 
 
+@pytest.mark.parametrize("options", [{"weight": torch.ones(V)}, {"denominator": 100}], ids=str)
+def test_a_cross_entropy_of_what_is_no_head_or_no_hidden_states(options):
+    """The same errors as without class weights or a denominator."""
+    layer, output = nn.Linear(H, V), object()
+    loss = ll.linear_cross_entropy
+    refused(DtypeError, lambda: loss(HIDDEN, layer, LABELS, **options), "head: expected an LMHead, got Linear")
+    refused(DtypeError, lambda: loss(output, ll.LMHead(WEIGHT), LABELS, **options), "hidden: expected", "got object")
+
+
 def test_a_weight_that_is_transposed():
     fragments = ("hidden: expected (..., 9)", "(4, 9)", "got (2, 3, 4)", "a weight (vocab, hidden)")
     refused_everywhere(ShapeError, fragments, head=ll.LMHead(WEIGHT.T))

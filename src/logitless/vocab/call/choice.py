@@ -79,14 +79,19 @@ def require(name: str, device: torch.device | str) -> None:
         raise BackendError(f"backend {name!r} cannot run here: {reason}; backend=None takes one that can")
 
 
-def passed_over(name: str, device: torch.device | str, logits: int, want: tuple[str, ...] = ()) -> str:
-    """Why a call gets this backend and not one that is preferred where it runs; empty where none is."""
-    reasons = []
+def passed_over(
+    name: str, device: torch.device | str, logits: int, want: tuple[str, ...] = (), named: bool = False
+) -> str:
+    """Why a call gets this backend and not one that is preferred where it runs; empty where none is.
+
+    named: whether the caller asked for it.
+    """
+    reasons, alone = [], "named" if named else f"{name} alone serves the call"
     for better, candidate in CANDIDATES.items():
         if better == name:
             break
         if candidate.serves(device):
             least = candidate.least_for(want)
             few = f"fewer than {least:,} logits"
-            reasons.append(f"not {better}: {few if logits < least else candidate.why_not(device) or 'named'}")
+            reasons.append(f"not {better}: {few if logits < least else candidate.why_not(device) or alone}")
     return ", ".join(reasons)

@@ -37,7 +37,7 @@ def flatten(hidden: Tensor, head: LMHead, labels: Tensor | None, **options: Unpa
     """The checked call, its tensors flat; the adapters' products of hidden (`lora.with_lora`) are to come."""
     _refuse_functorch()
     o = _with_defaults(options)
-    lead = _check_hidden(hidden, head)
+    lead = check_hidden(hidden, head)
     _refuse_dtensors(hidden=hidden, labels=labels, **{name: o[name] for name in ("temperature", "candidates")})
     _refuse_duals(hidden, head.weight_tensor, head.bias, *(x for each in head.adapters for x in (each.a, each.b)))
     n = math.prod(lead)
@@ -176,7 +176,7 @@ def _refuse_duals(*tensors: Tensor | None) -> None:
 def _with_defaults(options: Options) -> dict[str, Any]:
     for name in options:
         if name not in DEFAULTS:
-            near = difflib.get_close_matches(name, [*DEFAULTS, *BESIDE], 1)
+            near = difflib.get_close_matches(name, {*DEFAULTS, *BESIDE} - {name}, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(DEFAULTS)}"
             raise OptionError(f"options: no option is called {name!r}; {hint}")
     return {**DEFAULTS, **options}
@@ -230,7 +230,8 @@ def _refuse_dtensors(**given: Any) -> None:
             )
 
 
-def _check_hidden(hidden: Tensor, head: LMHead, of: str = "") -> tuple[int, ...]:
+def check_hidden(hidden: Tensor, head: LMHead, of: str = "") -> tuple[int, ...]:
+    """The leading dimensions of hidden states; raises where they are none, or none of this head."""
     if not isinstance(head, LMHead):
         raise DtypeError(
             f"{of}head: expected an LMHead, got {type(head).__name__}; use LMHead.of(model) or LMHead(weight)"
@@ -347,7 +348,7 @@ def _check_reference(
             "of a transformers model it is (hidden_states(model, batch), LMHead.of(model))"
         )
     ref_hidden, ref_head = reference
-    ref_lead = _check_hidden(ref_hidden, ref_head, of="reference ")
+    ref_lead = check_hidden(ref_hidden, ref_head, of="reference ")
     if ref_lead != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")
     if ref_head.rows != head.rows and not _is_draft(head, ref_head):
