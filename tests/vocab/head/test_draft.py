@@ -79,6 +79,19 @@ def test_frozen_head_and_single_precision(want, backend):
     check(ops.training("hidden"), ids, options, want, tolerance=3e-5, backend=backend)
 
 
+def test_labels_that_count_are_told_by_the_ignore_index_alone(backend):
+    """Also where that is 0, as padding often is."""
+    ops, ids, options = drafted(torch.float32)
+    ops.labels = ops.labels.clamp_min(1)
+    want = ("kl", "jsd", "acceptance")
+    expected = ll.token_stats(ops.hidden, replace(ops.head, token_ids=ids), None, want=want, **options)
+    ops.labels[1, 2] = 0
+    call = ops.hidden, replace(ops.head, token_ids=ids), ops.labels
+    got = ll.token_stats(*call, want=want, ignore_index=0, backend=backend, **options)
+    for name in want:
+        assert_near(getattr(got, name), getattr(expected, name).double().where(ops.labels != 0, 0), 3e-5, name)
+
+
 def test_softcap():
     """Of the target as of the draft: the oracle's -inf passes no softcap, so probabilities are compared."""
     ops, ids, options = drafted(softcap=3.0)
@@ -221,5 +234,11 @@ def test_refusals():
         replace(head, token_ids=ids[:4])
     with pytest.raises(DtypeError, match="token_ids must be an int64 tensor"):
         replace(head, token_ids=ids.float())
+    hidden, other = options["reference"][0], ll.LMHead(torch.randn(DRAFT, 8), token_ids=ids.roll(1))
+    for own in (head, ops.head):
+        with pytest.raises(OptionError, match="one with the head's own token_ids, got other token_ids"):
+            ll.token_stats(ops.hidden, own, want=("kl",), reference=(hidden, other))
+    pairs = (head, replace(other, token_ids=ids.clone())), (ops.head, replace(other, token_ids=None))
+    assert torch.equal(*(ll.token_stats(ops.hidden, x, want=("kl",), reference=(hidden, y)).kl for x, y in pairs))
     with pytest.raises(ShapeError, match="or token_ids on a draft's head"):
         ll.token_stats(ops.hidden, ops.head, want=("kl",), **options)

@@ -368,13 +368,19 @@ def _is_draft(head: LMHead, reference: LMHead) -> bool:
 
 def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[LMHead, LMHead | None]:
     """The reference over the head's entries, and over those that it lacks, None where it has all."""
-    if head.token_ids is None or not _is_draft(head, reference):
+    ids, theirs = head.token_ids, reference.token_ids
+    if theirs is not None and theirs is not ids and (ids is None or not torch.equal(ids, theirs)):
+        raise OptionError(
+            "reference: expected a head over the whole vocabulary, or one with the head's own token_ids, got other "
+            "token_ids; its rows are of other entries: give the whole head"
+        )
+    if ids is None or theirs is not None:
         return reference, None
     if reference.shard is not None:
         raise ConfigError(
             "reference: expected a whole head beside one with token_ids, got one sharded over ranks; give it whole"
         )
-    inside, outside = split(reference, head.token_ids)
+    inside, outside = split(reference, ids)
     if outside is not None and "reverse_kl" in want:
         raise OptionError(
             "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want "

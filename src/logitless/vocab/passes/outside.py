@@ -23,17 +23,15 @@ def with_outside(call: Call) -> Call:
 @torch.compiler.disable(reason="logitless: a draft's head beside a reference breaks the graph")
 @torch.no_grad()
 def _looked_at(call: Call, outside: LMHead, ref_hidden: Tensor) -> Call:
-    i, labels = call.inputs, None
-    if i.labels is not None:  # which say what is ignored
-        labels = torch.where(i.labels == call.options.ignore_index, call.options.ignore_index, 0)
+    i = call.inputs
     inputs = Inputs(
         hidden=ref_hidden,
         bias=outside.bias,
         lora_hidden=i.ref_lora_hidden,
         lora_b=lora_b_of(outside),
-        labels=labels,
         temperature=i.temperature,
     )
     options = replace(call.options, want=("logsumexp",), top_k=0, sparse=None)
-    found, _ = values(checked(Call(options, outside, inputs), Price("values", 1)), save=False)
+    alone = Call(options, outside, inputs, index=call.valid_alone().index)
+    found, _ = values(checked(alone, Price("values", 1)), save=False)
     return replace(call, inputs=i._replace(ref_outside=found["logsumexp"].to(call.compute)))
