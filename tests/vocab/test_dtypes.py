@@ -18,6 +18,11 @@ def test_fractions_masks_and_lists_are_not(x):
     assert not of_integers(x)
 
 
+def test_no_ignore_index_wraps_around_in_narrow_labels():
+    """-100 is 156 in a byte."""
+    assert ll.count_tokens(torch.tensor([155, 156, 157], dtype=torch.uint8)) == 3
+
+
 def test_a_mask_of_tokens_is_not_counted_as_labels():
     with pytest.raises(DtypeError, match=r"expected integer ids, got torch\.bool"):
         ll.count_tokens(torch.tensor([True, False]))

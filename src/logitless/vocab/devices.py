@@ -72,6 +72,11 @@ def default_budget(device: torch.device) -> int:
     return gpu_budget(torch.cuda.get_device_properties(device).total_memory)
 
 
+def processors(device: torch.device) -> int:
+    """How many a GPU has, 0 for another device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured, in which nothing may wait for the device."""
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -123,6 +123,12 @@ def unlike_calls(group: Any) -> None:
 
     refused(group, budgeted, "the same options", "memory_budget=1048576 on rank")
 
+    def on_a_smaller_gpu() -> None:
+        with patch("logitless.vocab.call.call.processors", lambda device: 132 - last):
+            call(mine(group))
+
+    refused(group, on_a_smaller_gpu, "the same options", f"processors=131 on rank {size - 1}")
+
     def released(name: str, version: str) -> None:
         with patch(f"{name}.__version__", version):
             call(mine(group))
@@ -229,6 +235,9 @@ def bad_shards(group: Any) -> None:
         kept, labels = distribute_tensor(torch.randn(N, H), flat, [Replicate()]), torch.arange(N)
         message = "hidden is a DTensor with (Replicate(),), expected a plain tensor; pass hidden.full_tensor()"
         refused(group, lambda: ll.token_stats(kept, mine(group), labels), message, kind=ConfigError)
+        beside = {"want": ("kl",), "reference": (kept, mine(group))}
+        attempt = partial(ll.token_stats, torch.randn(N, H), mine(group), **beside)
+        refused(group, attempt, "reference[0] is a DTensor with (Replicate(),)", kind=ConfigError)
         split = distribute_tensor(labels, flat, [Shard(0)])
         attempt = partial(ll.linear_cross_entropy, torch.randn(N, H), mine(group), split)
         refused(group, attempt, "labels is a DTensor", "labels.to_local()", kind=ConfigError)

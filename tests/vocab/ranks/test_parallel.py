@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from logitless.algebra.costs import traffic_of
+from logitless.errors import DeviceError
 from logitless.vocab.head.lm_head import place
 from logitless.vocab.passes.gradient import scatter_one_hots
 from logitless.vocab.ranks.agreement import _mark
+from logitless.vocab.ranks.collectives import Ranks
 from tests.support.vocab.parallel_ranks import CASES
 from tests.support.vocab.sharding import assert_ok, launch
 
@@ -49,6 +51,19 @@ def test_entries_of_other_ranks_burden_no_single_row():
     assert c.flatten().nonzero().flatten().tolist() == [1, 3]
     assert grads.bias.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
     assert ids.flatten().bincount(minlength=held).max() <= 64 // held + 2
+
+
+def test_a_group_without_a_backend_for_the_tensors(monkeypatch):
+    """No rank is dead: NCCL alone serves no CPU, which torch says as it says that."""
+
+    def gather(*args, group):
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    for name in ("get_world_size", "get_rank"):
+        monkeypatch.setattr(torch.distributed, name, lambda group: 1)
+    with pytest.raises(DeviceError, match=r"a backend for, got cpu .*move them, or start the group"):
+        Ranks("nccl").gather(torch.ones(2))
 
 
 def test_numbers_that_are_compared_may_lie_on_another_device():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import LabelError
-from ..devices import capturing, default_budget
+from ..devices import capturing, default_budget, processors
 from ..dtypes import compute_dtype
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
@@ -234,6 +234,7 @@ class Call:
         named = [*(vars(options) | {"memory_budget": self.budget}).items(), *zip(i._fields, kinds, strict=True)]
         named.append(("scale, softcap, vocab_size", [(x.scale, x.softcap, x.vocab_size) for x in heads]))
         named.append(("scaling and dropout of adapters", [(x.scaling, x.dropout) for x in adapters]))
+        named.append(("processors", processors(i.hidden.device)))  # which kernels' chunks are made for
         named.append(("rows of a reference", self.reference_rows is not None))
         named.append(("token_ids", self.head.token_ids is not None))
         mask = self.sampling_mask

@@ -348,6 +348,7 @@ def _check_reference(
             "of a transformers model it is (hidden_states(model, batch), LMHead.of(model))"
         )
     ref_hidden, ref_head = reference
+    _refuse_dtensors(**{"reference[0]": ref_hidden})
     ref_lead = check_hidden(ref_hidden, ref_head, of="reference ")
     if ref_lead != lead:
         raise ShapeError(f"reference hidden: expected leading dimensions {lead}, hidden's, got {ref_lead}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...errors import DtypeError, RankError
+from ...errors import DeviceError, DtypeError, RankError
 from ..dtypes import dtype_of, of_integers
 from ..head.shard import VocabShard, process_group
 
@@ -67,6 +67,11 @@ class Ranks:
         try:
             collective(*args, group=self.group, **kwargs)
         except RuntimeError as error:
+            if "No backend type" in str(error):
+                raise DeviceError(
+                    f"head: expected tensors on a device that its group has a backend for, got {args[-1].device} "
+                    f"({reason_of(error)}); move them, or start the group with backend='cpu:gloo,cuda:nccl'"
+                ) from error
             raise RankError(
                 f"head: expected an answer from all {self.size} ranks of its group, rank {self.rank} got none from at "
                 f"least one ({reason_of(error)}); find the first error among the ranks' logs and restart them all"
@@ -162,7 +167,7 @@ def count_tokens(
     if not of_integers(labels):
         got = dtype_of(labels)
         raise DtypeError(f"labels: expected integer ids, got {got}")
-    total = (labels != ignore_index).sum()
+    total = (labels.long() != ignore_index).sum()  # in which no ignore_index wraps around
     if group is not None:
         Ranks(process_group("count_tokens", group, dim)).add_(total)
     return total.clamp(min=1)

@@ -19,13 +19,13 @@ from ....algebra.costs import Slices, fused_slices_of
 from ....algebra.online_softmax import FAR, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients, bases_of, sums_of
 from ...call.call import Call
-from ...devices import has_tf32, tf32_products
+from ...devices import has_tf32, processors, tf32_products
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Backend, Chunk, Gradients, Partial, Tile, is_dense, multiplied_dtype, normalised, p_alone
 from ..logits import Operands, add_product, logits_grad_dtype, product
 from . import accumulate_kernels, logits_grad_kernels, plain_kernels, rows, sets
-from .device import on, processors
+from .device import on
 from .parts import accumulation_of, flags_of, flags_of_reference, merge
 from .slices import Heads, ahead, buffer, buffer_of, heads_of, narrow, of_gradient, of_slice, rows_of, slice_of
 from .topk import TopK

@@ -18,13 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....algebra.online_softmax import MASK, Accumulation, Totals
 from ...call.call import Inputs
-from ...devices import moves_blocks
+from ...devices import moves_blocks, processors
 from ...head.lm_head import LMHead
 from ...head.quantised import plain
 from ..base import Chunk, Gradients, Partial, Tile, normalised
 from ..logits import add_product, operand_dtype, product
 from . import accumulate_kernels, weights_kernels
-from .device import processors
 from .parts import merge
 from .slices import buffer_of, heads_of
 from .tuned import launch, table_for
