@@ -59,6 +59,20 @@ def test_cross_entropy(weights, denominator, trainable, ranks):
     torch.library.opcheck(torch.ops.logitless.cross_entropy.default, args, test_utils=CHECKS)
 
 
+def test_nan_in_an_ignored_row_reaches_no_adapter():
+    ops = operands((7,), ranks=(3,)).training("hidden", "a", "b")
+    ops.labels[2] = -100
+    with torch.no_grad():
+        ops.hidden[2] = torch.nan
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(*leaves):
+        return linear_cross_entropy(ops.hidden, ops.head, ops.labels)
+
+    leaves = list(ops.leaves.values())
+    assert all(x.isfinite().all() for x in torch.autograd.grad(run(*leaves), leaves))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_are_rounded_after_the_loss_scale(dtype):
     """A mean's gradients below fp16's smallest number, which a loss scale lifts above it: the eager call's bits."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.algebra.rules import COLDEST
 from logitless.errors import GradientError
 from logitless.vocab.reference import dense_token_stats
 from tests.support.vocab.comparing import (
@@ -364,13 +365,21 @@ def test_nan_stays_in_its_row(trainable, budget, backend):
     assert grad[3].isnan().all()
 
 
-def test_nan_in_an_ignored_row_reaches_nothing(backend):
-    ops = operands((9,), reference=True)
+def test_negative_logits_at_the_lowest_temperature(backend):
+    """Logits of -5e5, divided by it, are still possible ones."""
+    hidden, head = torch.ones(1, 1), ll.LMHead(torch.tensor([[-4e5], [-4.5e5]]))
+    want = ("logprob", "entropy", "logsumexp")
+    got = ll.token_stats(hidden, head, torch.tensor([0]), want=want, temperature=COLDEST, backend=backend)
+    assert (got.logprob.item(), got.entropy.item()) == (0.0, 0.0)
+    assert got.logsumexp.item() == pytest.approx(-4e5 / COLDEST)
+
+
+@pytest.mark.parametrize("ranks", [(), (2, 3)], ids=str)
+def test_nan_in_an_ignored_row_reaches_nothing(ranks, backend):
+    ops = operands((9,), reference=True, ranks=ranks)
     ops.labels[3] = -100
     with torch.no_grad():
         ops.hidden[3] = ops.ref.hidden[3] = torch.nan
-    temperature = torch.ones(9)
-    temperature[3] = torch.nan
     compare(ops, EVERYTHING, top_k=2, backend=backend)
     compare(ops.training("hidden"), EVERYTHING, top_k=2, backend=backend)
 

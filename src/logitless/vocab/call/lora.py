@@ -26,7 +26,10 @@ BLOCK = 2048  # tokens whose hidden states are widened at a time
 
 def with_lora(call: Call, reference: LMHead | None = None) -> Call:
     """The call with the adapters' products of its hidden states; those of `reference`, as given, are constants."""
-    inputs = call.inputs._replace(lora_hidden=lora_hidden_of(call.inputs.hidden, call.head))
+    i, counts = call.inputs, None
+    if i.labels is not None and call.head.adapters:
+        counts = (i.labels != call.options.ignore_index)[:, None]
+    inputs = i._replace(lora_hidden=lora_hidden_of(i.hidden, call.head, counts))
     if reference is not None and inputs.ref_hidden is not None:
         wide = inputs.ref_hidden.double() if call.compute == torch.float64 else inputs.ref_hidden
         with torch.no_grad():
@@ -58,23 +61,28 @@ def lora_b_of(head: LMHead) -> Tensor | None:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def lora_hidden_of(hidden: Tensor, head: LMHead) -> Tensor | None:  # (N, R)
-    """The adapters' products of hidden with their a, scaled, side by side, in the compute dtype."""
+def lora_hidden_of(hidden: Tensor, head: LMHead, counts: Tensor | None = None) -> Tensor | None:  # (N, R)
+    """The adapters' products of hidden with their a, scaled, side by side, in the compute dtype.
+
+    counts: (N, 1), which tokens do; of the others, whose gradient is 0, NaN reaches no a.
+    """
     if not head.adapters:
         return None
-    parts = [_scaled(hidden, x, head.shard) for x in head.adapters]
+    parts = [_scaled(hidden, x, head.shard, counts) for x in head.adapters]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None) -> Tensor:
+def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None, counts: Tensor | None) -> Tensor:
     """scaling · dropout(hidden) · aᵀ in the compute dtype."""
-    keep = generator = None
+    keep, generator = counts, None
     if x.dropout and shard is not None:  # one mask for all ranks
         seed = torch.randint(2**63 - 1, (1,), device=hidden.device)
         generator = torch.Generator(hidden.device).manual_seed(int(first_on_all(seed, shard)))
     if x.dropout:
         keep = torch.empty(hidden.shape, dtype=torch.bool, device=hidden.device)
         keep.bernoulli_(1 - x.dropout, generator=generator)
+        if counts is not None:
+            keep &= counts
     with full_precision(hidden.device.type):
         if torch.compiler.is_compiling():
             product = _widened(hidden, keep, compute_dtype(hidden)) @ x.a.to(compute_dtype(hidden)).t()
@@ -84,7 +92,7 @@ def _scaled(hidden: Tensor, x: LowRank, shard: VocabShard | None) -> Tensor:
 
 
 def _widened(hidden: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return hidden.to(dtype) if keep is None else hidden.to(dtype) * keep
+    return (hidden if keep is None else torch.where(keep, hidden, 0)).to(dtype)
 
 
 def _blocks(n: int) -> Iterator[slice]:
@@ -92,7 +100,7 @@ def _blocks(n: int) -> Iterator[slice]:
 
 
 class _Shrink(torch.autograd.Function):
-    """(hidden · keep) · aᵀ in the compute dtype; keeps its operands for backward as they are, not widened."""
+    """hidden · aᵀ of what is to keep, in the compute dtype; its operands wait for backward as they are, not widened."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, a: Tensor, keep: Tensor | None) -> Tensor:
