@@ -199,6 +199,20 @@ N, H, V = 128, 16, 8192
 
 
 @not_interpreted
+def test_the_budget_holds_where_some_sequences_are_longer_than_a_chunk():
+    """What the shorter ones took is gone before the longer ones' numbers are made."""
+    ops, budget = operands((8, 256), H, V, dtype=torch.float32).training("hidden"), 2**22
+    ops.labels[1:, 8:] = -100
+    loss_fn = lambda s: (s.logprob + s.entropy).sum(1).square()  # noqa: E731
+
+    def step():
+        call(loss_fn, ops, per="sequence", want=WANT, memory_budget=budget).backward()
+
+    step()
+    assert trace_allocations(step).peak <= budget
+
+
+@not_interpreted
 @pytest.mark.parametrize(("budget", "materialised"), [(2**21, True), (2**18, False)])
 @pytest.mark.parametrize("trainable", [("hidden", "weight", "bias"), ("hidden",), ()], ids=str)
 def test_what_explain_says_and_the_budget_holds(trainable, budget, materialised, backend):

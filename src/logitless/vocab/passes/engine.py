@@ -87,6 +87,10 @@ class Pass:
             chunk.prepared = self.backend.prepared(chunk)
         return self
 
+    def release(self) -> None:
+        """Let go of buffers and of what was begun: the budget has no room for them beside another pass's."""
+        self.scratch, self._first = Scratch(self.call.compute, self.call.inputs.hidden.device), None
+
     def chunks(self, within: slice | None = None) -> Iterator[tuple[slice, Chunk]]:
         """(rows, chunk) over the valid tokens, or over some of them."""
         first, stop = (0, self.call.n_tokens) if within is None else (within.start, within.stop)
@@ -362,6 +366,7 @@ def loss_gradients(loss: LossPass, evaluate: Evaluate) -> tuple[GradientBuffers,
     chunks, longer = together.apart(run.slices.tokens)
     _evaluate_chunks(run, map(run.chunk, chunks), evaluate, total, stat_grads)
     if longer:
+        run.release()
         _evaluate_longer(Pass(run.call, together.price), longer, evaluate, total, stat_grads)
     return total, stat_grads
 
