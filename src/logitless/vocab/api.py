@@ -139,11 +139,15 @@ def token_loss(
     Raises what `token_stats` raises, and GradientError where loss_fn captures a tensor that requires grad.
     Memory: a chunk's whole rows within the budget, and the gradients themselves.
     """
-    on_all(head, lambda: check_loss_fn(loss_fn))
-    on_all(head, lambda: check_loss(reduction, per, hidden))
-    alike = reduction, per
-    call = _prepared(hidden, head, labels, lambda: flatten_inputs(inputs, hidden, per), alike=alike, **options)
-    extra = flatten_inputs(inputs, hidden, per)
+
+    def arguments() -> tuple[Tensor, ...]:
+        check_loss_fn(loss_fn)
+        check_loss(reduction, per, hidden)
+        check_hidden(hidden, head)
+        return flatten_inputs(inputs, hidden, per)
+
+    extra = on_all(head, arguments)
+    call = _prepared(hidden, head, labels, alike=(reduction, per), **options)
     sequences = tuple(hidden.shape[:-1]) if per == "sequence" else None
     if reduction == "none":
         return loss_of_each(loss_fn, call, extra, sequences).reshape(hidden.shape[: 1 if sequences else -1])
@@ -259,17 +263,15 @@ def _prepared(
     hidden: Tensor,
     head: LMHead,
     labels: Tensor | None,
-    also: Callable[[], Any] = tuple,
     alike: tuple[Any, ...] = (),
     weight: Tensor | None = None,
     **options: Unpack[Options],
 ) -> Call:
     """The checked call, made alike on all ranks that share the head, with the adapters' products of the hidden states.
 
-    also: what else of the call is checked before the ranks agree; alike: options beside the call's that they compare;
-    weight: constants per class.
+    alike: options beside the call's that the ranks compare; weight: constants per class.
     """
-    call = on_all(head, lambda: (flatten(hidden, head, labels, **options), also())[0])
+    call = on_all(head, lambda: flatten(hidden, head, labels, **options))
     if weight is not None:
         call = replace(call, inputs=call.inputs._replace(class_weights=weight.detach().to(call.compute)))
     if head.shard is not None:
