@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from .errors import DtypeError, OptionError, ShapeError
 from .losses import nll
-from .vocab.face import LMHead, Options, TokenStats, compute_dtype, dtype_of, of_integers, token_loss
+from .vocab.face import LMHead, Options, TokenStats, compute_dtype, divisor_of, dtype_of, of_integers, token_loss
 
 __all__ = ["MultiTokenLoss", "multi_token_cross_entropy"]
 
@@ -70,7 +69,7 @@ def multi_token_cross_entropy(
     factors = torch.tensor(_factors(weights, len(heads)), **like)
     targets = torch.stack([_shifted(labels, first + k, ignore_index, position_ids) for k in range(len(heads))])
     counts = (targets != ignore_index).flatten(1).sum(1).clamp(min=1).to(**like)
-    divisors = counts if denominator is None else _divisor(denominator, counts)
+    divisors = counts if denominator is None else divisor_of(denominator, **like).to(counts).expand_as(counts)
     each, losses = torch.zeros_like(counts), []
     for depths in _that_share(heads):
         hidden, own = _stacked(hiddens, depths), divisors[depths]
@@ -166,14 +165,3 @@ def _factors(weights: Sequence[float] | None, k: int) -> list[float]:
     if len(found) != k or not all(map(math.isfinite, found)):
         raise OptionError(f"weights: expected {k} finite numbers, one for each depth, got {weights!r}")
     return found
-
-
-def _divisor(denominator: float | Tensor, counts: Tensor) -> Tensor:
-    """One number for all depths, in the place of their counts."""
-    if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
-        return denominator.detach().reshape(1).to(counts).expand_as(counts)
-    if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
-        raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")
-    return torch.full_like(counts, float(denominator))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -20,7 +18,15 @@ from .call.lora import agreed, with_lora
 from .call.options import Options
 from .call.rows_of_reference import RowSource
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_hidden, check_loss, check_loss_fn, flatten, flatten_inputs, flatten_whole_loss
+from .call.validate import (
+    check_hidden,
+    check_loss,
+    check_loss_fn,
+    divisor_of,
+    flatten,
+    flatten_inputs,
+    flatten_whole_loss,
+)
 from .dtypes import compute_dtype, dtype_of
 from .explain import Explanation, explain
 from .head.lm_head import LMHead
@@ -331,10 +337,4 @@ def _check_denominator(denominator: float | Tensor | None, reduction: str, hidde
         return None
     if reduction != "mean":
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
-    if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
-        return denominator.detach().reshape(())
-    if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
-        raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")
-    return torch.full((), float(denominator), dtype=compute_dtype(hidden), device=hidden.device)
+    return divisor_of(denominator, compute_dtype(hidden), hidden.device)

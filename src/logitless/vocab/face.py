@@ -15,7 +15,7 @@ from .call.choice import CANDIDATES
 from .call.lora import agreed, lora_b_of, lora_hidden_of, with_lora
 from .call.options import Options
 from .call.sampling_mask import SamplingMask
-from .call.validate import check_logits, flatten
+from .call.validate import check_logits, divisor_of, flatten
 from .devices import capturing, default_budget, full_precision
 from .dtypes import compute_dtype, dtype_of, of_integers
 from .head.from_model import transforms_of
@@ -63,6 +63,7 @@ __all__ = [
     "current_sizing",
     "default_budget",
     "dense_cross_entropy",
+    "divisor_of",
     "dot",
     "dtype_of",
     "exp_",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Unpack
 
 import torch
@@ -147,6 +148,17 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor, per: str) -> tupl
             raise DeviceError(f"inputs: one is on {x.device}, hidden on {hidden.device}; move one of them")
     _refuse_duals(*inputs)
     return tuple(x.reshape(math.prod(lead), *x.shape[len(lead) :]) for x in inputs)
+
+
+def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:  # ()
+    """What divides a loss's sum, of a number or a tensor of one, whose value is not looked at."""
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1:
+            raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
+        return denominator.detach().reshape(())
+    if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
+        raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")
+    return torch.full((), float(denominator), dtype=dtype, device=device)
 
 
 def check_logits(logsumexp: Tensor) -> None:
