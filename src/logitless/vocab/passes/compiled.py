@@ -263,7 +263,7 @@ def _cross_entropy(
     call = call.agree(*said.rest).checked()
     (denominator,) = _unpacked(said.rest, present[len(Inputs._fields) :])
     given = CrossEntropyOptions(label_smoothing, z_loss, mean, denominator)
-    evaluate = CrossEntropy.of(call, given, valid)
+    evaluate = CrossEntropy(call, given, valid)
     total, _ = loss_gradients(LossPass(call, loss_price(call, said.needs), said.needs), evaluate)
     return [evaluate.total, *(x for x in total.summed() if x is not None)]
 

@@ -53,7 +53,7 @@ def chunked_cross_entropy(call: Call, given: CrossEntropyOptions) -> Tensor:
     needs = Needs.of(call.inputs)
 
     def begin(call: Call) -> tuple[LossPass, CrossEntropy]:
-        return _begun(call, needs), CrossEntropy.of(call, given, valid)
+        return _begun(call, needs), CrossEntropy(call, given, valid)
 
     loss, evaluate = call.checked_while(begin)
     return _finish(loss, needs, evaluate, (), [], call.inputs.labels)
@@ -171,41 +171,33 @@ def cross_entropy_wants(smoothing: float, z_loss: float) -> tuple[str, ...]:
 class CrossEntropy:
     """Evaluates cross-entropy and its gradient; closed form, since inside a custom operator autograd is off."""
 
-    def __init__(
-        self, call: Call, smoothing: float, z_loss: float, scale: Tensor, weights: Tensor | None = None
-    ) -> None:
-        self.call, self.smoothing, self.z_loss, self.scale, self.weights = call, smoothing, z_loss, scale, weights
-        self.class_weights = call.inputs.class_weights
-        self.total = scale.new_zeros(())
-
-    @classmethod
-    def of(cls, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> CrossEntropy:
+    def __init__(self, call: Call, given: CrossEntropyOptions, valid: Tensor | None) -> None:
         """`call` is checked; `valid` as `reduction_scale` takes it."""
-        labels, classes = call.inputs.labels, call.inputs.class_weights
-        if labels is None or classes is None:
-            return cls(call, given.smoothing, given.z_loss, reduction_scale(call, given.mean, given.denominator, valid))
-        weights = label_weights(labels, classes, call.options.ignore_index)
-        weights = weights if valid is None else torch.where(valid, weights, 0)
-        total = weights.sum()
-        if given.mean and given.denominator is None:  # no token counts where no label weighs anything
-            scale = torch.where(total == 0, 0, reduction_scale(call, True, total, valid))
-        else:
-            scale = reduction_scale(call, given.mean, given.denominator, valid)
-        return cls(call, given.smoothing, given.z_loss, scale, weights)
+        self.call, self.given, self.class_weights = call, given, call.inputs.class_weights
+        self.weights: Tensor | None = None  # the labels' own
+        self.scale = reduction_scale(call, given.mean, given.denominator, valid)
+        labels = call.inputs.labels
+        if labels is not None and self.class_weights is not None:
+            weights = label_weights(labels, self.class_weights, call.options.ignore_index)
+            self.weights = weights if valid is None else torch.where(valid, weights, 0)
+            if given.mean and given.denominator is None:  # no token counts where no label weighs anything
+                total = self.weights.sum()
+                self.scale = torch.where(total == 0, 0, reduction_scale(call, True, total, valid))
+        self.total = self.scale.new_zeros(())
 
     def __call__(self, rows: slice, stats: dict[str, Tensor]) -> dict[str, Tensor]:
-        seen = TokenStats(stats)
+        seen, smoothing, z_loss = TokenStats(stats), self.given.smoothing, self.given.z_loss
         scale = _part(self.scale, self.call.tokens(rows)).expand_as(seen.logprob)
         weights = None if self.weights is None else self.call.rows(self.weights, rows)
-        loss = cross_entropy_of(seen, self.smoothing, self.z_loss, weights, self.class_weights)
+        loss = cross_entropy_of(seen, smoothing, z_loss, weights, self.class_weights)
         self.total += (loss * scale).sum()
         own = scale if weights is None else weights * scale
-        grads = {"logprob": (self.smoothing - 1) * own}
-        if self.smoothing or self.z_loss:
+        grads = {"logprob": (smoothing - 1) * own}
+        if smoothing or z_loss:
             spread = scale if self.class_weights is None else self.class_weights.mean() * scale
-            grads["logsumexp"] = self.smoothing * spread + 2 * self.z_loss * seen.logsumexp * own
-        if self.smoothing:
-            grads["mean_logit"] = -self.smoothing * scale
+            grads["logsumexp"] = smoothing * spread + 2 * z_loss * seen.logsumexp * own
+        if smoothing:
+            grads["mean_logit"] = -smoothing * scale
         return grads
 
 
