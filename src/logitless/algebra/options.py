@@ -60,7 +60,7 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
         raise OptionError(f"ignore_index: expected an integer of {bits} bits, got {ignore_index!r}")
 
 
-def _is_number(x: object) -> bool:
+def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one."""
     return isinstance(x, Real) or hasattr(x, "__float__")
 
@@ -73,7 +73,7 @@ def check_reduction(reduction: str) -> None:
 
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
-    if not _is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
+    if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing!r}")
-    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
+    if not _holds_number(z_loss) or not 0 <= z_loss < math.inf:
         raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss!r}")
