@@ -31,6 +31,22 @@ def t5():
     )
 
 
+def bamba():
+    mamba = {"mamba_n_heads": 2, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [0]}
+    return refused(transformers.BambaForCausalLM, transformers.BambaConfig, z_loss_coefficient=1e-4, **mamba)
+
+
+def instruct_blip():
+    """Whose text model is an encoder-decoder, where its own configuration says nothing of it."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.InstructBlipConfig(
+        vision_config={**sizes, "image_size": 28, "patch_size": 14},
+        qformer_config={**sizes, "vocab_size": 97},
+        text_config=t5().config,
+    )
+    return transformers.InstructBlipForConditionalGeneration(config)
+
+
 def with_other_loss():
     model = tiny()
     model.loss_function = nn.functional.cross_entropy
@@ -67,6 +83,8 @@ REFUSED = {
     ),
     "a loss in its head": (xlm, "XLMWithLMHeadModel"),
     "encoder-decoder": (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+    "an encoder-decoder within": (instruct_blip, "InstructBlipForConditionalGeneration is an encoder-decoder"),
+    "a loss of its logits beside": (bamba, "BambaForCausalLM adds a z-loss of its logits"),
     "another loss": (with_other_loss, "loss is cross_entropy, expected transformers' ForCausalLMLoss"),
     "a hook that doubles the logits": (with_a_hook, "the output head has a forward hook of tests"),
     "a loss of PEFT's": (with_a_prompt_that_weighs_its_loss, "PEFT's CPT weighs a loss of its own from the logits"),
@@ -110,6 +128,22 @@ def test_a_transform_that_nobody_told_us_of():
     logitless.install(model)
     with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
         model(batch["input_ids"], labels=batch["labels"])
+
+
+def test_a_loss_function_that_is_not_called():
+    """The sum of logits that are not there is 0: a loss without a word."""
+
+    class Summed(transformers.Qwen3ForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = self.loss_function(logits, labels, self.vocab_size) if self.training else logits.sum()
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model, batch = Summed(tiny().config).train(), batch_for("")
+    logitless.install(model)
+    assert model(batch["input_ids"], labels=batch["labels"]).loss > 0
+    with pytest.raises(ConfigError, match="Summed returned a loss without a call of its loss function"):
+        model.eval()(batch["input_ids"], labels=batch["labels"])
 
 
 def test_a_hook_that_comes_after_install():

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...errors import ConfigError, DtypeError, OptionError
-from ...vocab.face import LMHead
+from ...vocab.face import LMHead, encodes
 from .evaluation import Evaluation
 from .installed import Installed, Method, check_loss, forward_like, is_installed
 from .lm_head import SHARDED, STATE, adapter_configs, causal_lm, evaluating, forward_with, output_head
@@ -184,7 +184,7 @@ def _check(wrapped: nn.Module, model: Any) -> None:
     _check_prompt(wrapped)
     name = type(model).__name__
     head: Any = output_head(model)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if encodes(model.config):
         raise ConfigError(f"{name} is an encoder-decoder, whose loss is not shifted: use linear_cross_entropy")
     if not any(hasattr(getattr(head, "weight", None), mark) for mark in SHARDED):
         with evaluating(head):  # while it trains, each look moves the weight that spectral_norm makes
@@ -195,6 +195,11 @@ def _check(wrapped: nn.Module, model: Any) -> None:
     if not _calls_loss_function(type(model)):
         raise ConfigError(f"{name} computes its loss by itself, expected self.loss_function: use linear_cross_entropy")
     check_loss(model)
+    if getattr(model, "z_loss_coefficient", 0):  # Bamba's, of logits that are not there
+        raise ConfigError(
+            f"{name} adds a z-loss of its logits, expected a cross-entropy alone: set model.z_loss_coefficient = 0, or "
+            "use linear_cross_entropy(z_loss=...)"
+        )
 
 
 def _check_prompt(model: nn.Module) -> None:

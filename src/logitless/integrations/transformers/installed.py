@@ -147,7 +147,13 @@ def _causal(model: Any, state: Installed, dense: Callable[..., Any], given: dict
     if own is not None and not isinstance(own, functools.partial):
         check_loss(model)
     with replaced(model, "_loss_function", functools.partial(_causal_loss, model, state, seen, given)):
-        return dense(**given, return_dict=True)
+        full = dense(**given, return_dict=True)
+    if not seen.gave_loss:
+        raise ConfigError(
+            f"{type(model).__name__} returned a loss without a call of its loss function, expected one for labels: use "
+            "linear_cross_entropy"
+        )
+    return full
 
 
 def check_loss(model: Any) -> None:
@@ -195,6 +201,7 @@ def _causal_loss(
     **_: Any,
 ) -> Tensor:
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
+    seen.gave_loss = True
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     if shift_labels is None and state.empty is None:  # shifted before: so that sequences could be cut
         check_counts(targets, ignore_index, num_items_in_batch)

@@ -179,6 +179,7 @@ class HiddenCapture:
         self.seen: Tensor | None = None
         self.probe: Tensor | None = None
         self.of_loss = False  # of the installed forward: another call of it is one of a hook
+        self.gave_loss = False  # of the installed forward: its loss function was called
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["head"], name)  # some models ask for the head's dtype

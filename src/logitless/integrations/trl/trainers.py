@@ -13,7 +13,7 @@ import torch
 from ...algebra.rules import Order, Rules
 from ...errors import ConfigError, OptionError
 from ...models.positions import reach
-from ...vocab.face import LMHead, explain
+from ...vocab.face import LMHead, encodes, explain
 from ..transformers.evaluation import Evaluation
 from ..transformers.lm_head import causal_lm, output_head, replaced
 from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, only_own_loss, own_loss, require, settings_of
@@ -317,10 +317,9 @@ def _check_options(kind: str, policy: Any, wanted: Wanted) -> None:
 
 
 def _check_model(trainer: Any, policy: Any) -> None:
-    config = policy.config
-    if getattr(config, "is_encoder_decoder", False):
+    if encodes(policy.config):
         raise ConfigError(f"trainer: expected a decoder, got the encoder-decoder {type(policy).__name__}")
-    context = reach(config)
+    context = reach(policy.config)
     longest = getattr(trainer.args, "max_completion_length", None)
     if context is not None and longest is not None and longest > context:
         raise ConfigError(

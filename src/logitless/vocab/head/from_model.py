@@ -161,6 +161,15 @@ def _kept(model: Any) -> dict[str, float]:
     return found
 
 
+def encodes(config: Any) -> bool:
+    """Whether a configuration is an encoder-decoder's, or one that holds such a text model (InstructBLIP's T5)."""
+    return getattr(config, "is_encoder_decoder", False) or getattr(_text(config), "is_encoder_decoder", False)
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def transforms_of(
     config: Any, name: str, kept: Mapping[str, float] | None = None
 ) -> tuple[float, float | None, int | None]:
@@ -168,9 +177,9 @@ def transforms_of(
 
     name: what errors call the model; kept: what it has in the place of its configuration's. Raises ConfigError.
     """
-    if getattr(config, "is_encoder_decoder", False):
+    if encodes(config):
         raise ConfigError(f"LMHead.of: {name} is an encoder-decoder; pass LMHead(weight, bias, scale)")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text(config)
     kind = getattr(config, "model_type", "")
     if kind in REFUSED:
         raise ConfigError(f"LMHead.of: {name} {REFUSED[kind]}; pass LMHead(weight, bias) if your loss does not")
