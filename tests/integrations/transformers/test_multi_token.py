@@ -1,6 +1,7 @@
 """transformers' multi-token prediction modules: its own drafts with them, and their loss from whole logits."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -322,13 +323,57 @@ def test_a_trainer_learns_every_depth(tmp_path):
     given = TrainingArguments(
         tmp_path, max_steps=12, learning_rate=2e-2, report_to="none", use_cpu=True, disable_tqdm=True
     )
-    trainer = Trainer(model=model, args=given, train_dataset=rows, data_collator=default_data_collator)
+    data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": default_data_collator}
+    trainer = Trainer(model=model, args=given, **data)
     ll.install(trainer, multi_token=heads)
     model(ids, labels=ids)
     before = heads.each
     trainer.train()
     model(ids, labels=ids)
     assert (heads.each < 0.7 * before).all()
+
+
+@pytest.mark.parametrize("main_weight", [1.0, 0.0])
+def test_an_evaluation_is_of_the_next_token_and_its_loss_the_sum(tmp_path, main_weight):
+    model, heads, ids = medusa(main_weight)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
+    given = TrainingArguments(tmp_path, report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(model=model, args=given, eval_dataset=rows, data_collator=default_data_collator)
+    ll.install(trainer, multi_token=heads)
+    found = trainer.evaluate()
+    with torch.no_grad():
+        z, items = model(ids).logits[:, :-1].log_softmax(-1), ids[:, 1:].numel()  # as a Trainer counts them
+        total = model(ids, labels=ids, num_items_in_batch=items).loss
+    nats = F.nll_loss(z.flatten(0, 1), ids[:, 1:].flatten())
+    assert found["eval_perplexity"] == pytest.approx(math.exp(nats), rel=1e-5)
+    assert found["eval_accuracy"] == pytest.approx(float((z.argmax(-1) == ids[:, 1:]).double().mean()))
+    assert found["eval_loss"] == pytest.approx(total.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("whose", ["the trainer's", "the model's", "model_init's"])
+def test_a_model_that_the_trainer_makes_anew_has_modules_of_its_own(tmp_path, whose):
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in torch.randint(V, (2, 12))]
+
+    def made():
+        model = medusa(1.0)[0].float()
+        if whose == "model_init's":
+            ll.install(model, multi_token=MedusaHeads(model, 2))
+        return model
+
+    given = TrainingArguments(tmp_path, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(model_init=made, args=given, train_dataset=rows, data_collator=default_data_collator)
+    first = MedusaHeads(trainer.model, 2)
+    if whose == "the model's":
+        ll.install(trainer.model, multi_token=first)
+    ll.install(trainer, multi_token=first if whose == "the trainer's" else None)
+    if whose == "model_init's":
+        before = trainer.model.multi_token
+        trainer.train()
+        assert trainer.model.multi_token is not before
+        assert trainer.model.multi_token.each.shape == (3,)
+        return
+    with pytest.raises(OptionError, match="multi_token: expected model_init to make its model with modules of its own"):
+        trainer.train()
 
 
 def test_no_logits_of_any_depth():

@@ -69,7 +69,7 @@ def install(
     _attach(inner, multi_token, loss, smoothing)
     if trainer is not None:
         take_over(trainer, loss, Evaluation(memory_budget, shifted=not is_masked(inner)) if measured else None)
-        options = {"loss": loss, "memory_budget": memory_budget, "threshold": threshold, "multi_token": multi_token}
+        options = {"loss": loss, "memory_budget": memory_budget, "threshold": threshold}
         follow(trainer, inner, functools.partial(install, label_smoothing=smoothing, **options))
     _put(inner, state, loss, memory_budget, smoothing, threshold).lent = lent
 

@@ -24,6 +24,7 @@ from .lm_head import (
     called_again,
     capturing_hidden,
     entries_of,
+    observe,
     output_head,
     replaced,
     through_head,
@@ -213,7 +214,7 @@ def _causal_loss(
         return torch.where((targets != ignore_index).any().to(loss.device), loss, state.empty)
     first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
     options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
-    return _with_further(model, state, seen, logits, further, text_of(given), labels, first, options)
+    return _with_further(model, state, seen, logits, further, text_of(given), targets, labels, first, options)
 
 
 def _with_further(
@@ -223,6 +224,7 @@ def _with_further(
     logits: Tensor,
     further: MultiToken,
     text: tuple[Tensor, Tensor | None],
+    targets: Tensor,
     labels: Tensor,
     first: int,
     options: dict[str, Any],
@@ -231,8 +233,11 @@ def _with_further(
     own = [seen.hidden()] if further.main_weight else []
     weights = (further.main_weight,) * len(own) + further.weights
 
-    def compute(head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None) -> Tensor:
+    def compute(
+        head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None, hidden: Tensor, targets: Tensor
+    ) -> Tensor:
         _verify(model, state, seen, head, logits)
+        observe(model, head, hidden, targets)
         heads = [head] * len(own) + further.heads(head)
         at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": state.budget}
         found = multi_token_cross_entropy(hiddens, heads, labels, weights=weights, **at, **options)
@@ -242,7 +247,7 @@ def _with_further(
     state.watch.before()
     ids, places = text
     hiddens = torch.stack([*own, *further.depths(seen.hidden(), ids, places)])
-    loss = through_head(model, compute, hiddens, labels, places)
+    loss = through_head(model, compute, hiddens, labels, places, seen.hidden(), targets)
     state.watch.after(loss)
     return loss
 
@@ -263,6 +268,7 @@ def _loss(
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
         _verify(model, state, seen, head, logits)
+        observe(model, head, hidden, targets)
         return linear_cross_entropy(
             hidden,
             head,

@@ -115,8 +115,6 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
                 "leave the head out of cpu_offload, disk_offload or device_map"
             )
         given_to = (hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
-        if OBSERVER in inner.__dict__:
-            inner.__dict__[OBSERVER](found, *given_to)
         return compute(found, *given_to)
 
     with alone(inner):
@@ -161,9 +159,16 @@ def _length(given: Mapping[str, Any]) -> int:
 
 @contextmanager
 def observed(model: nn.Module, look: Callable[..., None]) -> Iterator[None]:
-    """While it lasts, `look` gets what every `compute` of `through_head` gets, before it."""
+    """While it lasts, `look` gets what `observe` is told."""
     with replaced(causal_lm(model), OBSERVER, look):
         yield
+
+
+def observe(model: nn.Module, head: LMHead, hidden: Tensor, targets: Tensor) -> None:
+    """Tells whoever looks (`observed`) what a loss is computed of: the head, its input and what each row predicts."""
+    look = causal_lm(model).__dict__.get(OBSERVER)
+    if look is not None:
+        look(head, hidden, targets)
 
 
 class HiddenCapture:

@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from ...errors import ConfigError
+from ...errors import ConfigError, OptionError
 from .evaluation import Evaluation
 from .lm_head import STATE, causal_lm, replaced
+from .multi_token import attached
 
 KEPT = "_logitless"
 
@@ -28,6 +29,7 @@ class Kept:
     evaluation: Evaluation | None = None  # where its metrics come from statistics
     loop: Callable[..., Any] | None = None  # evaluation_loop of the instance, where it had one
     install: Callable[[Any], None] | None = None  # for the models that model_init makes
+    multi_token: bool = False  # the model has heads that predict the tokens further on
 
 
 # of each installed model, the Trainers that were installed with it
@@ -58,7 +60,7 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
     """`train` makes a new model where the Trainer has a model_init: which is installed as this one was."""
     _TRAINERS.setdefault(model, WeakSet()).add(trainer)
     kept: Kept = trainer.__dict__[KEPT]
-    kept.install = install
+    kept.install, kept.multi_token = install, attached(model) is not None
     if getattr(trainer, "model_init", None) is None or "call_model_init" in kept.put:
         return
     own = trainer.call_model_init
@@ -66,8 +68,13 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
     def call_model_init(*given: Any, **more: Any) -> Any:
         model = own(*given, **more)
         if kept.install is not None:
-            kept.install(model)
             inner = causal_lm(model)
+            if kept.multi_token and attached(inner) is None:
+                raise OptionError(
+                    "multi_token: expected model_init to make its model with modules of its own, got one without; "
+                    "call install(model, multi_token=...) in it"
+                )
+            kept.install(model)
             inner.__dict__[STATE].lent = kept.smoother is not None
             _TRAINERS.setdefault(inner, WeakSet()).add(trainer)
         return model

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
-from ..transformers.lm_head import capturing_hidden, through_head
-from .contract import OUTPUT, TESTED, Settings
+from ..transformers.lm_head import capturing_hidden, observe, through_head
+from .contract import HOST, OUTPUT, Settings
 from .exact_kl import ExactKL
 from .replay import Replay, replayed_scores
 from .scores import IGNORED, Wanted, scores
@@ -128,6 +128,7 @@ class Fused:
         sampled = None if self.replay is None else self.replay.sampled_from(targets != IGNORED)
 
         def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            observe(model, head, hidden, targets)
             if sampled is not None:
                 return replayed_scores(wanted, head, hidden, targets, sampled)
             means = {} if self.pair_means is None else {"pair_means": self.pair_means(head, hidden)}
