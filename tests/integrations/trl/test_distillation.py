@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
 
 from logitless.integrations.trl.distillation import divergence
 from logitless.integrations.trl.trainers import install
 from logitless.vocab.head.lm_head import LMHead
 from tests.support.allocations import trace_allocations
-from tests.support.integrations.tiny import TINY
+from tests.support.integrations.tiny import LATENT, TINY, WIDTH
 from tests.support.integrations.trl import runs
 
 N, H, V = 9, 8, 53
@@ -56,6 +57,18 @@ def test_no_token_that_counts_is_nothing_with_a_graph():
 def test_a_teacher_with_a_head_of_another_kind(place, monkeypatch, name):
     monkeypatch.setattr(runs, "teacher", lambda: TINY[name].build(vocab=259).float().eval())
     runs.assert_same_training(partial(runs.distillation, place, max_steps=2))
+
+
+def test_a_student_that_divides_before_its_head(place):
+    """TRL takes the body's own output, and has the number as a scale of the logits."""
+    sizes = {**WIDTH, **LATENT, "vocab_size": 259, "dim_model_base": 4}
+    del sizes["moe_intermediate_size"]
+
+    def student():
+        torch.manual_seed(0)
+        return MiniCPM3ForCausalLM(MiniCPM3Config(**sizes))
+
+    runs.assert_same_training(lambda: runs.distillation(place, student(), max_steps=2))
 
 
 def test_it_divides_by_the_items_that_it_is_given(place):

@@ -22,6 +22,15 @@ WIDTH = {
     "eos_token_id": 2,
 }
 EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 8,
+}
 IMAGE = 5  # the id that an image's place has in the text
 
 
@@ -110,6 +119,7 @@ TINY: dict[str, Tiny | Gemma3Vision | Llava] = {
         t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 8}
     ),
     "mixtral": Tiny(t.MixtralForCausalLM, t.MixtralConfig, {**EXPERTS, "num_local_experts": 4}),
+    "deepseek-v2": Tiny(t.DeepseekV2ForCausalLM, t.DeepseekV2Config, {**EXPERTS, **LATENT, "n_routed_experts": 4}),
     "gemma3-vision": Gemma3Vision(),
     "llava-vision": Llava(),
 }

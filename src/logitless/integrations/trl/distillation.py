@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def distillation_loss(trainer: Any, memory_budget: int | None) -> Callable[..., 
         num_items_in_batch: Any = None,
         temperature: float = 1.0,
         teacher_lm_head_bias: Tensor | None = None,
+        student_logit_scale: float = 1.0,
         teacher_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
         teacher_final_logit_softcapping: float | None = None,
         **_student: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,6 +77,8 @@ def distillation_loss(trainer: Any, memory_budget: int | None) -> Callable[..., 
             teacher_head = LMHead(weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)
 
             def compute(head: LMHead, hidden: Tensor, mask: Tensor, teacher_hidden: Tensor) -> tuple[Tensor, Tensor]:
+                # TRL's of the body's own output, which MiniCPM3 divides before its head
+                head = replace(head, scale=student_logit_scale, softcap=student_final_logit_softcapping)
                 return divergence(head, hidden, mask, (teacher_hidden, teacher_head), beta, temperature, memory_budget)
 
             student = causal_lm(trainer.model)
