@@ -113,7 +113,7 @@ class Fused:
         numbers = {name: x[:, :width] for name, x in numbers.items()}
         if self.exact is not None and reference is not None:
             self.exact.put(numbers["logprob"], numbers["kl"])
-        out = _output(model, numbers, targets[:, :width], num_items_in_batch, getattr(own, "aux_loss", None))
+        out = _output(model, numbers, targets[:, :width], num_items_in_batch, _aux_loss(model, own, kwargs))
         if means is not None:
             out.mean_logits = means
         return out
@@ -149,6 +149,20 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None) -> tuple[Tensor
         raise OptionError("fused_lm_head: expected labels or shift_labels, got neither; pass one of them")
     # the last position predicts nothing: ignored, since to cut it off would copy the hidden states
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED), labels.shape[1] - 1
+
+
+def _aux_loss(model: Any, own: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The load balancing of experts that were asked for: the model's, or TRL's of one that has none (DeepSeek-V2)."""
+    found, routed = getattr(own, "aux_loss", None), getattr(own, "router_logits", None)
+    config = model.config.get_text_config()
+    asked = kwargs.get("output_router_logits", getattr(config, "output_router_logits", False))
+    if found is not None or not asked or routed is None:
+        return found
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    mask = kwargs.get("attention_mask")
+    return load_balancing_loss_func(routed, experts, chosen, mask)  # pyright: ignore[reportReturnType]
 
 
 def _output(
