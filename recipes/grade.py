@@ -92,13 +92,15 @@ judge.to(args.device).eval().requires_grad_(False)
 policy = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).to(args.device).eval()  # no dropout
 past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # to transformers 5.23
 table, judge_table = policy.get_input_embeddings().weight, judge.get_input_embeddings().weight
+# Gemma multiplies the rows that it looks up, and not those that come as inputs_embeds.
+scale, judge_scale = (getattr(x.get_input_embeddings(), "scalar_embed_scale", 1.0) for x in (policy, judge))
 head = ll.LMHead.of(policy)
 
 
 def rollout(prompts: list[str], tau: float) -> tuple[relax.SoftTokens, torch.Tensor, torch.Tensor]:
     """Continuations: soft tokens (B, T), what the classifier reads (B, T, E), and the KL to the reference (B,)."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(args.device)
-    embeds, mask = table[batch.input_ids], batch.attention_mask
+    embeds, mask = scale * table[batch.input_ids], batch.attention_mask
     seeds = torch.randint(2**62, (len(prompts),), device=args.device)  # each sequence has noise of its own
     cache, reference_cache = DynamicCache(), DynamicCache()
     softs, kl = [], torch.zeros(len(prompts), device=args.device)
@@ -117,10 +119,10 @@ def rollout(prompts: list[str], tau: float) -> tuple[relax.SoftTokens, torch.Ten
         # One-hot forward, the soft weights' gradient backward (straight-through): hard=False is soft both ways.
         soft = relax.gumbel_topk(hidden, head, tau, k=min(args.top_k, head.rows), hard=True, noise=noise)
         softs.append(soft)
-        embeds = relax.soft_embedding(soft, table)[:, None]  # what the policy reads next
+        embeds = scale * relax.soft_embedding(soft, table)[:, None]  # what the policy reads next
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
     soft = relax.SoftTokens.stack(softs)
-    return soft, relax.soft_embedding(soft, judge_table), kl
+    return soft, judge_scale * relax.soft_embedding(soft, judge_table), kl
 
 
 trained = [p for p in policy.parameters() if p.requires_grad]

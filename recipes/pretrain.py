@@ -59,6 +59,9 @@ model.to(args.device).train()
 # One long row of tokens; the last twentieth is held out.
 ids = torch.tensor([i for text in tokenizer(texts).input_ids for i in [*text, tokenizer.eos_token_id]])
 train_ids, held_ids = ids.split([len(ids) - len(ids) // 20, len(ids) // 20])
+if len(held_ids) <= args.length:
+    need = 20 * (args.length + 1)
+    parser.error(f"--data: expected {need:,} tokens or more, got {len(ids):,}; give more text, or a lower --length")
 
 
 def batch_of(ids: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

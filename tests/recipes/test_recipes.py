@@ -172,6 +172,41 @@ def test_grade_sends_a_gradient_through_tokens_and_raises_the_reward(run, capsys
     assert kl.shape == (2,)
 
 
+def test_pretrain_says_how_much_text_it_needs(run, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("a line that is too short\n")
+    with pytest.raises(SystemExit):
+        run("pretrain.py", "--data", text, "--length", 32)
+    assert "--data: expected 660 tokens or more, got " in capsys.readouterr().err
+
+
+def test_grade_reads_gemmas_embedding_as_the_model_does(run, tmp_path, monkeypatch):
+    """Which multiplies its rows by a number, not so what comes as inputs_embeds."""
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, Gemma3TextForSequenceClassification
+
+    run("pretrain.py", "--data", __file__, "--steps", 1, "--length", 16)
+    tokenizer = AutoTokenizer.from_pretrained("runs/pretrain")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3TextConfig(vocab_size=len(tokenizer), **sizes, num_key_value_heads=1, head_dim=8, pad_token_id=0)
+    for name, kind in {"policy": Gemma3ForCausalLM, "judge": Gemma3TextForSequenceClassification}.items():
+        kind(config).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    options = ("--model", "policy", "--reward-model", "judge", "--steps", 1, "--batch-size", 2, "--tokens", 2)
+    found, fed, hidden_states = run("grade.py", *options), [], logitless.hidden_states
+
+    def recorded(model, batch):
+        fed.append(batch["inputs_embeds"])
+        return hidden_states(model, batch)
+
+    monkeypatch.setattr(logitless, "hidden_states", recorded)
+    soft, read, _ = found["rollout"](found["PROMPTS"][:2], 1.0)
+    prompts = tokenizer(found["PROMPTS"][:2], return_tensors="pt", padding=True, padding_side="left").input_ids
+    policy, judge = (found[name].get_input_embeddings() for name in ("policy", "judge"))
+    torch.testing.assert_close(fed[0], policy(prompts))
+    torch.testing.assert_close(fed[-1][:, 0], policy(soft.token[:, 0].long()))
+    torch.testing.assert_close(read, judge(soft.token.long()))
+
+
 def test_the_recipes_take_a_model_that_was_saved(run, tmp_path):
     """The way from text to an aligned policy, by directories."""
     pretrain(run, tmp_path)
