@@ -52,7 +52,7 @@ def install(
     SFT, DPO, KTO, GRPO and RLOO: `model(..., labels=labels, fused_lm_head=True)` gives a `TokenOutput`, TRL's own
     output under TRL's own settings (temperature, fp32 head, fields); LoRA on lm_head and a sharded head get their
     gradients; all other calls are unchanged. Distillation and the experimental GKD get their divergence in one pass,
-    CPO and ORPO a forward without logits.
+    CPO and ORPO a forward without logits. SFT's label_smoothing_factor and compute_loss_func still get whole logits.
     statistics: of `STATISTICS`, and top_k: entries, to be added to the policy's output. exact_kl: GRPO's penalty is
     the full-vocabulary KL(policy ‖ reference), not its one-sample estimate. replay: GRPO and RLOO score completions
     over the entries that top_k, top_p and min_p left when they were sampled (arXiv 2512.02556), entropy included, and
