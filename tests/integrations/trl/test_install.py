@@ -167,7 +167,7 @@ def test_a_loss_of_ones_own_is_seen_in_the_class_and_in_the_trainer(name):
 
 def test_a_step_whose_first_parameters_are_others_is_refused(monkeypatch):
     monkeypatch.setitem(contract.FIRST, "_generate_single_turn", ("self", "ids"))
-    said = r"GRPOTrainer._generate_single_turn begins with \(self, prompt_ids\), expected \(self, ids\); install trl"
+    said = r"GRPOTrainer._generate_single_turn begins with \(self, prompt_ids\), expected \(self, ids\); install 'trl"
     with pytest.raises(ConfigError, match=said):
         contract.require("GRPOTrainer", replay=True)
 
@@ -290,7 +290,7 @@ def test_a_sampled_kl_of_another_form_is_named(monkeypatch):
 def test_install_refuses_what_has_moved(place, monkeypatch, name, moved, options):
     trainer = runs.grpo(place)
     monkeypatch.setattr(contract, name, moved)
-    with pytest.raises(ConfigError, match=f"^trl {version('trl')}: .*; install trl>="):
+    with pytest.raises(ConfigError, match=f"^trl {version('trl')}: .*; install 'trl>="):
         install(trainer, **options)
 
 

@@ -6,7 +6,6 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from typing import Any
 
 from ...errors import ConfigError
@@ -14,7 +13,6 @@ from .. import seam
 
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
-TESTED = "trl>=1.16,<1.17"  # what the tests run with
 OUTPUT = "trl.trainer.utils:FusedCausalLMOutput"
 FUSED = "trl.trainer.utils:add_fused_lm_head"
 USE_ADAPTER = "trl.trainer.utils:use_adapter"
@@ -64,6 +62,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "temperature",
     ),
 }
+HOST = seam.Seam("trl", ">=1.16,<1.17", PARAMETERS)  # what the tests run with
 # What a trainer needs beside its own loss. Those of the first five have TRL's fused head.
 FUSED_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
@@ -120,7 +119,7 @@ def require(kind: str, *, exact_kl: bool = False, replay: bool = False) -> None:
     if replay:
         changed += filter(None, map(moved_start, SAMPLING[kind]))
     if changed:
-        raise ConfigError(f"trl {version('trl')}: {'; '.join(changed)}; install {TESTED} or a newer logitless")
+        raise HOST.error("; ".join(changed))
 
 
 def moved(name: str) -> str:
@@ -177,7 +176,7 @@ def settings_of(forward: Callable[..., Any]) -> Settings:
             cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
             return Settings(*(cells[name].cell_contents for name in SETTINGS))
         function = getattr(function, "__wrapped__", None)
-    raise ConfigError(
-        f"trl {version('trl')}: expected model.forward to be what add_fused_lm_head puts there, closing over "
-        f"{', '.join(SETTINGS)}; install right after the trainer is made, with {TESTED}"
+    raise HOST.error(
+        f"expected model.forward to be what add_fused_lm_head puts there, closing over {', '.join(SETTINGS)}: call "
+        "install right after the trainer is made"
     )

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError
 from ...vocab.face import LMHead, Options, token_loss
 from ..transformers.lm_head import causal_lm, forward_with, through_head
-from .contract import TESTED
+from .contract import HOST
 from .scores import IGNORED, Collected
 
 
@@ -127,7 +126,7 @@ def _whole(parameter: Tensor | None) -> Any:
 def _with_global(method: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
     """A copy of `method` in which the global `name` is `value`: neither the module nor other trainers see it."""
     if name not in method.__code__.co_names:
-        raise ConfigError(f"{method.__qualname__}: expected it to call {name}, it does not; install {TESTED}")
+        raise HOST.error(f"{method.__qualname__} no longer calls {name}")
     code, known = method.__code__, {**method.__globals__, name: value}
     copy = types.FunctionType(code, known, method.__name__, method.__defaults__, method.__closure__)
     copy.__kwdefaults__ = method.__kwdefaults__

@@ -7,14 +7,13 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...errors import ConfigError, OptionError
+from ...errors import OptionError
 from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
 from ..transformers.lm_head import capturing_hidden, observe, through_head
@@ -28,7 +27,7 @@ try:
 except ImportError as error:
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("trl."):
         raise  # it is not installed, or what it needs is not
-    raise ConfigError(f"trl {version('trl')}: {OUTPUT} is gone; install {TESTED}") from error
+    raise HOST.error(f"{OUTPUT} is gone") from error
 
 # TRL's names of per-token fields, and the statistics they are read off
 STATISTIC_OF = {
