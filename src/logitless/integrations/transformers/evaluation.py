@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from ...errors import ConfigError
 from ...vocab.face import LMHead, token_stats
 from .lm_head import observed
+from .masked import IGNORED
 
-IGNORED = -100
 KEPT = ("logprob", "rank", "entropy")  # of each token, for predict and compute_metrics
 TOP_K = 5
 

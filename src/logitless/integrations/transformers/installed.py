@@ -75,9 +75,7 @@ class Installed:
 
 def choose(loss: str, size: int, budget: int) -> Method:
     """dense or logitless for logits of `size` bytes: auto is dense where they fit the budget."""
-    if loss == "auto":
-        return "dense" if size <= budget else "logitless"
-    return "dense" if loss == "dense" else "logitless"
+    return "dense" if loss == "dense" or (loss == "auto" and size <= budget) else "logitless"
 
 
 def is_installed(model: Any) -> bool:
@@ -197,7 +195,7 @@ def _causal_loss(
     labels: Tensor,
     vocab_size: int | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
