@@ -15,6 +15,8 @@ pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[
     [
         "tokens_and_vocabulary",
         "what_varies_alone",
+        "what_would_be_merged_wrongly_is_refused",
+        "gathered_tokens_are_not_refused",
         pytest.param("tokens_for_any_number_of_devices", marks=pytest.mark.slow),
         pytest.param("every_device_has_the_same_bits", marks=pytest.mark.slow),
         pytest.param("vocabulary_alone", marks=pytest.mark.slow),

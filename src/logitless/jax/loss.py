@@ -16,7 +16,7 @@ from .head import LMHead
 from .mesh import varies, varying
 from .passes.engine import Stats, cotangents, differentiable_once, loss_and_gradients, values
 from .stats import stats_of
-from .validate import check_denominator, check_known, checked_call
+from .validate import check_denominator, check_known, check_same_on_all, checked_call
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def linear_cross_entropy(
     options = Options(token_loss.want, ignore_index=ignore_index, memory_budget=memory_budget, axis_name=axis_name)
     call = checked_call(hidden, head, labels, options, temperature=temperature)
     divisor = check_denominator(denominator, reduction, call.compute_dtype)
+    check_same_on_all(axis_name, denominator=divisor)
     if reduction == "none":
         return token_loss(stats_of(call)).reshape(jnp.shape(hidden)[:-1])
     if call.tokens.hidden.shape[0] == 0:

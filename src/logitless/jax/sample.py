@@ -27,7 +27,7 @@ from .passes.slices import slices_for
 from .sampling.draw import Draw
 from .sampling.noise import Keys, Noise
 from .sampling.record import SampleRecord, check_keep
-from .validate import checked_call
+from .validate import check_same_on_all, checked_call
 
 
 def sample_tokens(
@@ -71,7 +71,9 @@ def sample_tokens(
     options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
     call = _sampling_call(hidden, head, options, rules, keep)
     call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
-    each, keys = _each_temperature(temperature, lead, call.compute_dtype), _keys(noise, rules, lead)
+    each = _each_temperature(temperature, lead, call.compute_dtype)
+    keys = _keys(noise, rules, lead)
+    check_same_on_all(axis_name, temperature=each, noise=keys)
     call = replace(call, tokens=varying(call.tokens, varies((each, keys))))
     n = math.prod(lead)
     if n == 0:

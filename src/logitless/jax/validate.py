@@ -37,7 +37,7 @@ def checked_call(
     vocab_size = _check_head("head", head, hidden, options.axis_name)
     lead = hidden.shape[:-1]
     n = math.prod(lead)
-    ref_hidden, ref_head = _check_reference(reference, lead, vocab_size, options.axis_name)
+    ref_hidden, ref_head = _check_reference(reference, lead, head, vocab_size, options.axis_name)
     want = check_want(options.want, labels is not None, reference is not None, candidates is not None)
     check_numbers(vocab_size, options.top_k, options.jsd_beta, options.memory_budget)
     check_known(ignore_index=options.ignore_index)
@@ -50,6 +50,9 @@ def checked_call(
             raise ShapeError(f"candidates: expected shape ({', '.join([*map(str, lead), 'K'])}), got ()")
         candidates = _check_ids("candidates", candidates, (*lead, *width), vocab_size).reshape(n, *width)
     each = _check_temperature(temperature, lead, compute_dtype(hidden))
+    check_same_on_all(
+        options.axis_name, hidden=hidden, labels=labels, candidates=candidates, temperature=each, reference=ref_hidden
+    )
     options = replace(
         options,
         want=want,
@@ -63,6 +66,16 @@ def checked_call(
     # The reference is a constant, inside its own gradient too.
     ref_hidden, ref_head = lax.stop_gradient((ref_hidden.reshape(n, ref_hidden.shape[-1]), _plain(ref_head)))
     return Call(options, vocab_size, tokens._replace(ref_hidden=ref_hidden), _plain(head), ref_head)
+
+
+def check_same_on_all(axis_name: str | None, **arrays: Any) -> None:
+    """Raise OptionError for what varies over the vocabulary's axis, along which the parts of a token are merged."""
+    for name, x in arrays.items():
+        if axis_name in varies(x):
+            raise OptionError(
+                f"{name}: expected the same on all devices of {axis_name!r}, the vocabulary's axis, got one "
+                "that varies over it; shard tokens over another axis, or give jax.lax.all_gather(..., to='invarying')"
+            )
 
 
 def check_denominator(denominator: float | Array | None, reduction: str, dtype: jnp.dtype) -> Array | None:
@@ -130,7 +143,7 @@ def _check_head(name: str, head: LMHead, hidden: Array, axis_name: str | None) -
 
 
 def _check_reference(
-    reference: tuple[Array, LMHead] | None, lead: Lead, vocab_size: int, axis_name: str | None
+    reference: tuple[Array, LMHead] | None, lead: Lead, policy: LMHead, vocab_size: int, axis_name: str | None
 ) -> tuple[Array | None, LMHead | None]:
     if reference is None:
         return None, None
@@ -144,6 +157,11 @@ def _check_reference(
         raise ShapeError(
             f"reference: expected a head over the same vocabulary ({vocab_size} entries), got {ref_size}; "
             "set vocab_size on both"
+        )
+    rows, got = policy.weight.shape[0], head.weight.shape[0]
+    if axis_name is not None and got != rows:
+        raise ShapeError(
+            f"reference: expected {rows} rows on each device, as the head has, got {got}; pad both weights alike"
         )
     return hidden, head
 

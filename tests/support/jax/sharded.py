@@ -6,10 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from logitless.errors import OptionError, ShapeError
 from logitless.jax import LMHead, Noise, linear_cross_entropy, linear_topk, sample_tokens, token_stats
 
 EVERYTHING = (
@@ -151,6 +153,59 @@ def what_varies_alone():
     check(
         jax.jit(run)(counts, hidden, head, labels), jnp.broadcast_to(each.sum(0), each.shape)
     )  # of tokens that all have
+
+
+def what_would_be_merged_wrongly_is_refused():
+    """A reference whose rows are shared out otherwise, and what the axis of the vocabulary has other tokens of."""
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(AxisType.Auto,))
+    hidden, head, labels, (ref_hidden, _) = operands(v=9, padded=12, n=8)
+    longer = operands(v=9, padded=16)[3][1]
+
+    def refused(error, words, call, specs, *args):
+        with pytest.raises(error, match=words):
+            jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P()), *args)
+
+    def against(hidden, head, ref_hidden, ref_head):
+        return token_stats(hidden, head, want=("kl",), reference=(ref_hidden, ref_head), axis_name="v").kl
+
+    specs = P(), P("v"), P(), P("v")
+    refused(ShapeError, "expected 3 rows on each device, .* got 4", against, specs, hidden, head, ref_hidden, longer)
+
+    def stats(hidden, head, temperature):
+        return token_stats(hidden, head, want=("entropy",), temperature=temperature, axis_name="v").entropy
+
+    def draw(hidden, head, temperature):
+        return sample_tokens(hidden, head, Noise(1, 0), temperature=temperature, keep=1, axis_name="v").token
+
+    def keyed(hidden, head, keys):
+        return sample_tokens(hidden, head, keys[0], keep=1, axis_name="v").token
+
+    one, warm = jnp.ones(()), jnp.ones(8)
+    for call in (stats, draw):
+        refused(OptionError, "hidden: expected the same on", call, (P("v"), P("v"), P()), hidden, head, one)
+        refused(OptionError, "temperature: expected the same", call, (P(), P("v"), P("v")), hidden[:2], head, warm)
+
+    def scaled(hidden, head, labels, counts):
+        return linear_cross_entropy(hidden, head, labels, denominator=counts[0], axis_name="v")
+
+    specs = P(), P("v"), P(), P("v")
+    refused(OptionError, "denominator: expected the same", scaled, specs, hidden, head, labels, jnp.ones(4))
+    keys = jax.random.split(jax.random.key(0), 4)
+    refused(OptionError, "noise: expected the same", keyed, (P(), P("v"), P("v")), hidden, head, keys)
+
+
+def gathered_tokens_are_not_refused():
+    """What the error advises, and its gradient."""
+    mesh = jax.make_mesh((4,), ("v",), axis_types=(AxisType.Auto,))
+    hidden, head, labels, _ = operands(v=9, padded=12, n=8)
+
+    def loss(hidden, head, labels):
+        every = lax.all_gather(hidden, "v", tiled=True, to="invarying")
+        return linear_cross_entropy(every, head, labels, axis_name="v")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P("v"), P("v"), P()), out_specs=P())
+    got, expected = (jax.value_and_grad(f)(hidden, head, labels) for f in (sharded, linear_cross_entropy))
+    check(got, expected)
 
 
 if __name__ == "__main__":
