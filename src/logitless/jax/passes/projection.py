@@ -16,7 +16,11 @@ from .windows import take
 
 def product(a: Array, b: Array, axes: tuple[int, int], dtype: jnp.dtype) -> Array:
     """The matrix product of `a` and `b` over their `axes`, accumulated and returned in `dtype`."""
-    return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=dtype)
+    # Where nobody set jax_default_matmul_precision, a GPU takes fp32 for TF32, and a TPU for bf16.
+    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precision = lax.Precision.HIGHEST if asked is None and a.dtype == jnp.float32 else None
+    over = (axes[0],), (axes[1],)
+    return lax.dot_general(a, b, (over, ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 def operand_dtype(hidden: Array, weight: Array) -> jnp.dtype:
