@@ -51,6 +51,26 @@ def test_loss_and_gradients_against_the_oracle(transform, options):
             near_in_norm(got, grad, 2e-10, "gradient")
 
 
+def test_gradients_where_a_device_multiplies_fp16(monkeypatch):
+    """A mean makes less of p than fp16 holds, and a loss scale more."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    n, v, scale = 4096, 4001, 1024.0
+    hidden, weight = (torch.randn(rows, 8).half() for rows in (n, v))
+    weight[:] *= 0.1
+    labels = torch.zeros(n, dtype=torch.long)
+    p = (hidden.double() @ weight.double().T).softmax(-1)
+
+    def loss(weight):
+        return scale * linear_cross_entropy(array(hidden), LMHead(weight), array(labels))
+
+    near_in_norm(jax.grad(loss)(array(weight))[1:] / scale, (p.T @ hidden.double() / n)[1:], 1e-3, "weight")
+
+    def scaled(hidden):
+        return 2.0**17 * token_stats(hidden, LMHead(array(weight * 1e-3)), array(labels[:1])).logprob.sum()
+
+    assert np.isfinite(jax.grad(scaled)(array(hidden[:1]))).all()
+
+
 def test_mean_over_no_token_is_zero():
     labels = jnp.full((3,), -100)
     hidden, head = jnp.full((3, 4), jnp.nan), LMHead(jnp.ones((5, 4)))

@@ -43,7 +43,7 @@ def values(call: Call, *, save: bool) -> tuple[Stats, Any]:
 @jax.jit
 def gradients(call: Call, saved: Any, g: Stats) -> Call:
     """The gradient of every operand for upstream gradients of the statistics: slices are computed anew."""
-    slices = slices_for(call, materialise=call.options.materialises)
+    slices = slices_for(call, materialise=call.options.materialises, gradient=True)
 
     def step(into, fresh, each):
         """A chunk's gradients: the hidden states' returned, the head's added."""
@@ -62,7 +62,7 @@ def loss_and_gradients(
     token_loss: TokenLoss, call: Call, scale: Array
 ) -> tuple[Array, tuple[Array, Array, Array | None]]:
     """The loss of each token, (N,), and (dhidden, dweight, dbias) of scale·Σ loss: 3 GEMMs in all."""
-    slices = slices_for(call, materialise=True)
+    slices = slices_for(call, materialise=True, gradient=True)
 
     def step(into, fresh, tokens):
         """A chunk's loss and gradients, of the logits that are still there."""

@@ -10,7 +10,7 @@ from jax import Array, lax
 from ...algebra.online_softmax import Totals, share_of_tail, times
 from ...algebra.stats import Coefficients, coefficients_of, excess, label_coefficient, mixture_logs, sides
 from .chunk import Chunk, Materialised, Slice
-from .projection import column, product
+from .projection import column, logits_grad_dtype, product
 from .windows import put
 
 SPARSE = ("top_k_logits", "candidate_logits")  # statistics whose gradient goes to single entries
@@ -33,7 +33,9 @@ def backward(
     slices: Materialised = None,
 ) -> tuple[Array, HeadGrads]:
     """(dL/dhidden, `into` with dL/dW and dL/db added) for dL/dstatistics `g`; `slices`: logits, if materialised."""
-    options, hidden = chunk.options, chunk.policy.hidden
+    options, policy = chunk.options, chunk.policy
+    rounded = logits_grad_dtype(policy.hidden.dtype, policy.compute)
+    hidden = policy.hidden.astype(rounded)
     numbers = {name: x for name, x in g.items() if name not in SPARSE}
     coefficients = coefficients_of(numbers, totals, chunk.call.vocab_size, options.jsd_beta, jnp)
     one_hots = _one_hots(chunk, coefficients, topk_ids, g)
@@ -49,10 +51,10 @@ def backward(
         dz = dz + column(coefficients["one"]) if "one" in coefficients else dz
         for ids, c in one_hots:
             dz = _add_at(dz, ids - (chunk.vocab_start + part.start), c)
-        dz = jnp.where(chunk.valid[:, None] & part.fresh, chunk.policy.chain(dz, part.z), 0.0)
+        dz = jnp.where(chunk.valid[:, None] & part.fresh, policy.chain(dz, part.z), 0.0)
         db = None if db is None else put(db, part.start, dz.sum(0))
-        dz = dz.astype(part.weight.dtype)
-        dh = dh + product(dz, part.weight, (1, 0), dh.dtype)
+        dz = dz.astype(rounded)
+        dh = dh + product(dz, part.weight.astype(rounded), (1, 0), dh.dtype)
         return (dh, put(dw, part.start, product(dz, hidden, (0, 0), dw.dtype)), db), None
 
     start = chunk.zeros(hidden.shape[1]), into.weight, into.bias

@@ -29,6 +29,11 @@ def operand_dtype(hidden: Array, weight: Array) -> jnp.dtype:
     return hidden.dtype if half and jax.default_backend() != "cpu" else compute_dtype(hidden)
 
 
+def logits_grad_dtype(operand: jnp.dtype, compute: jnp.dtype) -> jnp.dtype:
+    """What dL/dz is rounded to for its products: as the operands, but fp16 has no room for what a mean makes of p."""
+    return compute if operand == jnp.float16 else operand
+
+
 def column(x: Any) -> Any:
     """A number per token as a column, to go with a slice."""
     return x[:, None] if isinstance(x, Array) else x
