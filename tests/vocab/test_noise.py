@@ -122,6 +122,13 @@ def test_its_maximum_samples_the_softmax():
     assert float(((counts - expected) ** 2 / expected).sum()) < 20.5  # one in a thousand
 
 
+def test_kernels_get_words_of_64_bits():
+    """They shift by 32 bits, which of an int32 means nothing on a GPU."""
+    narrow = Noise(torch.tensor([3, -1], dtype=torch.int32), torch.tensor(5, dtype=torch.uint8)).expand((2,))
+    assert [x.dtype for x in narrow] == [torch.int64, torch.int64]
+    assert [x.tolist() for x in narrow] == [[3, -1], [5, 5]]
+
+
 def test_drawn_noise_follows_the_generator():
     def draw(seed: int) -> Noise:
         return Noise.draw((5,), torch.device("cpu"), torch.Generator().manual_seed(seed))

@@ -69,14 +69,14 @@ class Noise(NamedTuple):
         return noise
 
     def expand(self, lead: tuple[int, ...]) -> Noise:
-        """The noise with a seed and a position for each of the tokens, or an error that says what is wrong."""
+        """The noise with an int64 seed and position for each of the tokens, or an error that says what is wrong."""
         for name, x in zip(self._fields, self, strict=True):
             if not of_integers(x):
                 got = dtype_of(x)
                 raise DtypeError(f"noise: expected {name} as an integer tensor, got {got}")
             if x.dim() > len(lead) or any(a not in (1, b) for a, b in zip(x.shape[::-1], lead[::-1], strict=False)):
                 raise ShapeError(f"noise: expected {name} that broadcast to {lead}, got {tuple(x.shape)}")
-        return Noise(self.seeds.expand(lead), self.positions.expand(lead))
+        return Noise(self.seeds.long().expand(lead), self.positions.long().expand(lead))
 
     def gumbel(self, ids: Tensor | slice) -> Tensor:
         """`gumbel` of these seeds and positions."""
@@ -106,7 +106,7 @@ def gumbel(
     Raises DtypeError, ShapeError, OptionError. Memory: the result, and 72 bytes for each id of a block of 65,536.
     """
     lead = _lead(seeds, positions, ids)
-    seeds, positions = (x.flatten().long() for x in Noise(seeds, positions).expand(lead))
+    seeds, positions = (x.flatten() for x in Noise(seeds, positions).expand(lead))
     if isinstance(ids, slice):
         width = ids.stop - ids.start
     else:
@@ -139,8 +139,8 @@ PLAIN = Search(blocks_reaching)
 
 
 def reaching(
-    seeds: Tensor,  # (C,) integer
-    positions: Tensor,  # (C,) integer
+    seeds: Tensor,  # (C,) int64
+    positions: Tensor,  # (C,) int64
     ids: slice,
     least: Tensor,  # (C,) floating
     among: Tensor | None = None,  # (C, width of ids) bool
@@ -160,7 +160,6 @@ def reaching(
     words = torch.exp(-torch.exp(1e-3 - least.double())).mul_(2.0**32).sub_(1).floor_().clamp_(max=2.0**32).long()
     search = search or PLAIN
     at_once = search.at_a_time or at_a_time(seeds.device)
-    seeds, positions = seeds.long(), positions.long()
     first, asked = ids.start >> 2, _asked(ids, seeds, among)
     near = [(seeds.new_empty(0), seeds.new_empty(0))]  # blocks of four, a few of all
     for rows, blocks in _blocks_of(asked, among is None, at_once):
