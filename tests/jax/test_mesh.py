@@ -17,6 +17,7 @@ pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[
         "what_varies_alone",
         "what_would_be_merged_wrongly_is_refused",
         "gathered_tokens_are_not_refused",
+        "a_key_gives_each_device_noise_of_its_own",
         pytest.param("tokens_for_any_number_of_devices", marks=pytest.mark.slow),
         pytest.param("every_device_has_the_same_bits", marks=pytest.mark.slow),
         pytest.param("vocabulary_alone", marks=pytest.mark.slow),

@@ -19,7 +19,7 @@ from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_dra
 from ..errors import NotFiniteError, OptionError, ShapeError
 from .call import Call, Options
 from .head import LMHead
-from .mesh import varies, varying
+from .mesh import Axes, varies, varying
 from .passes.accumulate import accumulate
 from .passes.chunk import Chunk
 from .passes.engine import by_chunks
@@ -72,7 +72,7 @@ def sample_tokens(
     call = _sampling_call(hidden, head, options, rules, keep)
     call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
     each = _each_temperature(temperature, lead, call.compute_dtype)
-    keys = _keys(noise, rules, lead)
+    keys = _keys(noise, rules, lead, varies((call.tokens.hidden, each)))
     check_same_on_all(axis_name, temperature=each, noise=keys)
     call = replace(call, tokens=varying(call.tokens, varies((each, keys))))
     n = math.prod(lead)
@@ -147,8 +147,8 @@ def _check_key(key: Any) -> None:
         raise OptionError(f"noise: expected one jax.random key, got {got}; seeds go in as Noise(seeds, positions)")
 
 
-def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...]) -> Keys:
-    """The noise's words for each token; zeros where none is drawn."""
+def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...], axes: Axes) -> Keys:
+    """The noise's words for each token, which vary over `axes` of a mesh; zeros where none is drawn."""
     if rules is None:
         noise = Noise(0, 0)
     elif not isinstance(noise, Noise | Array | np.ndarray):
@@ -156,5 +156,5 @@ def _keys(noise: Noise | Array | None, rules: Rules | None, lead: tuple[int, ...
         raise OptionError(f"noise: expected {expected}, got {noise!r}; only temperature=0 does without")
     elif not isinstance(noise, Noise):
         _check_key(noise)
-        noise = Noise.draw(noise, lead)
+        noise = Noise.draw(noise, lead, axes)
     return noise.expand(lead)

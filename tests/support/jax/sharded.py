@@ -208,6 +208,16 @@ def gathered_tokens_are_not_refused():
     check(got, expected)
 
 
+def a_key_gives_each_device_noise_of_its_own():
+    """Of the same hidden states everywhere: tokens over one axis, the vocabulary over the other."""
+    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2)
+    draw = partial(sample_tokens, axis_name="v", keep=0)
+    run = jax.shard_map(draw, mesh=mesh, in_specs=(P("d"), P("v"), P()), out_specs=P("d"))
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        token = run(jnp.ones((8, 1)), LMHead(jnp.zeros((100_000, 1))), key).token
+        assert len(set(np.asarray(token).tolist())) == 8
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from ...errors import DtypeError, OptionError, ShapeError
+from ..mesh import Axes, varies
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -36,8 +37,11 @@ class Noise(NamedTuple):
     high: Any = None  # (...) uint32
 
     @classmethod
-    def draw(cls, key: Array, lead: tuple[int, ...]) -> Noise:
-        """Noise with a seed of its own for each token, from a `jax.random` key."""
+    def draw(cls, key: Array, lead: tuple[int, ...], axes: Axes = ()) -> Noise:
+        """Noise with a seed of its own for each token, on all devices along `axes`, from a `jax.random` key."""
+        for axis in axes:
+            if axis not in varies(key):  # else each device has its own
+                key = jax.random.fold_in(key, lax.axis_index(axis))
         low, high = jax.random.bits(key, (2, *lead), jnp.uint32)
         return cls(low, jnp.zeros(lead, jnp.int32), high)
 
