@@ -283,3 +283,11 @@ def test_no_temporary_of_the_logits_size():
     run = jax.jit(lambda h, w, n: sample_tokens(h, w, n, top_p=0.9, memory_budget=1 << 21))
     noise = Noise(jnp.arange(512), jnp.zeros(512, int))
     assert run.lower(hidden, head, noise).compile().memory_analysis().temp_size_in_bytes < 1 << 22  # of 2²⁴
+
+
+def test_forbidden_entries_have_ids_of_their_own():
+    """In the record, where fewer than `keep` entries can be drawn: as those of a bias of -inf."""
+    record = sample_tokens(jnp.ones((1, 4)), LMHead(jnp.eye(9, 4)), temperature=0, keep=3, forbidden=range(8))
+    assert record.topk_ids.tolist() == [[8, 0, 1]]
+    assert record.topk_logits.tolist() == [[0.0, -math.inf, -math.inf]]
+    assert record.mean_logit.tolist() == [-math.inf]

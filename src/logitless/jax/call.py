@@ -24,7 +24,7 @@ class Options:
     jsd_beta: float = 0.5
     memory_budget: int | None = None
     axis_name: str | None = None  # the mesh axis that the vocabulary is sharded over
-    forbidden: tuple[int, ...] = ()  # ids that do not exist
+    forbidden: tuple[int, ...] = ()  # ids whose logits are -inf
 
     @property
     def budget(self) -> int:

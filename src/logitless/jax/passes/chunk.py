@@ -107,6 +107,8 @@ class Chunk:
             z, z_ref = self.policy.logits(weight, place.start), None
             if self.reference is not None:
                 z_ref = self.reference.logits(self.reference.operand(place.start, self.width, exists), place.start)
+            if self.options.forbidden:
+                z = jnp.where(jnp.isin(ids, jnp.asarray(self.options.forbidden)), -jnp.inf, z)
         at_label = None if self.labels is None else ids[None, :] == self.labels[:, None]
         return Slice(place.start, weight, z, z_ref, place.fresh, at_label)
 
@@ -117,8 +119,6 @@ class Chunk:
         fresh = place.fresh
         if self.options.axis_name is not None:
             fresh = fresh & (ids < self.call.vocab_size)
-        if self.options.forbidden:
-            fresh = fresh & ~jnp.isin(ids, jnp.asarray(self.options.forbidden))
         return place._replace(fresh=fresh), ids
 
     def in_tail(self, part: Slice) -> Array:

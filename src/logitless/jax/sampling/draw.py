@@ -61,7 +61,7 @@ class Draw:
             topk_logits=self.topk[0][:, :keep],
             topk_ids=self.topk[1][:, :keep],
             logsumexp=totals.logsumexp,
-            mean_logit=jnp.full_like(zero, -jnp.inf) if call.options.forbidden else totals.mean_logit,
+            mean_logit=totals.mean_logit,
             entropy=totals.entropy,
             temperature=self.temperature,
             logsumexp_at_temperature=log_sum,
