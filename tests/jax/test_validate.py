@@ -86,6 +86,7 @@ def of_z_loss(x):
         (DtypeError, "LMHead", lambda: token_stats(HIDDEN, HEAD.weight, LABELS)),
         (OptionError, "keep: .*0..7", lambda: draw(NOISE, keep=8)),
         (OptionError, "top_p: .*0 < p", lambda: draw(NOISE, top_p=0.0)),
+        (OptionError, "top_p: .*0 < p", lambda: draw(None, temperature=0, top_p=5)),
         (OptionError, "only temperature=0 does without", lambda: draw(None)),
         (OptionError, "0 \\(greedy\\) or", lambda: draw(NOISE, temperature=-1.0)),
         (OptionError, "0 \\(greedy\\) or", lambda: draw(NOISE, temperature=jnp.full(4, -1.0))),

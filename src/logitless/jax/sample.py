@@ -67,7 +67,8 @@ def sample_tokens(
     Memory: the logits of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]
-    rules = None if isinstance(temperature, Real) and temperature == 0 else Rules(top_k, top_p, min_p, order)
+    rules = Rules(top_k, top_p, min_p, order)
+    rules = None if isinstance(temperature, Real) and temperature == 0 else rules
     options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
     call = _sampling_call(hidden, head, options, rules, keep)
     call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
