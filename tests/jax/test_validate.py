@@ -56,8 +56,8 @@ def of_z_loss(x):
             lambda: LMHead(np.zeros((7, 3), np.float32), token_ids=np.arange(7)),
         ),
         (OptionError, "needs labels, got None", lambda: token_stats(HIDDEN, HEAD)),
-        (OptionError, "0..7", lambda: linear_topk(HIDDEN, HEAD, 8)),
-        (OptionError, "k: expected .* 1 or more, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),
+        (OptionError, "^k: expected .* in 1..7 .*, got 8", lambda: linear_topk(HIDDEN, HEAD, 8)),
+        (OptionError, "^k: expected .* in 1..7 .*, got 0", lambda: linear_topk(HIDDEN, HEAD, 0)),
         (OptionError, "a number in 1e-24", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=0.0)),
         (OptionError, "expected values in 1e-24", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.zeros(4))),
         (OptionError, "infinite", lambda: token_stats(HIDDEN, HEAD, LABELS, temperature=jnp.full(4, jnp.inf))),
@@ -100,6 +100,11 @@ def of_z_loss(x):
         (OptionError, "of Python's, got Array", lambda: token_stats(HIDDEN, HEAD, LABELS, jsd_beta=jnp.float32(0.3))),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.int32(0))),
         (OptionError, "positive number", lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator="a")),
+        (
+            OptionError,
+            "positive number, got inf",
+            lambda: linear_cross_entropy(HIDDEN, HEAD, LABELS, denominator=jnp.asarray(jnp.inf)),
+        ),
         (OptionError, "z_loss: .* before tracing", lambda: jax.jit(lambda x: of_z_loss(x))(0.1)),
         (OptionError, "positive number of bytes", lambda: token_stats(HIDDEN, HEAD, LABELS, memory_budget=0.5)),
         (

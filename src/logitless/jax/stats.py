@@ -102,8 +102,7 @@ def token_stats(
     call = checked_call(
         hidden, head, labels, options, temperature=temperature, candidates=candidates, reference=reference
     )
-    lead = jnp.shape(hidden)[:-1]
-    return TokenStats({name: y.reshape(lead + y.shape[1:]) for name, y in stats_of(call).items()})
+    return TokenStats(_shaped(stats_of(call), hidden))
 
 
 def linear_topk(
@@ -123,22 +122,22 @@ def linear_topk(
         logits, ids = jax.lax.top_k(z, k)
         logsumexp = jax.nn.logsumexp(z, -1)
 
-    hidden: (..., H) floating; k: 1 or more. Logits and log-sum-exp fp32 (fp64 for fp64 inputs) and differentiable as
+    hidden: (..., H) floating; k: 1..V. Logits and log-sum-exp fp32 (fp64 for fp64 inputs) and differentiable as
     `token_stats`, ids integer. For `lax.while_loop` as for jit: shapes depend on shapes alone.
     Raises ShapeError, DtypeError, OptionError, GradientError. Memory: as `token_stats`.
     """
-    if isinstance(k, int) and k < 1:
-        raise OptionError(f"k: expected a whole number of 1 or more, got {k!r}; token_stats gives logsumexp alone")
-    stats = token_stats(
-        hidden,
-        head,
-        want=("logsumexp",),
-        top_k=k,
-        temperature=temperature,
-        memory_budget=memory_budget,
-        axis_name=axis_name,
-    )
-    return TopK(stats.top_k_logits, stats.top_k_ids, stats.logsumexp)
+    options = Options(("logsumexp",), memory_budget=memory_budget, axis_name=axis_name)
+    call = checked_call(hidden, head, None, options, temperature=temperature)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= call.vocab_size:
+        raise OptionError(f"k: expected a whole number in 1..{call.vocab_size} (the vocabulary), got {k!r}")
+    stats = _shaped(stats_of(replace(call, options=replace(call.options, top_k=k))), hidden)
+    return TopK(stats["top_k_logits"], stats["top_k_ids"], stats["logsumexp"])
+
+
+def _shaped(stats: Stats, hidden: Array) -> Stats:
+    """The statistics in the shape of the tokens."""
+    lead = jnp.shape(hidden)[:-1]
+    return {name: y.reshape(lead + y.shape[1:]) for name, y in stats.items()}
 
 
 def stats_of(call: Call) -> Stats:

@@ -84,13 +84,11 @@ def check_denominator(denominator: float | Array | None, reduction: str, dtype: 
         return None
     if reduction != "mean":
         raise OptionError(f"denominator: it divides the sum where reduction='mean', got reduction={reduction!r}")
-    if isinstance(denominator, Real) and not 0 < denominator < math.inf:
-        raise OptionError(f"denominator: expected a positive number, got {denominator}")
     if not hasattr(denominator, "dtype") and not isinstance(denominator, Real):
         raise OptionError(f"denominator: expected a positive number, got {denominator!r}")
     if jnp.size(denominator) != 1:
         raise OptionError(f"denominator: expected one number, got shape {jnp.shape(denominator)}")
-    if not isinstance(denominator, Tracer) and not bool(np.asarray(denominator) > 0):
+    if not isinstance(denominator, Tracer) and not 0 < np.asarray(denominator).item() < math.inf:
         raise OptionError(f"denominator: expected a positive number, got {denominator}")
     return jnp.asarray(denominator, dtype).reshape(())
 
