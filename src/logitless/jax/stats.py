@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..algebra.stats import STATISTICS
+from ..algebra.stats import has_gradient
 from ..errors import OptionError
 from .call import Call, Options
 from .head import LMHead
 from .passes.engine import Stats, differentiable_once, gradients, values
-from .passes.logits_grad import SPARSE
 from .validate import checked_call
 
 
@@ -165,11 +164,8 @@ def _forward(call: Call) -> tuple[Stats, Any]:
 
 def _backward(residual: Any, upstream: Stats) -> tuple[Call]:
     call, saved = residual
-    return (gradients(call, saved, {name: g for name, g in upstream.items() if _has_gradient(name)}),)
-
-
-def _has_gradient(name: str) -> bool:
-    return name in SPARSE or (name in STATISTICS and STATISTICS[name].coefficients is not None)
+    floating = {name: g for name, g in upstream.items() if g.dtype != jax.dtypes.float0}
+    return (gradients(call, saved, {name: g for name, g in floating.items() if has_gradient(name)}),)
 
 
 _stats.defvjp(_forward, _backward, optimize_remat=True)  # so that no policy of jax.checkpoint looks inside

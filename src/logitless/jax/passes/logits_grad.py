@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...algebra.online_softmax import Totals, share_of_tail, times
-from ...algebra.stats import Coefficients, coefficients_of, excess, label_coefficient, mixture_logs, sides
+from ...algebra.stats import STATISTICS, Coefficients, coefficients_of, excess, label_coefficient, mixture_logs, sides
 from .chunk import Chunk, Materialised, Slice
 from .projection import column, logits_grad_dtype, product
 from .windows import put
-
-SPARSE = ("top_k_logits", "candidate_logits")  # statistics whose gradient goes to single entries
 
 
 @dataclass
@@ -36,7 +34,7 @@ def backward(
     options, policy = chunk.options, chunk.policy
     rounded = logits_grad_dtype(policy.hidden.dtype, policy.compute)
     hidden = policy.hidden.astype(rounded)
-    numbers = {name: x for name, x in g.items() if name not in SPARSE}
+    numbers = {name: x for name, x in g.items() if name in STATISTICS}
     coefficients = coefficients_of(numbers, totals, chunk.call.vocab_size, options.jsd_beta, jnp)
     one_hots = _one_hots(chunk, coefficients, topk_ids, g)
     at_label = None if chunk.label_logits is None else label_coefficient(coefficients, totals, options.jsd_beta, jnp)
