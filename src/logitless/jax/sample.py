@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from ..algebra.rules import TEMPERATURES, Order, Rules, are_temperatures, is_drawing_temperature
-from ..errors import NotFiniteError, OptionError, ShapeError
+from ..errors import NotFiniteError, OptionError
 from .call import Call, Options
 from .head import LMHead
 from .mesh import Axes, varies, varying
@@ -27,7 +27,7 @@ from .passes.slices import slices_for
 from .sampling.draw import Draw
 from .sampling.noise import Keys, Noise
 from .sampling.record import SampleRecord, check_keep
-from .validate import check_same_on_all, checked_call
+from .validate import check_same_on_all, checked_call, for_each_token
 
 
 def sample_tokens(
@@ -132,12 +132,7 @@ def _each_temperature(temperature: float | Array, lead: tuple[int, ...], dtype: 
         if not numbers or not ((values == 0) | are_temperatures(values.astype(np.float64))).all():
             raise OptionError(f"temperature: expected 0 (greedy) or numbers in {TEMPERATURES}, got others")
     array = lax.stop_gradient(jnp.asarray(temperature, dtype))
-    try:
-        return jnp.broadcast_to(array, lead)
-    except ValueError:
-        raise ShapeError(
-            f"temperature: expected a number or a shape that broadcasts to {lead}, got {array.shape}"
-        ) from None
+    return for_each_token("temperature: expected a number or a shape that broadcasts", array, lead)
 
 
 def _check_key(key: Any) -> None:

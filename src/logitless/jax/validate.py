@@ -209,6 +209,13 @@ def _check_temperature(temperature: float | Array, lead: Lead, dtype: jnp.dtype)
         raise OptionError(
             f"temperature: expected values in {TEMPERATURES}, got some that are zero, negative, infinite or NaN"
         )
-    if each.ndim > len(lead) or any(a not in (1, b) for a, b in zip(each.shape[::-1], lead[::-1], strict=False)):
-        raise ShapeError(f"temperature: expected a number or a shape that broadcasts to {lead}, got {each.shape}")
-    return jnp.broadcast_to(each, lead).reshape(math.prod(lead))
+    each = for_each_token("temperature: expected a number or a shape that broadcasts", each, lead)
+    return each.reshape(math.prod(lead))
+
+
+def for_each_token(expected: str, x: Array, lead: Lead) -> Array:
+    """`x` broadcast to the shape of the tokens, or a ShapeError that says what was expected."""
+    try:
+        return jnp.broadcast_to(x, lead)
+    except ValueError:
+        raise ShapeError(f"{expected} to {lead}, got {jnp.shape(x)}") from None

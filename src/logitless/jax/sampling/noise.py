@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ...errors import DtypeError, OptionError, ShapeError
+from ...errors import DtypeError, OptionError
 from ..mesh import Axes, varies
+from ..validate import for_each_token
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -126,12 +127,9 @@ def _words(name: str, x: Any, lead: tuple[int, ...]) -> tuple[Array, Array]:
         x = np.asarray(x % 2**64, np.uint64)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
         raise DtypeError(f"noise: expected {name} as integers, got {getattr(x, 'dtype', type(x).__name__)}")
-    shape = np.shape(x)
-    if len(shape) > len(lead) or any(a not in (1, b) for a, b in zip(shape[::-1], lead[::-1], strict=False)):
-        raise ShapeError(f"noise: expected {name} that broadcast to {lead}, got {shape}")
     if x.dtype.itemsize == 8:
         words = (x & 0xFFFFFFFF).astype(np.uint32), (x >> 32 & 0xFFFFFFFF).astype(np.uint32)
     else:
         words = lax.convert_element_type(x, jnp.uint32), jnp.where(x < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
-    low, high = (jnp.broadcast_to(word, lead) for word in words)
+    low, high = (for_each_token(f"noise: expected {name} that broadcast", word, lead) for word in words)
     return low, high
