@@ -66,6 +66,18 @@ def test_tokens_are_its_own(model, options):
     assert "_denoising_step" not in vars(model)
 
 
+def test_a_static_cache(model):
+    """Twice: transformers keeps the compiled methods of its first sampler, whose mask is not the next one's."""
+    own = copy.deepcopy(model)
+    with patch.object(torch, "multinomial", keyed):
+        expected = generated(own, cache_implementation="static", disable_compile=True)
+    ours.install(own)
+    with patch.object(torch, "compile", lambda function, **_: function):
+        for _ in range(2):
+            assert torch.equal(generated(own, cache_implementation="static"), expected)
+    assert hasattr(own, "_compiled_renoise_canvas")
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_adapters_on_the_head_count(model):
     adapted = copy.deepcopy(model)

@@ -75,7 +75,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
 
     Dense equivalent: the model's own step, with `torch.multinomial` drawing by `relax.Noise` seeded from torch's own
     generator: the same tokens. The entropy bound sampler, the stable and confident criterion and the linear temperature
-    schedule are known; others, logits processors among them, and compiled steps are a ConfigError.
+    schedule are known; others, logits processors among them, are a ConfigError. The step itself is never compiled.
     memory_budget: bytes of slices, 256 MiB unless given. Memory: slices within the budget and (B, T, D) numbers, where
     the model's own has four (B, T, V) fp32 tensors. Forward calls outside of `generate` have their logits.
     """
@@ -84,7 +84,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     if kind not in (c.__name__ for c in type(model).__mro__):
         raise ConfigError(f"model: expected transformers' {kind}, got {type(model).__name__}")
 
-    def step(self: Any, decoder_forward: Any, **given: Any) -> Any:
+    def step(self: Any, decoder_forward: Any, **given: Any) -> Any:  # a forward with logits, in whose place is the body
         return denoising_step(self, memory_budget=memory_budget, **given)
 
     model._denoising_step = MethodType(step, model)  # pyright: ignore[reportArgumentType]
@@ -132,7 +132,9 @@ def denoising_step(
     )
     assert found.token is not None  # it was given noise
     accepted = accept(sampler, current_canvas, found.token, found.entropy)
-    canvas, argmax, embedding = sampler.renoise_canvas(accepted, cur_step), found.argmax, found.embedding
+    # the class's own: beside a static cache an instance has a compiled one, which reads the mask of the first sampler
+    canvas = type(sampler).renoise_canvas(sampler, accepted, cur_step)
+    argmax, embedding = found.argmax, found.embedding
     if diffusion_stopping_criteria is not None:
         if finished_denoising.any():
             argmax = torch.where(finished_denoising[:, None], argmax_canvas, argmax)
@@ -176,7 +178,4 @@ def stops(criteria: Any, argmax: Tensor, entropy: Tensor) -> Tensor:
 
 def _check(name: str, x: Any, kind: str) -> None:
     if type(x).__name__ != kind:
-        raise ConfigError(
-            f"{name}: expected {kind}, got {type(x).__name__}; with a static cache pass disable_compile=True, or "
-            "uninstall"
-        )
+        raise ConfigError(f"{name}: expected {kind}, got {type(x).__name__}; leave it out, or uninstall")
