@@ -18,6 +18,7 @@ from tests.support.workbench.real import CACHE, real_model
 huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: make test-lm-eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.model import hash_args  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
@@ -226,6 +227,24 @@ def test_records_of_generated_tokens(micro, tmp_path, batch_size):
         assert record["logprob"] == pytest.approx(rows.max(-1).values.tolist(), rel=1e-4)
         assert record["entropy"] == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), rel=1e-4)
         assert [best[0] for best in record["top_ids"]] == record["ids"]
+
+
+def test_requests_whose_options_are_the_same_in_other_words(micro, tmp_path):
+    """HFLM makes one batch of them and answers by the first one's options; each has its own record and kept answer."""
+    lm = loaded(LogitlessLM, micro, records=tmp_path / "records.jsonl")
+    kept = []
+    lm.cache_hook = SimpleNamespace(add_partial=lambda kind, arguments, text: kept.append(arguments))
+    given = {"request_type": "generate_until", "doc": {}, "idx": 0}
+    first = {"until": ["zz"], "max_gen_toks": 4, "do_sample": False}
+    second = {"do_sample": 0, "max_gen_toks": 4, "until": ["zz"]}
+    requests = [
+        Instance(arguments=("abc", how), metadata=(f"task {i}", 0, 1), **given) for i, how in enumerate((first, second))
+    ]
+    texts = lm.generate_until(requests, disable_tqdm=True)
+    records = [record for _, record in read_records(tmp_path / "records.jsonl")]
+    assert [(x["task"], x["text"]) for x in records] == [(f"task {i}", text) for i, text in enumerate(texts)]
+    assert [x["key"] for x in records] == [hash_args("generate_until", x.args) for x in requests]
+    assert list(map(str, kept)) == [str(x.args) for x in requests]
 
 
 def test_sampled_tokens_have_the_log_prob_that_they_were_drawn_with(micro, tmp_path):

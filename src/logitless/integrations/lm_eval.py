@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lm_eval.api.model import hash_args  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from lm_eval.models.huggingface import HFLM, eval_logger  # pyright: ignore[reportMissingImports]
-from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import Collator, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from tqdm import tqdm
@@ -38,16 +37,22 @@ class Generating:
     """What is known of the texts that HFLM generates, between its batches and its answers."""
 
     longest: int  # tokens of a row
-    instances: dict[str, deque[Any]] = field(default_factory=dict)  # that ask the same, by its key
+    instances: dict[Any, deque[Any]] = field(default_factory=dict)  # by their question
     cuts: list[int] = field(default_factory=list)  # tokens of each prompt of a batch that the model does not see
     sequences: deque[tuple[SampleRecord, int]] = field(default_factory=deque)  # of a batch, and their cuts
 
     @classmethod
     def of(cls, requests: Any, longest: int) -> Generating:
-        found: dict[str, deque[Any]] = {}
+        found: dict[Any, deque[Any]] = {}
         for request in requests:
-            found.setdefault(hash_args(request.request_type, request.args), deque()).append(request)
+            found.setdefault(question_of(request.args), deque()).append(request)
         return cls(longest, found)
+
+
+def question_of(arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    """A request's prompt and options, as HFLM compares these: a batch's answers come with the first one's options."""
+    (options,) = Collator.group([arguments], lambda x: x[1])
+    return arguments[0], options
 
 
 @register_model("logitless")
@@ -230,20 +235,21 @@ class LogitlessLM(HFLM):
         own = self.cache_hook
 
         def add_partial(kind: str, arguments: tuple[Any, ...], text: str) -> None:
-            self._write_generated(hash_args(kind, arguments), text)
-            own.add_partial(kind, arguments, text)
+            instance = self.generating.instances[question_of(arguments)].popleft()
+            self._write_generated(instance, text)
+            own.add_partial(kind, instance.args, text)
 
         hook = SimpleNamespace(add_partial=add_partial)
         with replaced(self, "cache_hook", hook), replaced(self, "batch_size_per_gpu", size):
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
-    def _write_generated(self, key: str, text: str) -> None:
+    def _write_generated(self, instance: Any, text: str) -> None:
         """The record of the next sequence of a batch, of which HFLM has just made its answer."""
         if self.records is None or not self.generating.sequences:
             return
         sequence, cut = self.generating.sequences.popleft()
         ids, values = generated(sequence)
-        self.records.write(self.generating.instances[key].popleft(), ids, cut, {"text": text, **values}, text)
+        self.records.write(instance, ids, cut, {"text": text, **values}, text)
 
     def tok_batch_encode(self, strings: Any, *given: Any, left_truncate_len: int | None = None, **more: Any) -> Any:
         if left_truncate_len is not None and self.records is not None:
