@@ -83,6 +83,17 @@ def test_loss_and_gradients_are_torchtitans_own(name, count):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_the_z_loss_is_not_in_a_validation_loss():
+    head, (hidden, labels) = HEADS["linear"](), batch()
+    trained, _ = streamed(head, z_loss=0.1)(hidden, labels)
+    with torch.no_grad():
+        plain, _ = streamed(head)(hidden, labels)
+        validated, _ = streamed(head, z_loss=0.1)(hidden, labels)
+        squares = head(hidden)[labels >= 0].logsumexp(-1).square().sum()
+    torch.testing.assert_close(validated, plain)
+    torch.testing.assert_close(trained.detach(), plain + 0.1 * squares)
+
+
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -70,13 +71,14 @@ class StreamedLoss(ChunkedLossWrapper):
         """Bytes of slices, 256 MiB unless given, up to 1 GiB on a GPU."""
 
         z_loss: float = 0.0
-        """Weight of the squared log-sum-exp."""
+        """Weight of the squared log-sum-exp in training; losses of validation, without a gradient, are without it."""
 
         backend: str | None = None
         """The pass's backend, chosen unless given."""
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
-        self.options = {"memory_budget": config.memory_budget, "z_loss": config.z_loss, "backend": config.backend}
+        self.options = {"memory_budget": config.memory_budget, "backend": config.backend}
+        self.z_loss = config.z_loss
         self.lm_head: nn.Module | None = None
 
     def __call__(
@@ -99,6 +101,7 @@ class StreamedLoss(ChunkedLossWrapper):
                 reduction="sum" if global_valid_tokens is None else "mean",
                 denominator=global_valid_tokens,
                 ignore_index=IGNORE_INDEX,
+                z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
                 **self.options,
             )
 
