@@ -14,7 +14,7 @@ from gemma import gm
 from gemma.gm.testing import DummyTokenizer
 from gemma.gm.text import _prefill, _sampler_loop
 
-from logitless.errors import OptionError
+from logitless.errors import NotFiniteError, OptionError
 from logitless.integrations import gemma as ours
 
 V = 700
@@ -198,6 +198,12 @@ def test_donation_takes_nothing_of_the_callers(params):
         sampler.sample("My name", max_new_tokens=2, last_state=first.state)
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert float(first.state.predicted_logsumexp[0, 0]) == float(again.state.predicted_logsumexp[0, 0])
+
+
+def test_a_model_that_has_diverged(params):
+    sampler, _ = samplers(jax.tree.map(lambda x: x * jnp.nan, params))
+    with pytest.raises(NotFiniteError, match="the model has diverged"):
+        sampler.sample(PROMPTS, max_new_tokens=2)
 
 
 def test_errors(params):

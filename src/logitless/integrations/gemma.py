@@ -177,7 +177,7 @@ class Sampler(gm.text.Sampler):
 
 def _finite(state: SamplingState) -> SamplingState:
     """The state of a model that has not diverged."""
-    if not np.isfinite(state.predicted_logsumexp).all():
+    if not bool(jnp.isfinite(state.predicted_logsumexp).all()):  # on the devices: their array may be of several hosts
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
     return state
 
