@@ -25,7 +25,7 @@ def flops(weights: Tensor | SparseRows) -> Tensor:
     Representations", arXiv 2004.05665; in SPLADE: arXiv 2107.05720.
     """
     if isinstance(weights, Tensor):
-        return weights.mean(0).square().sum()
+        return (weights.mean(0) if len(weights) else weights.sum(0)).square().sum()  # of no document 0, as below
     sums = weights.values.new_zeros(weights.size).index_add(0, weights.ids, weights.values)
     return (sums / max(len(weights), 1)).square().sum()
 
