@@ -21,7 +21,7 @@ from transformers import CohereConfig, Gemma2Config, MiniCPM3Config, MiniCPM3For
 from transformers.models.inkling.configuration_inkling import InklingTextConfig
 from transformers.models.inkling.modeling_inkling import InklingForCausalLM
 
-from logitless.errors import ConfigError
+from logitless.errors import ConfigError, ShapeError
 from logitless.integrations import automodel as ours
 from tests.support.allocations import trace_allocations
 from tests.support.integrations.launching import torchrun
@@ -189,6 +189,9 @@ def test_refusals():
             model.lm_head = nn.Bilinear(2, 2, 2)
         with pytest.raises(ConfigError, match=words):
             calculate_loss(ours.StreamedCrossEntropy(), hidden_states=hidden, labels=labels, model=model)
+    for loss, error in ((ours.StreamedCrossEntropy(), ShapeError), (ChunkedCrossEntropy(16, False), ValueError)):
+        with pytest.raises(error, match="mask"):
+            loss(hidden, labels, Model().lm_head.weight, mask=torch.ones(L))
     with pytest.raises(ConfigError, match="expected reduction='sum', got 'mean'"):
         ours.StreamedCrossEntropy(reduction="mean")(hidden, labels, Model().lm_head.weight, num_label_tokens=3)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ShapeError
 from ..vocab.face import LMHead, linear_cross_entropy, token_loss, transforms_of
 from .seam import Seam
 
@@ -120,6 +120,8 @@ class StreamedCrossEntropy(ChunkedCrossEntropy):
         if hidden_states.ndim == labels.ndim + 2 and hidden_states.shape[0] == 1:  # a packed batch
             hidden_states = hidden_states.squeeze(0)
         labels = labels.to(hidden_states.device)
+        if mask is not None and mask.shape != labels.shape:
+            raise ShapeError(f"mask: expected one number a label, {tuple(labels.shape)}, got {tuple(mask.shape)}")
         if mask is not None:
             labels = labels.masked_fill(mask.to(labels.device) == 0, self.ignore_index)
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
