@@ -31,7 +31,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "lora", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["full", "lora", "ddp", "fsdp2", "fsdp2 lora"])
 def test_training_is_llama_factorys_own(results, name):
     """All weights, LoRA on the head too, two ranks: losses and gradient norms of three steps; no logits."""
     got, want = results[f"{name}, streamed"], results[f"{name}, dense"]

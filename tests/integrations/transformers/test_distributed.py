@@ -16,7 +16,7 @@ WRAPPED = (
     *("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2"),
     *("first fsdp", "first fsdp, install after"),
 )
-ADAPTED = ("ddp, adapted", "root, adapted", "norm and head, adapted", "head, adapted")
+ADAPTED = ("ddp, adapted", "root, adapted", "norm and head, adapted", "head, adapted", "factors, adapted")
 
 
 def test_however_the_model_is_wrapped(tmp_path):

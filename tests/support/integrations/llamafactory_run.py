@@ -101,9 +101,9 @@ def run(model: Path, **changes) -> dict:
 
 
 def two_ranks(place: Path) -> None:
-    """Under DDP, which LLaMA-Factory takes where nothing is said, and under its FSDP2."""
-    results = {}
-    for name, more in {"ddp": {}, "fsdp2": {"dist_config": {"name": "fsdp2"}}}.items():
+    """Under DDP, which LLaMA-Factory takes where nothing is said, and under its FSDP2, which shards LoRA's factors."""
+    results, sharded = {}, {"dist_config": {"name": "fsdp2"}}
+    for name, more in {"ddp": {}, "fsdp2": sharded, "fsdp2 lora": {**sharded, "peft_config": LORA}}.items():
         results[f"{name}, dense"] = run(place / "model", kernel_config=None, **more)
         results[f"{name}, streamed"] = run(place / "model", **more)
     if os.environ["RANK"] == "0":

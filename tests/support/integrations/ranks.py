@@ -50,6 +50,9 @@ def shard(model: Any, wrapping: str, **options: Any) -> Any:
         fully_shard([inner.model.norm, inner.lm_head], mesh=mesh, **options)
     elif wrapping == "head":
         fully_shard(inner.lm_head, mesh=mesh, **options)
+    elif wrapping == "factors":
+        for part in (x for x in inner.lm_head.modules() if isinstance(x, nn.Linear) and x.weight.requires_grad):
+            fully_shard(part, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
@@ -205,7 +208,7 @@ def main(place: str) -> None:
         how: wrapped(how, copy.deepcopy(batch), items)
         for how in ("ddp", "accelerate", "root", "norm and head", "head", "install after", "accelerate fsdp2")
     }
-    for how in ("ddp", "root", "norm and head", "head"):
+    for how in ("ddp", "root", "norm and head", "head", "factors"):
         results[f"{how}, adapted"] = wrapped(how, copy.deepcopy(batch), items, adapted=True)
     results["first fsdp"] = first_fsdp(batch, items, after=False)
     results["first fsdp, install after"] = first_fsdp(batch, items, after=True)

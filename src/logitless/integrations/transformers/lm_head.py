@@ -22,6 +22,7 @@ STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
 COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves in a module
 SHARDED = ("full_tensor", "_fsdp_flattened", "ds_id")  # weights of FSDP and ZeRO-3: whole only while the model runs
+FSDP_UNIT = "unshard"  # a method of modules that FSDP2 gathers and shards by their own calls
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -91,7 +92,8 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
         compute(LMHead.of(model), hidden, *tensors)
 
     The hooks of the head's call fire as for any other call: FSDP2 and DeepSpeed ZeRO-3 gather the weight before,
-    gather it again for backward, and reduce its gradient across ranks, also where the head is a unit of its own.
+    gather it again for backward, and reduce its gradient across ranks, also where the head, or a part of it such as an
+    adapter's factor, is a unit of its own.
     (Outside, `weight.full_tensor()` gives every rank the gradient of its own tokens only.)
     hidden: (..., H), what the head is called with; tensors: labels and the like, moved to the head's device and
     hidden from the hooks, which might round them. Returns compute's result: tensors, or tuples, lists, dicts or
@@ -118,9 +120,21 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
         return compute(found, *given_to)
 
     with alone(inner):
-        head = output_head(inner)
-        with standing_in(head, forward):
-            return head(hidden)
+        head, run = output_head(inner), forward
+        for part in head.modules():
+            if part is not head and hasattr(part, FSDP_UNIT):
+                run = _within(part, run)
+        return _within(head, run)(hidden)
+
+
+def _within(module: nn.Module, forward: Callable[..., T]) -> Callable[..., T]:
+    """`forward`, run inside the module's own call."""
+
+    def call(hidden: Tensor, **given: Any) -> T:
+        with standing_in(module, forward):
+            return module(hidden, **given)
+
+    return call
 
 
 def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T]) -> T:
