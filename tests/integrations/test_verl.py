@@ -141,6 +141,7 @@ def test_a_micro_batch_is_brought_to_the_device(results):
 def test_refusals(results):
     assert "distill_loss: expected one of forward, reverse, jsd, got backward" in results["distill_loss"]
     assert "distill_weight: expected above 0, at most 1, got 2" in results["distill_weight"]
+    assert "Qwen3ForCausalLM changes its logits otherwise than by scale 1" in results["scaled"]
     assert "expected a teacher with the student's tokenizer" in results["teacher"]
     assert "expected a vocabulary of at least the student's 4000 entries, got 3904" in results["narrow"]
     assert "distill_weight, impl_backend, got distil_loss" in results["misspelt"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..vocab.face import LMHead, token_stats
 from .seam import Seam
-from .transformers.lm_head import capturing_hidden, causal_lm, replaced, through_head
+from .transformers.lm_head import captured, causal_lm, replaced, through_head
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 HOST = Seam(
@@ -127,10 +127,9 @@ class HiddenEngine(FSDPEngineWithLMHead):
         dense = inner.forward
 
         def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with capturing_hidden(inner) as seen:
-                dense(*args, **kwargs)
-            hidden = self._unpadded(seen.hidden(), micro_batch["input_ids"].offsets().diff())
-            return through_head(inner, self._numbers, hidden, *self._tokens(micro_batch))
+            with captured(inner, dense, *args, **kwargs) as (hidden, _):
+                hidden = self._unpadded(hidden, micro_batch["input_ids"].offsets().diff())
+                return through_head(inner, self._numbers, hidden, *self._tokens(micro_batch))
 
         with replaced(inner, "forward", forward):
             return super().forward_step(micro_batch, loss_function, forward_only)

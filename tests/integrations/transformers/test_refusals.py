@@ -9,6 +9,7 @@ from torch import nn
 
 import logitless
 from logitless.errors import ConfigError, OptionError
+from logitless.integrations.transformers.lm_head import forward_with, through_head
 from tests.support.integrations.tiny import TINY, batch_for
 
 
@@ -121,13 +122,23 @@ def test_a_transform_that_nobody_told_us_of():
         def forward(self, input_ids, labels=None, **kwargs):
             hidden = self.model(input_ids).last_hidden_state
             logits = 0.5 * self.lm_head(hidden)
-            loss = self.loss_function(logits, labels, self.vocab_size)
+            loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size)
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     model, batch = Shifted(tiny().config), batch_for("")
     logitless.install(model)
     with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
         model(batch["input_ids"], labels=batch["labels"])
+
+    def end(inner, hidden):
+        return through_head(
+            inner, lambda head, h, y: logitless.token_stats(h, head, y).logprob, hidden, batch["labels"]
+        )
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
+            forward_with(model, batch, end)
+    assert logitless.hidden_states(model, batch).shape == (2, 12, 16)  # for a head of one's own
 
 
 def test_a_loss_function_that_is_not_called():

@@ -129,5 +129,6 @@ def test_more_entries_than_there_are():
 def test_an_id_without_a_row_in_the_head():
     model = TINY["llama"].build(vocab_size=97)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:50].detach())
+    model.lm_head.out_features = 50
     with pytest.raises(LabelError, match="labels"):
         logitless.score(model, {"input_ids": torch.tensor([[1, 60]])})

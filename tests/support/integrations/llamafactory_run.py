@@ -79,7 +79,7 @@ def run(model: Path, **changes) -> dict:
     def forward(self, *args, **kwargs):
         outputs = own(self, *args, **kwargs)
         found["size"] = max(found["size"], kwargs["input_ids"].numel() * self.config.vocab_size * 4)
-        found["logits"] += outputs.logits.numel() > 0
+        found["logits"] += outputs.logits.numel() > self.config.vocab_size  # one row is a probe
         return outputs
 
     Qwen3ForCausalLM.forward = forward

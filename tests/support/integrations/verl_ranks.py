@@ -7,7 +7,7 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from logitless.errors import ConfigError
+from logitless.integrations.transformers.lm_head import causal_lm
 from logitless.resident import AllocationTracker
 from tests.support.integrations.launching import ROOT, leave
 
@@ -291,6 +292,20 @@ def refused(act):
     return ""
 
 
+def scaled(made):
+    """What a step says of a model that halves its logits without a word in its configuration."""
+    own = Qwen3ForCausalLM.forward
+
+    def forward(self, *args, **kwargs):
+        outputs = own(self, *args, **kwargs)
+        outputs.logits = outputs.logits / 2
+        return outputs
+
+    inner = causal_lm(made.module)
+    inner.forward = MethodType(forward, inner)
+    return refused(lambda: numbers(made, policy_loss(), **ASKED))
+
+
 def fine_tune(place: Path, model: Path, *changes: str):
     """What verl's own command logs of the example's steps and its validation."""
     found = {"loss": [], "norm": [], "validation": [], "logits": 0}
@@ -304,7 +319,7 @@ def fine_tune(place: Path, model: Path, *changes: str):
 
     def forward(self, *args, **kwargs):
         outputs = own(self, *args, **kwargs)
-        found["logits"] += outputs.logits.numel() > 0
+        found["logits"] += outputs.logits.numel() > self.config.vocab_size  # one row is a probe
         return outputs
 
     Tracking.log, Qwen3ForCausalLM.forward, sft.destroy_global_process_group = log, forward, lambda: None
@@ -349,6 +364,7 @@ def main(place: Path) -> None:
     results["chunked"] = refused(lambda: numbers(engine(streamed, model), distilling(chunked=True), **TEACHER))
     for option, value in {"distill_loss": "backward", "distill_weight": 2, "teacher": str(place / "other")}.items():
         results[option] = refused(lambda found={option: value}: engine(streamed, model, options=found))
+    results["scaled"] = scaled(engine(streamed, model))
     results["narrow"] = refused(lambda: engine(streamed, model, options={"teacher": str(place / "narrow")}))
     results["misspelt"] = refused(lambda: engine(streamed, model, options={"distil_loss": "jsd"}))
     both = {"teacher": str(place / "teacher")}

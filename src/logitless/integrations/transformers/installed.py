@@ -23,6 +23,7 @@ from .lm_head import (
     alone,
     called_again,
     capturing_hidden,
+    check_transforms,
     entries_of,
     observe,
     output_head,
@@ -292,14 +293,3 @@ def _verify(model: Any, state: Installed, seen: HiddenCapture, head: LMHead, log
     if seen.probe is not None:
         check_transforms(model, head, seen.probe, logits)
         state.verified = True
-
-
-def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
-    """ConfigError where the model does to its logits what its LMHead does not."""
-    z = head.scale * probe[..., : head.rows]
-    z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
-    if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
-        raise ConfigError(
-            f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
-            f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
-        )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 STATE = "_logitless"  # what `install` leaves in a model
 OBSERVER = "_logitless_observer"
+PROBE = "_logitless_probe"  # what `captured` leaves in a model: a probe, and what the model made of it
 COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves in a module
 SHARDED = ("full_tensor", "_fsdp_flattened", "ds_id")  # weights of FSDP and ZeRO-3: whole only while the model runs
 FSDP_UNIT = "unshard"  # a method of modules that FSDP2 gathers and shards by their own calls
@@ -27,6 +28,7 @@ LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_VERIFIED: WeakSet[nn.Module] = WeakSet()  # models that are known to change their logits as their LMHead says
 _lock = threading.Lock()
 
 
@@ -116,6 +118,8 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
                 f"the output head's weight is offloaded (on meta), expected it on {hidden.device}; "
                 "leave the head out of cpu_offload, disk_offload or device_map"
             )
+        if PROBE in inner.__dict__:
+            _verify(inner, found, *inner.__dict__[PROBE])
         given_to = (hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
         return compute(found, *given_to)
 
@@ -152,9 +156,8 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     inner = causal_lm(model)
 
     def forward(*args: Any, **kwargs: Any) -> T:
-        with capturing_hidden(inner) as seen:
-            dense(*args, **kwargs)
-        return end(inner, seen.hidden()[:, max(0, _length(kwargs) - _length(given)) :])
+        with captured(inner, dense, *args, **kwargs) as (hidden, _):
+            return end(inner, hidden[:, max(0, _length(kwargs) - _length(given)) :])
 
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
     if "use_cache" in inspect.signature(type(inner).forward).parameters:
@@ -236,6 +239,35 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
             yield stand_in
         finally:
             stand_in.put_back()
+
+
+@contextmanager
+def captured(model: Any, forward: Callable[..., T], *args: Any, **kwargs: Any) -> Iterator[tuple[Tensor, T]]:
+    """(What the model's forward calls its head with, what it returns without logits).
+
+    While it lasts, `through_head` raises ConfigError where the model changes its logits otherwise than its LMHead says.
+    """
+    with capturing_hidden(model, probed=not (torch.compiler.is_compiling() or model in _VERIFIED)) as seen:
+        output = forward(*args, **kwargs)
+    with replaced(model, PROBE, (seen.probe, getattr(output, "logits", None))):  # None of a tuple
+        yield seen.hidden(), output
+
+
+def _verify(model: Any, head: LMHead, probe: Tensor | None, logits: Tensor | None) -> None:
+    if probe is not None and logits is not None:
+        check_transforms(model, head, probe, logits)
+        _VERIFIED.add(model)
+
+
+def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
+    """ConfigError where the model does to its logits what its LMHead does not."""
+    z = head.scale * probe[..., : head.rows]
+    z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
+    if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
+            f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
+        )
 
 
 @contextmanager
