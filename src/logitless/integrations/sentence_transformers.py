@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -25,8 +24,7 @@ from ..errors import ConfigError, OptionError
 from ..retrieval import max_pool_logits, splade_activation
 from ..vocab.face import LMHead
 from .seam import Seam
-from .transformers.installed import check_transforms
-from .transformers.lm_head import capturing_hidden, causal_lm, replaced, through_head
+from .transformers.lm_head import captured, causal_lm, replaced, through_head
 
 HOST = Seam(
     "sentence-transformers",
@@ -42,17 +40,9 @@ HOST.require()
 from sentence_transformers.base.modules.transformer import Transformer
 from sentence_transformers.sparse_encoder.modules.splade_pooling import SpladePooling
 
-STATE = "_logitless"
+BUDGET = "_logitless_budget"  # what `install` leaves in a Transformer module
 LOGITS, EMBEDDING, FLAT = "token_embeddings", "sentence_embedding", "cu_seq_lens_q"  # the host's names of features
 LOGS = {"relu": 1, "log1p_relu": 2}
-
-
-@dataclass
-class Installed:
-    """What `install` leaves in a Transformer module."""
-
-    budget: int | None
-    verified: bool = False  # the model changes its logits as its LMHead says
 
 
 def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
@@ -79,7 +69,7 @@ def install(model: nn.Module, *, memory_budget: int | None = None) -> None:
     for transformer, pooling in pairs:
         _check(transformer, pooling)
     for transformer, pooling in pairs:
-        transformer.__dict__[STATE] = Installed(memory_budget)
+        transformer.__dict__[BUDGET] = memory_budget
         transformer.forward = MethodType(_pooled, transformer)
         pooling.forward = MethodType(_activated, pooling)
 
@@ -88,7 +78,7 @@ def uninstall(model: nn.Module) -> None:
     """Gives the model's modules back their own forward; nothing happens where none was replaced."""
     for module in model.modules():
         if isinstance(module, Transformer | SpladePooling):
-            module.__dict__.pop(STATE, None)
+            module.__dict__.pop(BUDGET, None)
             module.__dict__.pop("forward", None)
 
 
@@ -121,29 +111,21 @@ def _check(transformer: Any, pooling: Any) -> None:
 @functools.wraps(Transformer.forward, assigned=("__name__",), updated=())  # a pickled model has the class's own again
 def _pooled(self: Any, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     """The Transformer's own forward, with each document's maxima where its logits would be."""
-    state: Installed = self.__dict__[STATE]
     inner = causal_lm(self.model)
     dense = inner.forward
     flat = features.get(FLAT)
 
     def pool(head: LMHead, hidden: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        if seen.probe is not None:
-            check_transforms(inner, head, seen.probe, output["logits"])
-            state.verified = True
         hidden = hidden if offsets is None else hidden.squeeze(0)
-        found = max_pool_logits(hidden, head, mask, offsets=offsets, memory_budget=state.budget)
+        found = max_pool_logits(hidden, head, mask, offsets=offsets, memory_budget=self.__dict__[BUDGET])
         return found.values.to(head.weight.dtype)
 
     def forward(*args: Any, **given: Any) -> Any:
-        nonlocal seen, output
-        with capturing_hidden(inner, probed=not state.verified) as seen:
-            output = dense(*args, **given)
-        mask = features.get("attention_mask") if flat is None else None
-        output["logits"] = through_head(inner, pool, seen.hidden(), mask, flat)
+        with captured(inner, dense, *args, **given) as (hidden, output):
+            mask = features.get("attention_mask") if flat is None else None
+            output["logits"] = through_head(inner, pool, hidden, mask, flat)
         return output
 
-    seen: Any = None
-    output: Any = None
     with replaced(inner, "forward", forward):
         return type(self).forward(self, features, **kwargs)
 
