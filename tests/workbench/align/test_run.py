@@ -343,6 +343,26 @@ def test_a_reward_that_is_not_a_number_ends_the_run(start, tmp_path, monkeypatch
     assert not Path("run/summary.json").exists()
 
 
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_completion_without_a_reward_teaches_nothing(start, tmp_path, monkeypatch, method):
+    """Self-certainty, which weighs nothing there, is no reward of it; nor has a held-out row without any a reward."""
+    monkeypatch.chdir(tmp_path)
+    Path("some_rewards.py").write_text(
+        "def f(answer, **_):\n    return [1.0, None, *answer[2:]] if len(answer) > 1 else answer\n"
+    )
+    rows = [{"prompt": f"d{i:02d} x{i} =", "answer": None if i == 6 else 1} for i in range(12)]  # 6 is held out
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = []
+    monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
+    given = {"method": method, "data": "rows.jsonl", "rewards": "some_rewards:f", "max_steps": 1}
+    summary = run(replace(start, **given, output_dir=Path("run")), QUIET)
+    assert all(abs(x) < 1e-6 for x in made[0]._logs["advantages"])
+    (record,) = steps(Path("run"))
+    assert record["reward"] == 1.0
+    assert record["self_certainty/mean"] > 0
+    assert "reward" not in summary["held_out_before"]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

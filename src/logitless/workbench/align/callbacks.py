@@ -58,7 +58,9 @@ class HeldOutRows(TrainerCallback):
             held_out = {k.removeprefix("eval_"): v for k, v in measured.items()}
             append_line(self.path, {**record, "held_out": held_out})
         for name in ("loss", "reward"):
-            check_finite(f"of held-out rows the {name} is", found.get(f"eval_{name}", 0.0), record["step"])
+            value = found.get(f"eval_{name}")
+            if value is not None:  # the reward where no row has one
+                check_finite(f"of held-out rows the {name} is", value, record["step"])
 
 
 @contextmanager

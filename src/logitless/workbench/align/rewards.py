@@ -141,17 +141,19 @@ def _numbers(values: Any, count: int, name: str) -> list[float | None]:
 
 
 def refuse_unrewarded(trainer: Any, weights: Sequence[float]) -> None:
-    """Has a trainer of rollouts raise OptionError where no completion that it would learn from has a reward.
+    """Has a trainer of rollouts leave out completions without a reward; OptionError where a step has no others.
 
-    TRL takes a completion without any for one of reward 0.
+    TRL leaves out those that are without any, also of what weighs nothing; the others it takes for ones of reward 0.
     """
     calculate, counted = trainer._calculate_rewards, [i for i, weight in enumerate(weights) if weight]
 
     def calculate_checked(*args: Any) -> Any:
         found = calculate(*args)
-        if counted and trainer.model.training and found[:, counted].isnan().all():
+        without = found[:, counted].isnan().all(1)
+        if trainer.model.training and without.all():
             names = ", ".join(trainer.reward_func_names[i] for i in counted)
             raise OptionError(f"--rewards: {names} returned None for every completion of a step: nothing to learn from")
+        found[without] = float("nan")
         return found
 
     trainer._calculate_rewards = calculate_checked
