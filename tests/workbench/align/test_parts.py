@@ -226,6 +226,18 @@ class TestRewards:
             with pytest.raises(OptionError, match=message):
                 named(rewards=rewards)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"method": "grpo", "rewards": "python_lines=0, repetition_guard=-0.0"},
+            {"self_certainty_weight": 0.0, "repetition_guard": 0.0, "rewards": "python_lines=0"},
+        ],
+        ids=["grpo", "intuitor"],
+    )
+    def test_rewards_that_weigh_nothing_are_refused(self, options):
+        with pytest.raises(OptionError, match=r"python_lines=0.*: expected a reward that weighs something"):
+            rewards_of(AlignConfig(**options).check())
+
     def test_rewards_of_one_name_are_told_apart_by_their_modules(self, tmp_path, monkeypatch):
         """And an object has the name that it was given by."""
         monkeypatch.syspath_prepend(tmp_path)

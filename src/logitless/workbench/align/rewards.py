@@ -56,6 +56,8 @@ def rewards_of(config: AlignConfig) -> list[tuple[Reward, float]]:
             name, number = _parse(part.strip(), named)
             found.append((_told_apart(name, [reward for reward, _ in found]), number))
             named.add(name)
+    if not any(weight for _, weight in found):
+        raise OptionError(f"--rewards {given}: expected a reward that weighs something, got a weight of 0 for each")
     return found
 
 
