@@ -360,9 +360,20 @@ class TestData:
 
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
-        parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path)
+        parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path, train=rows, held_out=[])
         with pytest.raises(DataError, match=r"--data here, in .*: expected values of one kind in each column"):
             trainers._dataset(parts, rows)
+
+    def test_columns_that_the_first_row_lacks_are_columns(self):
+        """Of training rows and of those held out, so that a reward is given each column in both."""
+        train, held = [{"prompt": "a"}, {"prompt": "b", "answer": 1}], [{"prompt": "c", "hint": "d"}]
+        parts = SimpleNamespace(train=train, held_out=held)
+        found = [trainers._dataset(parts, rows).to_list() for rows in (train, held)]
+        assert found[0] == [
+            {"prompt": "a", "answer": None, "hint": None},
+            {"prompt": "b", "answer": 1, "hint": None},
+        ]
+        assert found[1] == [{"prompt": "c", "answer": None, "hint": "d"}]
 
     def test_rows_survive_their_file(self, tmp_path):
         train, held = (

@@ -140,11 +140,13 @@ def after_epochs(trainer: Any, passed: int) -> None:
 
 
 def _dataset(parts: Alignment, rows: list[Row]) -> Any:
+    """The rows with the columns of all of the run's, None where one lacks them: `datasets` takes the first row's."""
     from datasets import Dataset
     from pyarrow import ArrowException
 
+    names = dict.fromkeys(name for row in (*parts.train, *parts.held_out) for name in row)
     try:
-        return Dataset.from_list(rows)
+        return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
     except (ArrowException, TypeError, ValueError, OverflowError) as error:
         where = f"--data {parts.config.data}, in {parts.place / ROWS_FILE}"
         raise DataError(f"{where}: expected values of one kind in each column ({first_line(error)[:200]})") from None
