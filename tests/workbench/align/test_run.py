@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.errors import ConfigError, DataError, OptionError
+from logitless.models.nsa.layers import attach
+from logitless.models.nsa.options import NSAOptions
 from logitless.workbench.align import run as align
 from logitless.workbench.align.config import METHODS, AlignConfig
 from logitless.workbench.align.run import run
@@ -90,6 +92,25 @@ def test_a_config_without_architectures_has_a_reference_too(start, tmp_path, mon
     with pytest.raises(OptionError, match="far enough"):
         run(replace(start, **given, output_dir=tmp_path / "run"), QUIET)
     assert type(made[0].ref_model) is type(made[0].model)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "dpo"])
+def test_a_reference_with_sparse_attention_has_its_parameters_too(start, tmp_path, monkeypatch, method):
+    """TRL loads it by transformers alone, which has no place for them."""
+    sparse = attach(AutoModelForCausalLM.from_pretrained(start.model), NSAOptions(8, 4, 16, 4, 10))
+    with torch.no_grad():
+        for layer in sparse.model.layers:
+            layer.self_attn.nsa.gates.bias.uniform_()
+    model = tmp_path / "model"
+    shutil.copytree(start.model, model)
+    sparse.save_pretrained(model)
+    made = []
+    monkeypatch.setattr(align, "trainer_of", lambda *parts: made.append(trainer_of(*parts)) or made[0])
+    given = {"method": method, "model": str(model), "rewards": None, "repetition_guard": None, "beta": None}
+    run(replace(start, **given, max_steps=1, output_dir=tmp_path / "run"), QUIET)
+    reference, began = made[0].ref_model.state_dict(), sparse.state_dict()
+    assert reference.keys() == began.keys()
+    assert all(reference[name].equal(tensor) for name, tensor in began.items())
 
 
 @pytest.fixture(scope="module")

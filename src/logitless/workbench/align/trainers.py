@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from transformers import TrainingArguments
 
 from ...algebra.costs import dense_loss_bytes
 from ...errors import DataError, OptionError
+from ...models.nsa.options import saved_with_nsa
+from ...models.nsa.saved import load_parameters
 from ...units import plural
 from ...versions import installing
 from ..runs.trackers import check_tracker, project
@@ -66,14 +67,20 @@ def trainer_of(parts: Alignment, model: Any) -> Any:
 
 @contextmanager
 def _reference_like_the_policy() -> Iterator[None]:
-    """Has TRL load its reference by the class that loaded the policy: config.json may name none, or another."""
+    """Has TRL load its reference by the class that loaded the policy, which config.json may not name, and with nsa."""
     from transformers import AutoModelForCausalLM
     from trl.trainer import dpo_trainer, grpo_trainer, rloo_trainer
+    from trl.trainer.utils import create_model_from_path
+
+    kind: Any = AutoModelForCausalLM
+
+    def load(name: str, **options: Any) -> Any:
+        model = create_model_from_path(name, kind, **options)
+        return load_parameters(model, name) if saved_with_nsa(model.config) else model
 
     with ExitStack() as patches:
         for module in (dpo_trainer, grpo_trainer, rloo_trainer):
-            made = partial(module.create_model_from_path, architecture=AutoModelForCausalLM)
-            patches.enter_context(patch.object(module, "create_model_from_path", made))
+            patches.enter_context(patch.object(module, "create_model_from_path", load))
         yield
 
 
