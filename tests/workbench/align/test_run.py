@@ -234,6 +234,9 @@ def test_adapters_and_rewards_of_ones_own(start, tmp_path, monkeypatch):
     assert summary["rewards"] == {"self_certainty": 1.0, "short": pytest.approx(0.1)}
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert steps(tmp_path / "run")[0]["rewards/short/mean"] < 0
+    base = AutoModelForCausalLM.from_pretrained(start.model).num_parameters()
+    assert summary["parameters"] == base + summary["trainable_parameters"]
+    assert not (tmp_path / "run" / "adapter" / "ref").exists()  # TRL's copy of the adapters as they began
 
 
 def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):

@@ -220,6 +220,8 @@ def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[s
     """Saves the model, draws the plot and writes the summary."""
     config, place = parts.config, parts.place
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if "ref" in getattr(model, "peft_config", {}):
+        model.delete_adapter("ref")  # TRL's copy of the adapters as they began
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dtype = str(model.get_output_embeddings().weight.dtype).removeprefix("torch.")
