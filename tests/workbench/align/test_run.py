@@ -218,6 +218,18 @@ def test_a_nucleus_is_what_completions_are_scored_over(start, tmp_path, method):
         assert 0 <= record["sampling/k3"] < 1e-5
 
 
+def test_examples_are_sampled_as_the_steps_completions_are(start, tmp_path):
+    """From a nucleus of one entry here, which is what a greedy search takes."""
+    config = replace(start, method="grpo", max_steps=1, top_p=1e-6, output_dir=tmp_path / "run")
+    run(config, QUIET)
+    example = json.loads((tmp_path / "run" / "completions.json").read_text())["before"][0]
+    tokenizer, model = (x.from_pretrained(start.model) for x in (AutoTokenizer, AutoModelForCausalLM))
+    prompt = tokenizer(example["prompt"], return_tensors="pt")
+    greedy = model.generate(**prompt, do_sample=False, max_new_tokens=start.completion_length)
+    made = "".join(token["text"] for token in example["tokens"] if not token["special"])
+    assert made == tokenizer.decode(greedy[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def test_metrics_have_trls_names(finished):
     for record in steps(finished[0]):
         assert set(TRL_METRICS["intuitor"] + MEMORY) <= set(record)

@@ -213,7 +213,8 @@ def _examples(parts: Alignment, trainer: Any, when: str) -> None:
     config, tokenizer = parts.config, parts.tokenizer
     prompts = [row["prompt"] for row in parts.held_out[: examples.COUNT]]
     ids, length = prompt_ids(prompts, tokenizer), config.completion_length
-    examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, temperature=config.temperature)
+    sampling = {"temperature": config.temperature, "top_p": config.top_p, "min_p": config.min_p or None}
+    examples.keep(parts.place, when, trainer.model, tokenizer, ids, length, order=config.order, **sampling)
 
 
 def _conclude(parts: Alignment, trainer: Any, weights: dict[str, Any]) -> dict[str, Any]:

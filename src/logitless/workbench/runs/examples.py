@@ -37,7 +37,7 @@ def keep(
     length: int,
     *,
     score: Score | None = None,
-    **sampling: Any,  # temperature, top_k
+    **sampling: Any,  # temperature, top_k, top_p, min_p, order
 ) -> None:
     """Samples a completion of the first prompts and puts them into completions.json, by the same noise each time.
 
