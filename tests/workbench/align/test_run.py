@@ -190,6 +190,13 @@ def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
         assert steps(tmp_path / "run")[-1]["rewards/accuracies"] == 1
 
 
+def test_samples_without_text_are_no_pairs(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.workbench.align.data._samples", lambda prompts, *_: [" \n"] * len(prompts))
+    with pytest.raises(DataError, match=r"--data .*: expected text in the model's own .*, got blank ones alone"):
+        run(replace(start, method="dpo", output_dir=tmp_path / "run"), QUIET)
+    assert not (tmp_path / "run" / RUN_FILE).exists()
+
+
 def test_checkpointing_says_nothing_of_names_that_nobody_can_change(start, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)

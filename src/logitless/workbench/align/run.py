@@ -13,7 +13,7 @@ from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ...errors import ConfigError, NotFiniteError
+from ...errors import ConfigError, DataError, NotFiniteError
 from ...integrations.trl.trainers import install
 from ...models.positions import reach
 from ...resident import reset_peak
@@ -160,7 +160,13 @@ def _wanted(config: AlignConfig, ranks: int) -> int:
 def _pairs(config: AlignConfig, rows: list[Row], model: Any, tokenizer: TextTokenizer, console: Console) -> list[Row]:
     if "chosen" not in rows[0]:
         say(console, f"sampling {plural(len(rows), 'continuation')} of the model's own, to be rejected ...")
-    return with_rejected(rows, model, tokenizer, config)
+    pairs = with_rejected(rows, model, tokenizer, config)
+    if not pairs:
+        raise DataError(
+            f"--data {config.data or 'stdlib'}: expected text in the model's own {plural(len(rows), 'continuation')}, "
+            "to be rejected, got blank ones alone: give chosen and rejected, or a model that says something"
+        )
+    return pairs
 
 
 def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
