@@ -35,6 +35,7 @@ from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
 from logitless.workbench.runs.ending import Interrupted
 from logitless.workbench.sources.tokenizer import pretrained
+from tests.support.integrations.tiny import TINY
 from tests.support.workbench.grading import of
 from tests.support.workbench.micro import micro_model
 
@@ -242,6 +243,25 @@ def test_the_classifier_tells_prose_from_code(small):
     model, accuracy = train_classifier(micro_model(), texts_of(None).reward, pretrained(str(small.model)), 0, 32)
     assert accuracy > 0.7
     assert model.config.num_labels == 2
+
+
+def test_the_classifier_of_a_policy_in_bfloat16_learns_in_float32(small):
+    """And rewards the policy from there."""
+    place = run(of(small, "bfloat16", reward_model=None, dtype="bfloat16", max_steps=1))["reward_model"]
+    weights = load_file(Path(place) / "model.safetensors").values()
+    assert {x.dtype for x in weights} == {torch.float32}
+
+
+def test_the_classifier_learns_on_processors_wherever_the_policy_is(small):
+    """Here on the meta device, whose numbers cannot be had."""
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        train_classifier(micro_model().to("meta"), [], pretrained(str(small.model)), 0, 32)
+
+
+def test_a_policy_of_an_architecture_without_classifiers_needs_a_reward(small):
+    policy = TINY["granite-scaling"].build(259)
+    with pytest.raises(ConfigError, match=r"no sequence classifier of GraniteForCausalLM's.*: give --reward-model"):
+        train_classifier(policy, [], pretrained(str(small.model)), 0, 32)
 
 
 def test_bad_input_is_refused(small, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import DataError, OptionError
+from ...errors import ConfigError, DataError, OptionError
 from ...units import plural
 from ..sources.corpus import Remark, documents, ignored, passages
 from ..sources.packing import HELD_OUT_EVERY
@@ -116,16 +116,21 @@ def train_classifier(
     policy: Any, texts: list[str], tokenizer: TextTokenizer, seed: int, length: int
 ) -> tuple[Any, float]:
     """(classifier of label 1 for prose, its accuracy on a fifth of the files that it never saw), of the policy's
-    architecture with LAYERS layers, on the policy's own embedding, which stays as it is."""
-    from transformers import AutoModelForSequenceClassification
+    architecture with LAYERS layers, on the policy's own embedding, which stays as it is; in float32 on the CPU,
+    whatever the policy is. Raises ConfigError, DataError."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
+    if type(policy.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(
+            f"transformers has no sequence classifier of {type(policy).__name__}'s architecture to learn the reward: "
+            "give --reward-model or --token-reward"
+        )
     config = type(policy.config)(**{**policy.config.to_dict(), "num_hidden_layers": LAYERS, "layer_types": None})
     config.num_labels, config.pad_token_id = 2, tokenizer.eos_id
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_config(config)
-    model.get_input_embeddings().weight = nn.Parameter(
-        policy.get_input_embeddings().weight.detach().float().clone(), False
-    )
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    embedding = policy.get_input_embeddings().weight.detach().to("cpu", torch.float32, copy=True)
+    model.get_input_embeddings().weight = nn.Parameter(embedding, False)
     train, test = ([x for i, x in enumerate(texts) if (i % 5 == 0) == held] for held in (False, True))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
     rows = _rows(train, tokenizer, seed, length)
