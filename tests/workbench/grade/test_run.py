@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from logitless.errors import ConfigError, DeviceError, LogitlessError, NotFiniteError, OptionError
+from logitless.models.nsa.layers import attach
+from logitless.models.nsa.options import NSAOptions, saved_with_nsa
 from logitless.workbench.common.files import read_lines, write_lines
 from logitless.workbench.grade import single
 from logitless.workbench.grade.comparison.intervals import interval
@@ -256,6 +258,14 @@ def test_the_classifier_learns_on_processors_wherever_the_policy_is(small):
     """Here on the meta device, whose numbers cannot be had."""
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         train_classifier(micro_model().to("meta"), [], pretrained(str(small.model)), 0, 32)
+
+
+def test_the_classifier_of_a_policy_with_sparse_attention_has_none(small):
+    """Its two layers have no parameters for it, and passages are short."""
+    policy = attach(micro_model(), NSAOptions(8, 4, 16, 4, 10))
+    model, accuracy = train_classifier(policy, texts_of(None).reward, pretrained(str(small.model)), 0, 32)
+    assert accuracy > 0.7
+    assert not saved_with_nsa(model.config)
 
 
 def test_a_policy_of_an_architecture_without_classifiers_needs_a_reward(small):

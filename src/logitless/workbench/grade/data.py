@@ -125,7 +125,10 @@ def train_classifier(
             f"transformers has no sequence classifier of {type(policy).__name__}'s architecture to learn the reward: "
             "give --reward-model or --token-reward"
         )
-    config = type(policy.config)(**{**policy.config.to_dict(), "num_hidden_layers": LAYERS, "layer_types": None})
+    values = {**policy.config.to_dict(), "num_hidden_layers": LAYERS, "layer_types": None}
+    for name in ("nsa", "attn_implementation"):  # sparse attention, whose parameters are in no classifier
+        values.pop(name, None)
+    config = type(policy.config)(**values)
     config.num_labels, config.pad_token_id = 2, tokenizer.eos_id
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
