@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
 from ..algebra.rules import TEMPERATURES, is_temperature
 from ..errors import OptionError
 from ..vocab.face import (
@@ -24,9 +23,9 @@ from ..vocab.face import (
     full_precision,
     on_all,
 )
-from .full import LOWEST, TILES
+from .full import LOWEST
 from .rows import first_order
-from .terms import Terms, agree
+from .terms import Sliced, Terms, agree, slices_for
 from .tokens import check_table
 
 
@@ -89,8 +88,8 @@ def expected_embedding(
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head, packed=True)
     table = None if embedding is head.weight_tensor else embedding
     mixed = head.weight if table is None else table
-    slices = _slices(n, terms, table, memory_budget)
-    call = _Call(terms.holding(()), float(temperature), draws, mixed.dtype, mixed.shape[1], slices)
+    slices = slices_for(terms, () if table is None else (table,), memory_budget)
+    call = _Call(terms.holding(()), slices, float(temperature), draws, mixed.dtype, mixed.shape[1])
     flat = (x.reshape(n) for x in some)
     mean, entropy, argmax, token = _Expected.apply(call, *flat, table, *terms.tensors)  # type: ignore[misc]
     return Expected(
@@ -122,42 +121,18 @@ def _noise_of(hidden: Tensor, noise: Noise | None, generator: torch.Generator | 
     return Noise.of(tuple(hidden.shape[:-1]), hidden.device, noise, generator)
 
 
-def _slices(n_tokens: int, terms: Terms, table: Tensor | None, memory_budget: int | None) -> Slices:
-    x = terms.xs[0]
-    converted = sum(t.shape[1] for t in (*terms.tables, *(() if table is None else (table,))) if t.dtype != x.dtype)
-    return slices_of(
-        n_tokens,
-        max(1, terms.local_rows),
-        budget=memory_budget or DEFAULT_BUDGET,
-        device=x.device.type,
-        itemsize=x.dtype.itemsize,
-        tiles=TILES,
-        converted=converted + (0 if terms.packed is None else DEQUANTISED * terms.packed.shape[1]),
-    )
-
-
 @dataclass(frozen=True)
-class _Call:
-    """`form` is the head without its tensors, which autograd saves; dtype, width: of the rows that are mixed."""
+class _Call(Sliced):
+    """dtype, width: of the rows that are mixed."""
 
-    form: Terms
     temperature: float
     draws: bool
     dtype: torch.dtype
     width: int
-    slices: Slices
 
     @property
     def shard(self) -> VocabShard | None:
         return self.form.shard
-
-    def chunks(self, n_tokens: int) -> Iterator[slice]:
-        step = self.slices.tokens
-        return (slice(n, min(n + step, n_tokens)) for n in range(0, n_tokens, step))
-
-    def vocabulary(self) -> Iterator[slice]:
-        size, width = self.form.local_rows, self.slices.width
-        return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
 
 class _Expected(torch.autograd.Function):

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..algebra.costs import DEFAULT_BUDGET, Slices, slices_of
 from ..vocab.face import LMHead, Noise, check_logits, full_precision
 from .rows import first_order
-from .terms import Terms
+from .terms import Sliced, Terms, slices_for
 from .tokens import SoftTokens
 
-TILES = 24  # (tokens, width) buffers that live at once: 72 bytes per entry of noise, logits with their graph, weights
 LOWEST = -1e30  # the maximum of no entry
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Softmax((z + g) / tau)·table for each table. `form` is the head without its tensors, which autograd saves."""
+class _Call(Sliced):
+    """Softmax((z + g) / tau)·table for each table."""
 
-    form: Terms
     n_tables: int
-    vocab_size: int
     tau: float
     hard: bool
-    slices: Slices
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[Terms, list[Tensor]]:
         n = len(tensors) - self.n_tables
         return self.form.holding(tensors[:n]), list(tensors[n:])
-
-    def chunks(self, n_tokens: int) -> Iterator[slice]:
-        step = self.slices.tokens
-        return (slice(n, min(n + step, n_tokens)) for n in range(0, n_tokens, step))
-
-    def vocabulary(self) -> Iterator[slice]:
-        size, width = self.vocab_size, self.slices.width
-        return (slice(v, min(v + width, size)) for v in range(0, size, width))
 
 
 def soft_whole(
@@ -57,23 +44,14 @@ def soft_whole(
     lead, n = hidden.shape[:-1], math.prod(hidden.shape[:-1])
     terms = Terms.of(hidden.reshape(n, head.hidden_size), head)
     dtype = terms.xs[0].dtype
-    slices = slices_of(
-        n,
-        head.rows,
-        budget=memory_budget or DEFAULT_BUDGET,
-        device=hidden.device.type,
-        itemsize=dtype.itemsize,
-        tiles=TILES,
-        converted=sum(t.shape[1] for t in (*terms.tables, *embeddings) if t.dtype != dtype),
-    )
-    call = _Call(terms.holding(()), len(embeddings), head.rows, tau, hard, slices)
+    slices = slices_for(terms, embeddings, memory_budget)
+    call = _Call(terms.holding(()), slices, len(embeddings), tau, hard)
     seeds, positions = (x.reshape(n) for x in noise)
     token, *soft = _Whole.apply(call, seeds, positions, *terms.tensors, *embeddings)  # type: ignore[misc]
     none = hidden.new_zeros(*lead, 0, dtype=dtype)
     embedded = tuple(x.view(*lead, x.shape[1]) for x in soft)
     outside = torch.zeros(lead, dtype=dtype, device=hidden.device)
-    sizes = head.rows, head.weight.shape[0]
-    return SoftTokens(none.long(), none, token.view(lead), outside, *sizes, embedded, embeddings)
+    return SoftTokens(none.long(), none, token.view(lead), outside, head.rows, head.padded_rows, embedded, embeddings)
 
 
 class _Whole(torch.autograd.Function):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from ..algebra.costs import DEFAULT_BUDGET, DEQUANTISED, Slices, slices_of
 from ..errors import ConfigError
 from ..vocab.face import (
     LMHead,
@@ -26,6 +27,8 @@ from ..vocab.face import (
     summed,
 )
 from .rows import rows_dot
+
+TILES = 24  # (tokens, width) buffers that live at once: 72 bytes per entry of noise, logits with their graph, weights
 
 
 def agree(hidden: Tensor, head: LMHead, alike: str, noise: Noise, drawn: bool, memory_budget: int | None) -> None:
@@ -137,3 +140,34 @@ class Terms:
         if self.packed is not None:
             parts[self.n] = self.packed[v].dequantised()
         return [x.detach().to(self.xs[0].dtype).requires_grad_(need) for x, need in zip(parts, needed, strict=True)]
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A head without its tensors, which autograd saves, and the slices in which a pass takes tokens and vocabulary."""
+
+    form: Terms
+    slices: Slices
+
+    def chunks(self, n_tokens: int) -> Iterator[slice]:
+        step = self.slices.tokens
+        return (slice(n, min(n + step, n_tokens)) for n in range(0, n_tokens, step))
+
+    def vocabulary(self) -> Iterator[slice]:
+        size, width = self.form.local_rows, self.slices.width
+        return (slice(v, min(v + width, size)) for v in range(0, size, width))
+
+
+def slices_for(terms: Terms, embeddings: Sequence[Tensor], memory_budget: int | None) -> Slices:
+    """The slices of a pass over a head on its tokens, and over the rows that are mixed."""
+    x = terms.xs[0]
+    converted = sum(t.shape[1] for t in (*terms.tables, *embeddings) if t.dtype != x.dtype)
+    return slices_of(
+        x.shape[0],
+        max(1, terms.local_rows),
+        budget=memory_budget or DEFAULT_BUDGET,
+        device=x.device.type,
+        itemsize=x.dtype.itemsize,
+        tiles=TILES,
+        converted=converted + (0 if terms.packed is None else DEQUANTISED * terms.packed.shape[1]),
+    )
