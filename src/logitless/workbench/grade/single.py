@@ -223,6 +223,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
     after, test = evaluation(state, "validation"), evaluation(state, "test")
     send(test, state.step)
     _examples(state, "after")
+    memory = before.pop("memory_bytes", None)
     trained = _trained(state.records)
     trainable = sum(p.numel() for p in state.trainable)
     parameters = sum(p.numel() for p in model.parameters())
@@ -246,7 +247,7 @@ def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any
         "after": {**after, **test},
         **trained,
         "generalisation_gap": trained["train_reward"] - test["test/reward_mean"],
-        "memory_bytes": before.pop("memory_bytes", None),
+        "memory_bytes": memory,
         "whole_distributions_bytes": state.method.vocabulary_bytes(config, state.task.vocab_size),
         "versions": versions("torch", "transformers", "peft"),
         "output_dir": str(place),

@@ -87,15 +87,15 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
         return
     say(console, f"{method}, seed {seed} ...")
     own: dict[str, Any] = {"method": method, "seed": seed, "seeds": 1, "json": None, "config": None}
-    given = replace(config, **own, resume=None, output_dir=place)
-    if (place / RUN_FILE).exists():
+    begun = (place / RUN_FILE).exists()
+    given = replace(config, **own, resume=place if begun else None, output_dir=place)
+    if begun:
         _check_part(whole, place, given)
         (place / SUMMARY_FILE).unlink(missing_ok=True)  # of a run that was killed before its end was recorded
-        given = replace(given, resume=place, output_dir=None)
     try:
         run_one(given, console, whole)
     except TooLargeError as error:
-        if given.resume is None:
+        if not begun:
             discard_prepared(place)
         left_out[method] = str(error)
         say(console, f"{method} is left out: {error}")
