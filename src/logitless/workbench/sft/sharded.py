@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -54,10 +56,8 @@ class ShardedTrainer(Trainer):
             if self.layout.tensor > 1:  # before the optimizer exists, and before a device would hold the whole model
                 split_matrices(self.model, self.mesh[TENSOR])
         if self.layout.fsdp and self.layout.weights > 1:
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
-            )
-            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # accelerate itself asks for a GPU
+            # accelerate itself asks for a GPU
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp2_plugin(self.model)
             self.is_fsdp_enabled = True
 
     def get_tp_size(self) -> int:
@@ -102,10 +102,14 @@ class ShardedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        state = self._optimizer_state()
+        place, found = Path(checkpoint) / STATE, self._optimizer_state()["optimizer"]
+        saved = {path[:3] for path in FileSystemReader(place).read_metadata().planner_data.values()}
+        # a parameter that has had no gradient, as of a tower of images that sees none, has no state
+        found["state"] = {name: x for name, x in found["state"].items() if ("optimizer", "state", name) in saved}
         with checkpointing():
-            load(state, checkpoint_id=Path(checkpoint) / STATE)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=self._options)
+            load({"optimizer": found}, checkpoint_id=place)
+        options = replace(self._options, strict=False)
+        set_optimizer_state_dict(self.model, self.optimizer, found, options=options)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULE, weights_only=True))
 
     @property
@@ -118,6 +122,17 @@ class ShardedTrainer(Trainer):
 
     def _optimizer_state(self) -> dict[str, Any]:
         return {"optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self._options)}
+
+
+def fsdp2_plugin(model: Any) -> FullyShardedDataParallelPlugin:
+    """FSDP2 with each layer a unit: those that the model's class names and this one has, which may be without some."""
+    classes = {type(module).__name__ for module in model.modules()}
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted(classes.intersection(model._no_split_modules or ())),
+    )
 
 
 @contextmanager
