@@ -7,10 +7,12 @@ import pytest
 from rich.console import Console
 
 from logitless.workbench.runs.ending import Interrupted
+from logitless.workbench.sft.config import TrainConfig
+from logitless.workbench.sft.launcher import by_options_alone
 from logitless.workbench.sft.run import run
 from logitless.workbench.sft.sharded import fsdp2_plugin
 from tests.support.integrations.tiny import TINY
-from tests.support.workbench.micro import micro_directory
+from tests.support.workbench.micro import micro_directory, micro_model
 from tests.workbench.sft.test_ranks import launch, options
 from tests.workbench.sft.test_run import at_step, losses, resume
 
@@ -34,6 +36,18 @@ def test_units_are_the_layers_that_a_model_has():
     assert plugin.transformer_cls_names_to_wrap == units
     plugin.set_auto_wrap_policy(model)
     assert {kind.__name__ for kind in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]} == set(units)
+
+
+def test_units_are_not_what_a_launcher_says(monkeypatch):
+    model, config = micro_model(), TrainConfig(sharding="fsdp2")
+    with by_options_alone(config):
+        plain = fsdp2_plugin(model)
+    told = {"TRANSFORMER_CLS_TO_WRAP": "Qwen3MLP", "RESHARD_AFTER_FORWARD": "false", "IGNORED_MODULES": ".*mlp"}
+    told |= {"STATE_DICT_TYPE": "LOCAL_STATE_DICT", "ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    with by_options_alone(config):
+        assert vars(fsdp2_plugin(model)) == vars(plain)
 
 
 @pytest.mark.usefixtures("unmeasured")

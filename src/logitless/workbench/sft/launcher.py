@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from accelerate.utils import patch_environment
 
@@ -40,4 +41,14 @@ def by_options_alone(config: TrainConfig) -> AbstractContextManager[None]:
                 f"accelerate was told {setting} {value}, logitless train goes by its own options: launch with "
                 f"{setting} {possible}; {hint}"
             )
-    return patch_environment(accelerate_use_fsdp="false")
+    return _without_fsdp()
+
+
+@contextmanager
+def _without_fsdp() -> Iterator[None]:
+    told = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("FSDP_")}
+    try:
+        with patch_environment(accelerate_use_fsdp="false"):
+            yield
+    finally:
+        os.environ.update(told)
