@@ -183,6 +183,19 @@ class TestShortRuns:
         assert summary["steps"] == 6
         assert list(losses(place)) == [1, 2, 3, 4, 5, 6]
 
+    def test_more_steps_are_gone_by_from_the_first_of_them(self, micro, tmp_path):
+        """The rate of a longer run's curve, and checkpoints as far apart as it makes them."""
+        place, long = tmp_path / "more", replace(micro.config, max_steps=8)
+        run(replace(micro.config, max_steps=4, output_dir=place), QUIET)
+        run(replace(stored(place, TrainConfig()), resume=place, max_steps=8), QUIET)
+        run(replace(long, output_dir=tmp_path / "long"), QUIET)
+        rates, expected = (
+            [r["learning_rate"] for r in read_lines(x / "metrics.jsonl") if "loss" in r]
+            for x in (place, tmp_path / "long")
+        )
+        assert rates[4:] == pytest.approx(expected[4:], rel=1e-9)
+        assert checkpoints(place) == [place / "checkpoint-6", place / "checkpoint-8"]
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_signal_keeps_the_work(self, micro, finished, tmp_path, monkeypatch, number):
         """Asked to stop in mid-step, a run finishes the step, saves, and resumes to the same losses."""

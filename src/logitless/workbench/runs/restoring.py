@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..sources.model import check_complete, check_used
 from .checkpoints import readable
@@ -22,11 +22,37 @@ def refuse_incomplete(trainer: Any) -> None:
     trainer._issue_warnings_after_load = refuse
 
 
+class ByItsOptions(TrainerCallback):
+    """Has a run that takes more steps than before its checkpoint go by these from its first step on.
+
+    Trainer restores how often checkpoints were made, and until the schedule's next step the rate.
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        state.save_steps = int(args.save_steps)
+        rates = [
+            rate * curve(lr_scheduler.last_epoch)
+            for rate, curve in zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        lr_scheduler._last_lr = rates
+
+
 def guard_loading(trainer: Any, checkpoint: Path) -> TrainerState:
     """Has a trainer raise DataError in the place of whatever loading a checkpoint raises, as of other libraries.
 
     Returns where it stands.
     """
+    trainer.add_callback(ByItsOptions())
     for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
         setattr(trainer, name, readable(checkpoint)(getattr(trainer, name)))
     with readable(checkpoint):
