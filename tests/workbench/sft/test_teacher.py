@@ -17,7 +17,7 @@ from rich.console import Console
 
 import logitless
 from logitless.cli.main import main
-from logitless.errors import DataError, OptionError
+from logitless.errors import ConfigError, DataError, OptionError
 from logitless.sample import TeacherRecord
 from logitless.workbench.common.files import read_lines
 from logitless.workbench.runs.rundir import stored
@@ -182,6 +182,14 @@ def test_a_student_of_a_part_of_the_vocabulary(scored, kind):
     assert_dense(teacher, micro_model(initializer_range=0.3, vocab_size=len(entries)).double())
 
 
+def test_a_student_without_the_token_that_documents_begin_with(scored):
+    bos = TeacherRecord(scored.root / "bos.parquet").bos
+    teacher = teacher_of(scored, "bos", np.delete(np.arange(V), bos))
+    expected = f"expected an entry of the student for id {bos}, which the record's documents begin with, got none"
+    with pytest.raises(DataError, match=expected):
+        teacher.streams(CONTEXT)
+
+
 def test_a_document_that_fits_is_whole(scored):
     """What a student reads before a token is what the teacher read; a longer document goes on in a row of its own."""
     teacher = teacher_of(scored, "bos")
@@ -271,6 +279,18 @@ class TestRuns:
         with pytest.raises(DataError, match=r"hidden.parquet has changed since the run began"):
             run(again, QUIET)
         shutil.copy(scored.root / "hidden.parquet", tmp_path / "hidden.parquet")
+        assert run(again, QUIET)["steps"] == 4
+
+    def test_a_run_does_not_go_on_with_other_ids(self, scored, tmp_path):
+        place, ids = tmp_path / "run", tmp_path / "ids.npy"
+        np.save(ids, np.arange(V))
+        config = replace(scored.config, teacher=str(scored.root / "hidden.parquet"), teacher_ids=str(ids))
+        run(replace(config, output_dir=place, max_steps=2), QUIET)
+        again = replace(stored(place, TrainConfig()), resume=place, max_steps=4)
+        np.save(ids, np.arange(V)[::-1])
+        with pytest.raises(ConfigError, match=r"--teacher-ids .*ids.npy is not what the run began with: put it back"):
+            run(again, QUIET)
+        np.save(ids, np.arange(V))
         assert run(again, QUIET)["steps"] == 4
 
     def test_accumulation_is_a_larger_batch(self, scored, tmp_path):

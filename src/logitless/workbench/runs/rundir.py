@@ -98,7 +98,7 @@ def name_of(model: str) -> str:
 def record(config: RunOptions, place: Path, ranks: int = 1, inputs: Mapping[str, str] = MappingProxyType({})) -> None:
     """Writes run.json: from now on, the run can be resumed, with these options. ranks: of a new run.
 
-    inputs: what tells the models that are read, by their options, from all others. Raises ConfigError where one of
+    inputs: what tells what is read beside the data, by its options, from all others. Raises ConfigError where one of
     them, or what was prepared in the directory, is not what the run began with.
     """
     files, begun = hashes_of(place, PREPARED), _begun(place)

@@ -98,8 +98,9 @@ def _run(config: TrainConfig, console: Console) -> dict[str, Any]:
     with lost(lambda: how_to_go_on(place, "train")):
         # refused before the run has a place, and by all ranks where one of them cannot read its files
         found = together(lambda: _found(config, state.num_processes))
-        record_of = None if found.teacher is None else found.teacher.record.identity
-        agree(vocabulary=(found.source.vocab_size, found.tokenizer.size), record=record_of, **config.to_dict())
+        teacher = found.teacher
+        known = {} if teacher is None else {"record": teacher.record.identity, **teacher.inputs()}
+        agree(vocabulary=(found.source.vocab_size, found.tokenizer.size), **known, **config.to_dict())
         place = first(lambda: claim(config, name_of(config.model)))
         with explained(place, "train"):
             return _placed(config, place, found, console)
@@ -161,7 +162,7 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
-        record(config, place, layout.data, files_of("model", source))
+        record(config, place, layout.data, files_of("model", source) | ({} if teacher is None else teacher.inputs()))
         check_teacher(tokens, teacher)
         return ranks_at_start(place)
 

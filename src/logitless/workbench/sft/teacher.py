@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer
 
 from ...errors import DataError, OptionError
+from ...hashes import hash_of
 from ...integrations.transformers.lm_head import forward_with, through_head
 from ...losses import decoupled_kl, forward_kl, record_kl, reverse_kl, tail_aware_kl
 from ...sample import TeacherRecord
@@ -82,6 +83,11 @@ class Teacher:
         own[self.entries] = np.arange(len(self.entries))
         return own
 
+    def inputs(self) -> dict[str, str]:
+        """What tells its ids from all others; of its record, the rows that are made of it say that."""
+        ids = self.entries
+        return {} if ids is None else {f"--teacher-ids {self.config.teacher_ids}": hash_of(ids.tobytes())}
+
     def summary(self) -> dict[str, Any]:
         """What a run's summary says of it."""
         options = ["loss", "tail", "weight", "temperature"]
@@ -119,10 +125,20 @@ class Teacher:
             found = "; ".join(remarks) or f"got {count}"
             expected = "two documents or more, one to train on and one to hold out"
             raise DataError(f"--teacher {self.record.path}: expected {expected}: {found}")
-        bos = self.record.bos or 0
-        every = np.concatenate([*tokens, [bos if self.own_ids is None else max(0, self.own_ids[bos])]])
+        every = np.concatenate([*tokens, [self._own_start()]])
         kept, held = (_packed(some, length, every) for some in chat.hold_out(documents))
         return kept, held, remarks
+
+    def _own_start(self) -> int:
+        """The student's id of what the teacher's documents begin with; any where they begin with nothing."""
+        bos = self.record.bos or 0
+        own = bos if self.own_ids is None else int(self.own_ids[bos])
+        if own < 0 and self.record.bos is not None:
+            raise DataError(
+                f"--teacher-ids {self.config.teacher_ids}: expected an entry of the student for id {bos}, which the "
+                "record's documents begin with, got none: add it, or score with --bos no"
+            )
+        return max(0, own)
 
     def batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """A batch of `TaughtRows`: beside the text, at each position, the teacher's distribution of what comes next."""
