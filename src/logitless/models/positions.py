@@ -70,6 +70,17 @@ def changes_with_length(config: Any) -> str | None:
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
+def check_steady(config: Any, context_length: int) -> None:
+    """OptionError where rotary embeddings would follow the longest document so far, and no run be like another."""
+    if changes_with_length(config) == "dynamic":
+        longest = config.get_text_config().max_position_embeddings
+        if context_length > longest:
+            raise OptionError(
+                f"--context-length {context_length}: past position {longest}, dynamic rotary embeddings follow the "
+                "longest document so far, so that a resumed run has other numbers; use yarn or linear"
+            )
+
+
 def parse_scaling(text: str) -> tuple[str, float]:
     """ "yarn:4" -> ("yarn", 4.0). Raises OptionError."""
     kind, _, number = text.partition(":")
@@ -120,7 +131,7 @@ def check_reach(
     if plain(parameters) and not by_option:
         remedy = f'"rope_type": "yarn", "factor": {factor} in the rope_parameters of its config.json stretches them'
     elif plain(parameters):
-        remedy = f"--rope-scaling yarn:{factor} stretches them (other kinds: linear, dynamic)"
+        remedy = f"--rope-scaling yarn:{factor} stretches them (another kind: linear)"
     elif kinds := {one.get("rope_type", "default") for one in _rotary(parameters)}.intersection(STATED[1:]):
         remedy = (
             f"no factor stretches {min(kinds)} positions further: use a shorter context, or the "

@@ -54,6 +54,19 @@ def test_sparse_attention_learns_saves_and_resumes(micro, sparse_model, tmp_path
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+def test_positions_that_follow_what_came_before_are_refused(micro, tmp_path):
+    config = replace(micro.config, rope_scaling="dynamic:2", context_length=128, output_dir=tmp_path / "run")
+    expected = "--context-length 128: past position 64, dynamic rotary embeddings follow .*; use yarn or linear"
+    with pytest.raises(OptionError, match=expected):
+        run(config, QUIET)
+    own = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = str(micro_directory(tmp_path / "own", rope_parameters=own))
+    with pytest.raises(OptionError, match=expected):
+        run(replace(config, model=model, rope_scaling=""), QUIET)
+    short = replace(config, model=model, rope_scaling="", context_length=64, max_steps=1)
+    assert run(short, QUIET)["steps"] == 1  # as far as nothing is stretched
+
+
 def test_a_saved_sparse_model_goes_on(micro, tmp_path):
     first = run(replace(micro.config, attention="nsa", max_steps=4, output_dir=tmp_path / "first"), QUIET)
     saved = tmp_path / "first" / "model"

@@ -61,7 +61,7 @@ class TrainConfig(RunOptions):
     mlp_tiles: MlpTiles = 1
     offload_activations: Offloading = False
     rope_scaling: str = ""
-    """KIND:FACTOR, such as yarn:4, to go beyond the model's positions: linear, dynamic or yarn."""
+    """KIND:FACTOR, such as yarn:4, to go beyond the model's positions: yarn or linear."""
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     """What several ranks divide beside the data: nothing, or weights, gradients and optimizer state."""
     tensor_parallel: Count = 1

@@ -22,6 +22,7 @@ from ...models.catalog import HUB
 from ...models.context_parallel import Part, attach, check_config
 from ...models.nsa.options import saved_with_nsa
 from ...models.packed import keeps_apart
+from ...models.positions import check_steady
 from ...models.tensor_parallel import check_split
 from ...versions import version_of, versions
 from ..common.device import device_of
@@ -149,6 +150,7 @@ def _layout(config: TrainConfig, source: ModelSource, ranks: int) -> Layout:
         check_split(wanted, layout.tensor, config.attention == "nsa" or saved_with_nsa(wanted))
     if layout.context > 1:
         check_config(wanted)
+    check_steady(wanted, config.context_length)
     return layout
 
 
