@@ -1,5 +1,6 @@
 """Conversations as training rows: which tokens the loss is of, under templates of each kind; how rows are filled."""
 
+import json
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from logitless.workbench.sources.chat import Example, example, hold_out, packed,
 from logitless.workbench.sources.corpus import is_chat
 from logitless.workbench.sources.packing import IGNORED, PackedRows
 from logitless.workbench.sources.tokenizer import TextTokenizer
-from tests.support.workbench.damage import CALLS, MARK, MESSAGES, TEMPLATES
+from tests.support.workbench.damage import CALLS, DEEP, MARK, MESSAGES, TEMPLATES
 from tests.support.workbench.micro import micro_directory
 
 PLAIN = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -132,6 +133,35 @@ def test_a_call_of_a_tool_needs_no_content(place, call):
     answer = {"role": "tool", "content": "3", "tool_call_id": "1"}
     found = example({"messages": [ASKED, call, answer, SAID]}, tokenizer(place), "here")
     assert learned(found, place) == "</s>me.</s>"
+
+
+TOOLS = [{"type": "function", "function": {"name": "count"}}]
+
+
+@pytest.mark.parametrize("form", [TOOLS, json.dumps(TOOLS)], ids=["objects", "JSON"])
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_tools_are_what_the_template_makes_of_them(place, template, form):
+    with_tools = tokenizer(place, "{% for t in tools or () %}<s>{{ t['function']['name'] }}</s>{% endfor %}" + template)
+    given = {"messages": [ASKED, SAID, ASKED, SAID]}
+    found, bare = (example(row, with_tools, "here") for row in ({**given, "tools": form}, given))
+    theirs = with_tools.saved.apply_chat_template(given["messages"], tools=TOOLS, tokenize=False)
+    assert tokenizer(place).saved.decode(found.ids.astype(int)) == theirs
+    assert theirs.startswith("<s>count</s>")
+    assert learned(found, place) == learned(bare, place) == "me.</s>me.</s>"
+
+
+@pytest.mark.parametrize("none", [None, [], "", "[]", "null"])
+def test_no_tools_are_none(place, none):
+    template = "{{ 'tools!' if tools is not none }}" + PLAIN
+    found = example({"messages": [ASKED, SAID], "tools": none}, tokenizer(place, template), "here")
+    assert learned(found, place) == "me.</s>"
+    assert "tools" not in tokenizer(place).saved.decode(found.ids.astype(int))
+
+
+@pytest.mark.parametrize("other", ["count", {"name": "count"}, ["count"], "{", 3, "[" * DEEP])
+def test_tools_of_no_known_form(place, other):
+    with pytest.raises(DataError, match=r"^--data here: tools: expected a list of objects, or JSON of one, got "):
+        example({"messages": [ASKED, SAID], "tools": other}, tokenizer(place), "here")
 
 
 @pytest.mark.parametrize("said", ["me.", "ah", "bah", ""])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
@@ -14,7 +17,7 @@ from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import Row, unsaid
 from .packing import HELD_OUT_EVERY, Stream
-from .tokenizer import TemplateError, TextTokenizer, as_chat, as_marked_chat, reading
+from .tokenizer import TemplateError, TextTokenizer, Tools, as_chat, as_marked_chat, reading
 
 ASSISTANT = "assistant"
 OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
@@ -58,7 +61,7 @@ def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise DataError(f"--data {where}: no message of the assistant, whose tokens would count")
     try:
-        return _of_messages(messages, tokenizer, where, every)
+        return _of_messages(messages, _tools(row, where), tokenizer, where, every)
     except TemplateError as error:
         raise TemplateError(f"--data {where}: {error}") from None
 
@@ -80,6 +83,17 @@ def _messages(row: Row, where: str) -> list[dict[str, Any]]:
     return [message for part in said for message in part]
 
 
+def _tools(row: Row, where: str) -> Tools:
+    """What a row's conversation may call, often kept as JSON. Raises DataError that says `where`."""
+    given: Any = row.get("tools")
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            given = json.loads(given or "null")
+    if given is None or (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        return given or None  # templates announce tools where the list is empty, too
+    raise DataError(f"--data {where}: tools: expected a list of objects, or JSON of one, got {str(given)[:40]!r}")
+
+
 def _of_text(prompt: str, completion: str, tokenizer: TextTokenizer) -> Example:
     """Plain text, ended by the end-of-text token, without a template."""
     before, after = tokenizer.encode([prompt, completion])
@@ -88,22 +102,25 @@ def _of_text(prompt: str, completion: str, tokenizer: TextTokenizer) -> Example:
     return Example(np.array(ids, dtype=np.uint32), said)
 
 
-def _of_messages(messages: list[dict[str, Any]], tokenizer: TextTokenizer, where: str, every: bool) -> Example:
+def _of_messages(
+    messages: list[dict[str, Any]], tools: Tools, tokenizer: TextTokenizer, where: str, every: bool
+) -> Example:
     saved = tokenizer.saved
     template = saved.chat_template
     if not template:
         raise ConfigError("conversations need a chat template, and the tokenizer has none: give text instead")
     if isinstance(template, str) and MARKED.search(template) and not every:
-        text, spans = as_marked_chat(messages, saved)
+        text, spans = as_marked_chat(messages, saved, tools)
         ids, begins, ends = _encoded(text, saved)
         said = [(begins < end) & (ends > begin) for begin, end in spans]
         return Example(ids, np.any([np.zeros(len(ids), bool), *said], axis=0))
-    text = as_chat(messages, saved, to_answer=False)
+    write = partial(as_chat, saved=saved, tools=tools)
+    text = write(messages, to_answer=False)
     ids, begins, ends = _encoded(text, saved)
     if every:
         return Example(ids, np.ones(len(ids), bool))
     said = np.zeros(len(ids), bool)
-    for begin, end in _spans(messages, text, saved, where):
+    for begin, end in _spans(messages, text, write, where):
         inside = (begins >= begin) & (ends <= end)
         last = np.flatnonzero(inside & (ids == tokenizer.eos_id))
         said |= inside & (np.arange(len(ids)) <= last[-1]) if len(last) else inside  # nothing behind the answer's end
@@ -118,12 +135,14 @@ def _encoded(text: str, saved: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return np.array(encoded["input_ids"], np.uint32), offsets[:, 0], offsets[:, 1]
 
 
-def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) -> Iterable[tuple[int, int]]:
+def _spans(
+    messages: list[dict[str, Any]], text: str, write: Callable[..., str], where: str
+) -> Iterable[tuple[int, int]]:
     """Where in the text the assistant's messages stand, found by writing the conversation up to each of them."""
     for number, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            until = as_chat(messages[: number + 1], saved, to_answer=False)
-            before = as_chat(messages[:number], saved) if number else _opening(until, saved)
+            until = write(messages[: number + 1], to_answer=False)
+            before = write(messages[:number]) if number else _opening(until, write)
             if not text.startswith(until) or not until.startswith(before):
                 raise NotToldApart(
                     f"--data {where}: the chat template writes earlier messages anew as a conversation goes on, so "
@@ -132,9 +151,9 @@ def _spans(messages: list[dict[str, Any]], text: str, saved: Any, where: str) ->
             yield len(before), len(until)
 
 
-def _opening(text: str, saved: Any) -> str:
+def _opening(text: str, write: Callable[..., str]) -> str:
     """What the template writes before an answer that comes first, such as a system prompt of its own."""
-    others = [as_chat([{"role": ASSISTANT, "content": content}], saved, to_answer=False) for content in "ab"]
+    others = [write([{"role": ASSISTANT, "content": content}], to_answer=False) for content in "ab"]
     return commonprefix([text, *others])  # noqa: RUF071 (of texts, not paths)
 
 

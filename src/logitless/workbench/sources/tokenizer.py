@@ -18,6 +18,7 @@ TEKKEN_FILE = "tekken_240911.json"
 # A chat template is a program, of whoever made the model: what it may take for a conversation, and write beside it.
 MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 5.0, 2**28, 2**20
 Spans = list[tuple[int, int]]  # of characters: from, to
+Tools = list[dict[str, Any]] | None  # JSON schemas of functions
 
 
 class TemplateError(ConfigError):
@@ -115,32 +116,34 @@ def reading(saved: Any) -> Iterator[None]:
         ) from None
 
 
-def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True) -> str:
+def as_chat(messages: list[dict[str, Any]], saved: Any, to_answer: bool = True, tools: Tools = None) -> str:
     """Messages as the tokenizer's chat template writes them, and what an answer begins with behind them.
 
-    TemplateError where the template fails or writes too much, ConfigError where it does not end or takes too much.
+    tools: what the conversation may call. TemplateError where the template fails or writes too much, ConfigError where
+    it does not end or takes too much.
     """
-    given = {"add_generation_prompt": to_answer, "tokenize": False}
-    return _written(messages, lambda: (saved.apply_chat_template(messages, **given), []))[0]
+    given = {"add_generation_prompt": to_answer, "tokenize": False, "tools": tools}
+    return _written((messages, tools), lambda: (saved.apply_chat_template(messages, **given), []))[0]
 
 
-def as_marked_chat(messages: list[dict[str, Any]], saved: Any) -> tuple[str, Spans]:
+def as_marked_chat(messages: list[dict[str, Any]], saved: Any, tools: Tools = None) -> tuple[str, Spans]:
     """The same by a template that itself marks what the assistant says, and where that stands; not to be answered."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # What apply_chat_template does, which has no marks to give without tokens.
     kept = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    given = {"chat_template": saved.chat_template, "return_assistant_tokens_mask": True, **saved.special_tokens_map}
+    given: dict[str, Any] = {"chat_template": saved.chat_template, "return_assistant_tokens_mask": True, "tools": tools}
+    given |= saved.special_tokens_map
 
     def write() -> tuple[str, Spans]:
         texts, spans = render_jinja_template([kept], **given)
         return texts[0], list(spans[0])  # pyright: ignore[reportReturnType]
 
-    return _written(messages, write)
+    return _written((messages, tools), write)
 
 
-def _written(messages: list[dict[str, Any]], write: Callable[[], tuple[str, Spans]]) -> tuple[str, Spans]:
-    most = 4 * len(str(messages)) + MOST_CHARACTERS
+def _written(given: Any, write: Callable[[], tuple[str, Spans]]) -> tuple[str, Spans]:
+    most = 4 * len(str(given)) + MOST_CHARACTERS
     try:
         with bounded(MOST_SECONDS, MOST_BYTES):
             text, spans = write()
