@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from logitless.cli.main import main
 from logitless.cli.train import parse
+from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.summary import show
 from tests.support.workbench.units import assert_one_unit
@@ -195,6 +196,18 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     place = tmp_path / "run"
     assert main(arguments(micro, place, "--data", write(tmp_path / "d" / "a.txt", "short"))) == 2
     assert main(arguments(micro, place)) == 0
+
+
+def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, unmeasured, capsys):
+    place, data = tmp_path / "a run", Path(shutil.copytree(micro.data, tmp_path / "data"))
+    assert main(arguments(micro, place, "--data", data)) == 0
+    shutil.rmtree(data)
+    assert main(["train", "--resume", str(place), "--max-steps", "5"]) == 0
+    (place / "tokens.npz").unlink()
+    capsys.readouterr()
+    assert main(["train", "--resume", str(place), "--max-steps", "6"]) == 2
+    assert capsys.readouterr().err == f"logitless: --data {data}: no such file or directory\n"
+    assert how_to_go_on(place, "train") == f"logitless train --resume '{place}' goes on from step 5"
 
 
 @pytest.mark.parametrize(

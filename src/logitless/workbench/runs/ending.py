@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ...errors import DataError
@@ -63,7 +64,7 @@ def how_to_go_on(place: Path | None, command: str) -> str:
     """The command that continues the run, and whence. place: None where the run has none yet."""
     if place is None or not (place / RUN_FILE).exists():
         return "start again, nothing was trained yet"
-    return f"{launched(command)} --resume {place}{_trusting(place)} goes on from {whence(place)}"
+    return f"{launched(command)} --resume {quote(str(place))}{_trusting(place)} goes on from {whence(place)}"
 
 
 def where_it_is(summary: dict[str, Any]) -> str:
