@@ -41,8 +41,8 @@ class Stream:
 
     def cut(self, begin: int, end: int) -> Stream:
         """The tokens begin..end; a document that spans `begin` starts anew there."""
-        inside = self.starts[(self.starts > begin) & (self.starts < end)]
-        starts = np.concatenate([[begin], inside]).astype(np.int64) - begin
+        inside = slice(*np.searchsorted(self.starts, (begin + 1, end)))
+        starts = np.concatenate([[begin], self.starts[inside]]).astype(np.int64) - begin
         said, rows = (None if x is None else x[begin:end] for x in (self.said, self.rows))
         return Stream(self.ids[begin:end], starts, said, rows)
 
