@@ -13,8 +13,8 @@ from ...errors import DataError
 from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
-from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_chat, splits
-from ..sources.identity import is_arrow, text_files
+from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_arrow, is_chat, splits
+from ..sources.identity import text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
 NAMES = f"{', '.join(TEXT_FIELDS)} or messages"

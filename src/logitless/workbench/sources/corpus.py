@@ -32,6 +32,11 @@ def ignored(what: str) -> None:
     """The `Remark` of who has nowhere to say it."""
 
 
+def is_arrow(path: Path) -> bool:
+    """Whether it is a directory that `datasets` wrote."""
+    return any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
 def ending(path: Path) -> str:
     """What a file is read by: .JSONL is .jsonl."""
     return path.suffix.lower()
@@ -54,7 +59,7 @@ def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str]
         return _file(path, remark), None
     if not path.is_dir():
         raise DataError(f"--data {data}: expected a file or a folder, got a device or a pipe; write it to a file")
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+    if is_arrow(path):
         return _datasets_directory(path, remark)
     return _folder(path, remark), None
 
@@ -119,7 +124,7 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
         return (record for _, record in json_records(path)), None
     if ending(path) == ".parquet" and path.is_file():
         return _parquet_rows(path), None
-    if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+    if is_arrow(path):
         train, held = splits(path)
         return arrow_rows(map(dict, train), path), None if held is None else arrow_rows(map(dict, held), path)
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...hashes import hash_of
 from ..common.sealed import hashes_of, together
+from .corpus import is_arrow
 from .model import ModelSource
 from .tokenizer import TextTokenizer
 
@@ -34,11 +35,6 @@ def files_of(option: str, source: ModelSource) -> dict[str, str]:
         return {f"the commit of {given}": str(getattr(source.config, "_commit_hash", None))}
     names = (path.name for pattern in READ for path in place.glob(pattern))
     return {f"{name} of {given}": found for name, found in hashes_of(place, names).items()}
-
-
-def is_arrow(path: Path) -> bool:
-    """Whether it is a directory that `datasets` wrote."""
-    return any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
 def text_files(path: Path, written: tuple[Path, ...] = ()) -> list[Path]:
