@@ -16,7 +16,6 @@ from .files import write_whole
 LOGITLESS, DENSE, GREY = "#1f6feb", "#d1495b", "#6e7781"
 SMOOTH = 5
 COLOURS = {"logitless": LOGITLESS, "dense": DENSE}
-NAMES = {"logitless": "logitless", "dense": "dense"}
 
 
 def plot_loss(path: Path, records: list[dict[str, Any]], vocab_size: int) -> None:
@@ -82,7 +81,7 @@ def plot_memory(path: Path, step_memory: dict[str, Any], tokens: int, vocab_size
         mib = [max(0, value) / 2**20 for value in used]
         highest = max(highest, *mib)
         axes.fill_between(seconds, mib, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(seconds, mib, color=colour, linewidth=1.5, label=f"{NAMES[name]}: +{format_bytes(peak)} at the peak")
+        axes.plot(seconds, mib, color=colour, linewidth=1.5, label=f"{name}: +{format_bytes(peak)} at the peak")
     axes.set(
         xlabel="seconds",
         ylabel="MiB above the model",
