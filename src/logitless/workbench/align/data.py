@@ -14,7 +14,7 @@ from ...units import plural
 from ..common.files import read_lines, readable, write_lines
 from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
-from ..sources.packing import HELD_OUT_EVERY
+from ..sources.packing import HELD_OUT_EVERY, one_in
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
 
@@ -144,8 +144,7 @@ def _cut(config: AlignConfig, tokenizer: TextTokenizer, wanted: int, remark: Rem
     kept = [text for text in texts if text]
     held = [] if held_texts is None else [text for text in held_texts if text]
     if held_texts is None and len(kept) >= HELD_OUT_EVERY:
-        held = kept[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
-        kept = [text for i, text in enumerate(kept) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+        kept, held = one_in(HELD_OUT_EVERY, kept)
     if held:
         return _some(config, kept, tokenizer, wanted), _some(config, held, tokenizer, HELD_OUT_ROWS)
     rows = _some(config, kept, tokenizer, wanted + HELD_OUT_ROWS)
@@ -171,8 +170,7 @@ def _divide(given: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[
     train, held = given
     if held is not None:
         return train, held
-    every = min(HELD_OUT_EVERY, max(2, len(train)))
-    return [row for i, row in enumerate(train) if i % every != every // 2], train[every // 2 :: every]
+    return one_in(min(HELD_OUT_EVERY, max(2, len(train))), train)
 
 
 def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], list[Row] | None] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DataError, OptionError
 from ...units import plural
 from ..sources.corpus import Remark, documents, ignored, passages
-from ..sources.packing import HELD_OUT_EVERY
+from ..sources.packing import HELD_OUT_EVERY, one_in
 from ..sources.tokenizer import TextTokenizer
 from .config import GradeConfig
 from .method import Batch
@@ -45,8 +45,7 @@ def texts_of(data: str | None, remark: Remark = ignored) -> Texts:
     """One document in ten validates, one in ten tests. Of the standard library, what `logitless train` holds out of the
     policy's training is the classifier's. remark: hears what `documents` leaves out."""
     whole = [text for text in documents(data, remark)[0] if text]
-    first = HELD_OUT_EVERY // 2
-    held = set(whole[first::HELD_OUT_EVERY]) if data is None else set()
+    held = set(one_in(HELD_OUT_EVERY, whole)[1]) if data is None else set()
     kept = [text for text in dict.fromkeys(whole) if text not in held]  # some files are there twice
     places = {"validation": (3,), "test": (7,), "train": (0, 1, 2, 4, 5, 6, 8, 9)}
     prompts = {name: [x for i, x in enumerate(kept) if i % 10 in places[name]] for name in SPLITS}

@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import Row, unsaid
-from .packing import HELD_OUT_EVERY, Stream
+from .packing import HELD_OUT_EVERY, Stream, one_in
 from .tokenizer import TemplateError, TextTokenizer, Tools, as_chat, as_marked_chat, reading
 
 ASSISTANT = "assistant"
@@ -163,8 +163,7 @@ def hold_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]
         raise DataError(f"expected two conversations or more, one to train on and one to hold out, got {len(examples)}")
     if len(examples) < HELD_OUT_EVERY:
         return list(examples[:-1]), list(examples[-1:])
-    held = range(HELD_OUT_EVERY // 2, len(examples), HELD_OUT_EVERY)
-    return [x for i, x in enumerate(examples) if i not in held], [examples[i] for i in held]
+    return one_in(HELD_OUT_EVERY, examples)
 
 
 def packed(examples: Iterable[Example], length: int, filler: int) -> tuple[Stream, list[str]]:

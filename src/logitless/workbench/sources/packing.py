@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from ...units import plural
 HELD_OUT_EVERY = 20  # one document in twenty
 IGNORED = -100
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,15 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def one_in(every: int, items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """(the others, one of each `every` items): as documents, conversations and prompts are held out."""
+    held = range(every // 2, len(items), every)
+    return [item for i, item in enumerate(items) if i not in held], [items[i] for i in held]
+
+
 def hold_out(documents: list[np.ndarray], length: int) -> tuple[Stream, Stream]:
     """(train, held out): every twentieth document is held out, or the last tokens of a corpus of few documents."""
-    held = Stream.of(documents[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY])
-    kept = Stream.of(ids for i, ids in enumerate(documents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2)
+    kept, held = (Stream.of(some) for some in one_in(HELD_OUT_EVERY, documents))
     if len(held.ids) >= length and len(kept.ids) >= length:
         return kept, held
     whole = Stream.of(documents)
