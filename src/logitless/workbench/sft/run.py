@@ -256,10 +256,9 @@ def _trainer_for(parts: Run, mesh: Any, found: tuple[Path, int] | None) -> Calla
             f"--resume {parts.place}: its checkpoints were made with whole weights on every rank; go on without "
             "--sharding fsdp2, --tensor-parallel and --context-parallel"
         )
-    if parts.teacher is not None:
-        taught = partial(TaughtShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else TaughtTrainer
-        return partial(taught, teacher=parts.teacher)
-    return partial(ShardedTrainer, layout=layout, mesh=mesh) if sharded or shares else Trainer
+    whole, divided = (Trainer, ShardedTrainer) if parts.teacher is None else (TaughtTrainer, TaughtShardedTrainer)
+    kind = partial(divided, layout=layout, mesh=mesh) if sharded or shares else whole
+    return kind if parts.teacher is None else partial(kind, teacher=parts.teacher)
 
 
 def _conclude(parts: Run, model: Any, weights: dict[str, Any], step_memory: dict[str, Any]) -> dict[str, Any]:
