@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -67,32 +66,36 @@ def sample_tokens(
     Memory: the logits of a few tokens within the budget (256 MiB unless given), or of one; then O(N·keep).
     """
     lead = jnp.shape(hidden)[:-1]
-    rules = Rules(top_k, top_p, min_p, order)
-    rules = None if isinstance(temperature, Real) and temperature == 0 else rules
+    rules = _unless_greedy(temperature, Rules(top_k, top_p, min_p, order))
     options = Options(("logsumexp", "entropy", "mean_logit"), memory_budget=memory_budget, axis_name=axis_name)
-    call = _sampling_call(hidden, head, options, rules, keep)
-    call = replace(call, options=replace(call.options, forbidden=_check_forbidden(forbidden, call.vocab_size)))
+    call = _sampling_call(hidden, head, options, rules, keep, forbidden)
     each = _each_temperature(temperature, lead, call.compute_dtype)
     keys = _keys(noise, rules, lead, varies((call.tokens.hidden, each)))
     check_same_on_all(axis_name, temperature=each, noise=keys)
     call = replace(call, tokens=varying(call.tokens, varies((each, keys))))
-    n = math.prod(lead)
-    if n == 0:
+    if 0 in lead:
         return SampleRecord.empty(lead, keep=keep, vocab_size=call.vocab_size, dtype=call.compute_dtype)
-    record = _sample(rules, keep, call, *jax.tree.map(lambda y: y.reshape(n), (each, keys)))
+    record = _sample(rules, keep, call, *jax.tree.map(lambda y: y.reshape(-1), (each, keys)))
     if not isinstance(record.logsumexp, Tracer) and not np.isfinite(record.logsumexp).all():
         raise NotFiniteError("head: expected finite logits, got NaN or infinity; the model has diverged")
     return record.reshape(*lead)
 
 
-def _sampling_call(hidden: Array, head: LMHead, options: Options, rules: Rules | None, keep: int) -> Call:
+def _unless_greedy(temperature: float | Array, rules: Rules) -> Rules | None:
+    return None if isinstance(temperature, Real) and temperature == 0 else rules
+
+
+def _sampling_call(
+    hidden: Array, head: LMHead, options: Options, rules: Rules | None, keep: int, forbidden: tuple[int, ...]
+) -> Call:
     """The checked call; half of the budget is left for noise and for rows all of whose entries are looked at."""
     hidden, head = lax.stop_gradient((hidden, head))
     call = checked_call(hidden, head, None, options)
     check_keep(keep, call.vocab_size)
     retained = 0 if rules is None or rules.none else rules.retained(keep, call.vocab_size)
-    budget = max(1, call.options.budget // 2)
-    return replace(call, options=replace(call.options, top_k=max(1, keep, retained), memory_budget=budget))
+    own = {"top_k": max(1, keep, retained), "memory_budget": max(1, call.options.budget // 2)}
+    forbidden = _check_forbidden(forbidden, call.vocab_size)
+    return replace(call, options=replace(call.options, forbidden=forbidden, **own))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
