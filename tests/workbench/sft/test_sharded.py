@@ -64,8 +64,9 @@ def test_what_had_no_gradient_is_no_damage(micro, with_a_tower, tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
-def test_two_ranks_of_a_model_with_a_tower(micro, with_a_tower, tmp_path):
-    more = ["--model", with_a_tower, "--sharding", "fsdp2", "--gradient-accumulation-steps", 2, "--max-steps", 4]
+@pytest.mark.parametrize("divided", [["--sharding", "fsdp2"], ["--gradient-checkpointing"]])
+def test_two_ranks_of_a_model_with_a_tower(micro, with_a_tower, tmp_path, divided):
+    more = ["--model", with_a_tower, "--gradient-accumulation-steps", 2, "--max-steps", 4, *divided]
     status, written = launch(2, *options(micro, tmp_path / "two", *more))
     assert status == 0, written[-4000:]
     run(replace(micro.config, model=str(with_a_tower), batch_size=4, max_steps=4, output_dir=tmp_path / "one"), QUIET)
