@@ -241,7 +241,7 @@ def test_every_algorithm(algorithm, model, capsys):
         ("--sweep rppo", "--sweep expects tokens or one of sft, dpo, ppo"),
         ("--sweep 0", "sequence lengths must be 1 or more"),
         ("--reserve 1e999GiB", "--reserve must be less than 2^63 bytes"),
-        ("--reserve 99GiB", "leave nothing of a GPU"),
+        ("--reserve 99GiB", "--reserve 99.00 GiB leaves nothing of a GPU's 80.00 GiB"),
         ("--memory-budget lots", "--memory-budget must be a size such as 256MiB"),
         ("--tensor-parallel 3", "--gpus must be a multiple of tensor × context parallelism (3), got 1"),
         ("--context-length 5 --prompt-length 3", "give one or the other"),

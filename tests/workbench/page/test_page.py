@@ -71,11 +71,13 @@ def test_it_is_written_as_utf8(tmp_path):
 @needs_node
 def test_the_script_plans_as_python_does():
     settings = list(grid())[::3]  # all of them in the browser's tests
+    settings.append(replace(SETTING, gpu_bytes=3 << 29, reserve=99 << 30))
     script = translate({**formulas(SETTING), "settings": settings})
     found = run_node(f"const planner = {script};\n{TOLD}\nconsole.log(JSON.stringify(planner.settings.map(told)));")
     expected = [told(setting) for setting in settings]
     assert found == json.loads(json.dumps(expected))
     failed = [text for text in expected if isinstance(text, str)]
+    assert failed[-1].endswith("--reserve 99.00 GiB leaves nothing of a GPU's 1.50 GiB")
     assert len(expected) - len(failed) > 150  # plans,
     assert len(failed) > 20  # and mistakes, with the same words
     assert max(int(plans[2][0][3]) for plans in expected if not isinstance(plans, str)) > 2**53

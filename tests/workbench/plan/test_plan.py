@@ -291,7 +291,7 @@ def test_a_sweep_keeps_the_prompts_share():
         ({"response_length": 2**62}, "more than 2\\^63-1: give smaller sizes"),
         ({"gpus": 6, "tensor_parallel": 4}, "--gpus must be a multiple of tensor × context parallelism \\(4\\), got 6"),
         ({"gpus": 4, "tensor_parallel": 4}, "--tensor-parallel must be a divisor of 14 heads"),
-        ({"reserve": 80 * GIB}, "leave nothing"),
+        ({"reserve": 80 * GIB}, "--reserve 80.00 GiB leaves nothing of a GPU's 80.00 GiB"),
         ({"gpus": 2, "context_parallel": 2, "attention": "eager"}, "--context-parallel 2 knows no --attention eager"),
     ],
 )
