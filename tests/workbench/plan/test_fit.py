@@ -137,6 +137,29 @@ def test_reasons_carry_the_numbers():
 
 
 @pytest.mark.parametrize(
+    ("model", "gib", "change"),
+    [
+        ("qwen3-0.6b", 40, {"batch_size": 3, "response_length": 5000}),  # two rows would fit, and are not tried
+        ("qwen3-0.6b", 8, {"batch_size": 3, "response_length": 2048, "gpus": 2}),
+        ("qwen3-0.6b", 12, {"batch_size": 5, "response_length": 32_768}),
+        ("qwen3-0.6b", 40, {"batch_size": 12, "response_length": 32_768}),  # the batch grows: other sizes halve
+        ("qwen2.5-1.5b", 12, {"batch_size": 7, "response_length": 5000}),
+        ("tiny", 80, {"batch_size": 1, "response_length": 512}),  # so far as it is searched
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_no_reason_contradicts_itself(model, gib, change, algorithm):
+    wish = Setting(shape_of(model), algorithm, gpu_bytes=gib * GIB, **change)
+    if algorithm == "grpo":
+        wish = replace(wish, responses_per_prompt=3, prompt_length=512)
+    for found in filter(None, fit(wish).values()):
+        for knob, _, why in found.reasons:
+            if sizes := re.search(r"would need ([\d.]+) (\w+) in .*, ([\d.]+) (\w+) are allowed", why):
+                assert sizes[2] == sizes[4]
+                assert float(sizes[1]) > float(sizes[3]), (knob, why)
+
+
+@pytest.mark.parametrize(
     ("needed", "allowed", "said"),
     [
         (906 << 20, 904 << 20, "906 MiB in loss, 904 MiB are allowed"),
@@ -302,6 +325,38 @@ def test_command_lines_of_others():
     assert set(flags(replace(INTUITOR, algorithm="grade"))) == {"accelerate"}
     assert flags(INTUITOR)["accelerate"].endswith(" SCRIPT")
     assert "--responses-per-prompt 4" in hint(replace(INTUITOR, responses_per_prompt=1))
+
+
+def test_the_whole_batch_at_once_can_need_less_than_accumulated_rows():
+    """Gradients that accumulate are all alive in every phase."""
+    wish = Setting(
+        shape_of("qwen2.5-1.5b"),
+        batch_size=2,
+        gradient_checkpointing=True,
+        gpu_bytes=25 * GIB,
+        reserve=512 << 20,
+    )
+    found = fit(wish)["aggressive"]
+    assert (found.plan.setting.lora_rank, found.plan.setting.micro_rows) == (0, 2)
+    assert found.plan.peak <= found.allowed < plan(replace(found.plan.setting, micro_batch=1)).peak
+
+
+def test_all_parameters_can_need_less_than_adapters():
+    """Which keep copies of their inputs: of long sequences more than gradients are."""
+    wish = Setting(
+        shape_of("qwen3-0.6b"),
+        batch_size=1,
+        prompt_length=32_768,
+        response_length=128,
+        gpu_bytes=13 * GIB // 2,
+        reserve=256 << 20,
+        optimizer="sgd",
+        master_weights=False,
+        gradient_checkpointing=True,
+    )
+    found = fit(wish)["aggressive"]
+    assert plan(wish).peak <= found.allowed
+    assert found.plan.setting == replace(wish, micro_batch=1)
 
 
 def own_lines():

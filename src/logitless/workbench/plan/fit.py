@@ -46,18 +46,11 @@ def fit(setting: Setting, units: str = "GiB") -> dict[str, Fit | None]:
 def _fit(wish: Setting, name: str, units: str) -> Fit | None:
     part, of = HEADROOM[name]
     allowed = wish.gpu_bytes - wish.reserve - wish.gpu_bytes * part // of
-    if not _possible(wish, allowed):
-        return None
-    for batch, response in _sizes(wish):
-        sized = replace(wish, batch_size=batch, response_length=response)
-        for rank, checkpointing, sharding, budget in _knobs(wish):
-            candidate = replace(
-                sized,
-                lora_rank=rank,
-                gradient_checkpointing=checkpointing,
-                sharding=sharding,
-                memory_budget=budget,
-            )
+    sizes = _sizes(wish)
+    if not any(_rows(candidate, allowed) for candidate in _candidates(wish, *sizes[-1])):
+        return None  # what is larger would not fit either: a long search that cannot succeed
+    for batch, response in sizes:
+        for candidate in _candidates(wish, batch, response):
             found = _rows(candidate, allowed)
             if found is not None:
                 return Fit(name, plan(found), allowed, tuple(_reasons(found, wish, allowed, units)))
@@ -75,7 +68,7 @@ def _grown(found: Fit, wish: Setting, units: str) -> Fit:
         return _of_batch(setting, setting.batch_size + prompts)
 
     short = (wish.response_length - setting.response_length) // SHORTEST
-    grow, most = (longer, short) if short else (larger, MOST_GROWTH * setting.batch_size)
+    grow, most = (longer, short) if short else (larger, (MOST_GROWTH - 1) * setting.batch_size)
     least = 0
     while least < most:  # the most that fits, by bisection
         middle = (least + most + 1) // 2
@@ -94,22 +87,6 @@ def _of_batch(setting: Setting, batch: int) -> Setting:
     return replace(larger, micro_batch=ceil_div(larger.rows, setting.accumulation))
 
 
-def _possible(wish: Setting, allowed: int) -> bool:
-    """Whether the smallest candidate fits: it saves a search that cannot succeed."""
-    batch, response = min(_sizes(wish), key=lambda pair: pair[0] * pair[1])
-    *_, (rank, checkpointing, sharding, budget) = _knobs(wish)
-    smallest = replace(
-        wish,
-        batch_size=batch,
-        response_length=response,
-        lora_rank=rank,
-        gradient_checkpointing=checkpointing,
-        sharding=sharding,
-        memory_budget=budget,
-    )
-    return _rows(smallest, allowed) is not None
-
-
 def _sizes(wish: Setting) -> list[tuple[int, int]]:
     """(batch, response length), the most tokens first, then the longer response."""
     batches = list(_halvings(wish.batch_size, 1))
@@ -117,14 +94,24 @@ def _sizes(wish: Setting) -> list[tuple[int, int]]:
     return sorted(product(batches, responses), key=lambda p: (-p[0] * (wish.prompt_length + p[1]), -p[1]))
 
 
-def _knobs(wish: Setting) -> Iterator[tuple[int, bool, str, int]]:
-    """(LoRA rank, checkpointing, sharding, memory budget), the least costly first."""
+def _candidates(wish: Setting, batch: int, response: int) -> Iterator[Setting]:
+    """The wish at that size, with each LoRA rank, checkpointing, sharding and memory budget, the least costly first."""
     ranks = [wish.lora_rank] if wish.lora_rank else [0, LORA_RANK]
     checkpointing = [True] if wish.gradient_checkpointing else [False, True]
     start = LADDER.index(wish.sharding) if wish.sharding in LADDER else len(LADDER)
     shardings = LADDER[start:] or (wish.sharding,)
     budgets = (wish.memory_budget, max(1, wish.memory_budget // 4))
-    return product(ranks, checkpointing, shardings if wish.shards > 1 else (wish.sharding,), budgets)
+    knobs = product(ranks, checkpointing, shardings if wish.shards > 1 else (wish.sharding,), budgets)
+    for rank, checkpointed, sharding, budget in knobs:
+        yield replace(
+            wish,
+            batch_size=batch,
+            response_length=response,
+            lora_rank=rank,
+            gradient_checkpointing=checkpointed,
+            sharding=sharding,
+            memory_budget=budget,
+        )
 
 
 def _rows(candidate: Setting, allowed: int) -> Setting | None:
@@ -142,10 +129,8 @@ def _rows(candidate: Setting, allowed: int) -> Setting | None:
 
 
 def _largest(candidate: Setting, knob: str, most: int, fits: Callable[[Plan], bool]) -> Setting | None:
-    if not fits(plan(replace(candidate, **{knob: 1}))):
-        return None
     tries = (replace(candidate, **{knob: value}) for value in _halvings(most, 1))
-    return next(setting for setting in tries if fits(plan(setting)))
+    return next((setting for setting in tries if fits(plan(setting))), None)
 
 
 def _halvings(most: int, least: int) -> Iterator[int]:
@@ -156,6 +141,11 @@ def _halvings(most: int, least: int) -> Iterator[int]:
     yield least
 
 
+def _above(value: int, most: int, least: int = 1) -> int:
+    """The next larger size that the search tried, and that did not fit."""
+    return min(size for size in _halvings(most, least) if size > value)
+
+
 def _reasons(found: Setting, wish: Setting, allowed: int, units: str) -> Iterator[tuple[str, str, str]]:
     """(knob, value, why not the cheaper or larger one)."""
 
@@ -164,14 +154,7 @@ def _reasons(found: Setting, wish: Setting, allowed: int, units: str) -> Iterato
         return f"would need {beyond(other.peak, allowed, units, other.peak_phase)}"
 
     yield "batch-size", str(found.batch_size), _batch_reason(found, wish, unless)
-    halved = found.response_length in _halvings(wish.response_length, min(SHORTEST, wish.response_length))
-    longer = 2 * found.response_length if halved else found.response_length + SHORTEST
-    asked = found.response_length == wish.response_length
-    yield (
-        "response-length",
-        str(found.response_length),
-        "as asked" if asked else f"{longer} {unless(response_length=longer)}",
-    )
+    yield "response-length", str(found.response_length), _response_reason(found, wish, unless)
     if found.lora_rank and not wish.lora_rank:
         yield "lora-rank", str(found.lora_rank), f"training all parameters {unless(lora_rank=0)}"
     else:
@@ -199,28 +182,43 @@ def beyond(needed: int, allowed: int, units: str, phase: str) -> str:
 
 def _batch_reason(found: Setting, wish: Setting, unless: Callable[..., str]) -> str:
     if found.batch_size < wish.batch_size:
-        return f"{found.batch_size * 2} {unless(batch_size=2 * found.batch_size)}"
+        larger = _above(found.batch_size, wish.batch_size)
+        return f"{larger} {unless(batch_size=larger)}"
     if found.batch_size == wish.batch_size:
         return "as asked"
+    if found.batch_size == MOST_GROWTH * wish.batch_size:
+        return f"{wish.batch_size} were asked for; no more than {MOST_GROWTH} times as many are searched"
     more = _of_batch(found, found.batch_size + 1)
     why = unless(batch_size=more.batch_size, micro_batch=more.micro_batch, rollout_batch=more.rollout_batch)
     return f"{wish.batch_size} were asked for; {more.batch_size} in as many passes {why}"
 
 
+def _response_reason(found: Setting, wish: Setting, unless: Callable[..., str]) -> str:
+    if found.response_length == wish.response_length:
+        return "as asked"
+    shortest, longer = min(SHORTEST, wish.response_length), found.response_length + SHORTEST
+    if found.response_length in _halvings(wish.response_length, shortest):
+        longer = _above(found.response_length, wish.response_length, shortest)
+    return f"{longer} {unless(response_length=longer)}"
+
+
 def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> Iterator[tuple[str, str, str]]:
-    if found.micro_rows == found.rows:
-        why = "the whole batch of a GPU at once"
-    else:
-        why = f"{2 * found.micro_rows} {unless(micro_batch=2 * found.micro_rows)}"
+    searched = replace(found, batch_size=min(found.batch_size, wish.batch_size))  # before the batch grew
+    why = "the whole batch of a GPU at once"
+    if found.micro_rows < found.rows:
+        more = _above(found.micro_rows, searched.rows)
+        why = f"{more} {unless(micro_batch=more)}"
     yield "micro-batch", str(found.micro_rows), why
     steps = found.accumulation
     make = "makes" if steps == 1 else "make"
     whole = f"{plural(steps, 'pass')} of {plural(found.micro_rows, 'row')} {make} a GPU's {found.rows:,}"
     yield "accumulation", str(steps), whole
     if found.rollout_batch:
-        everything = found.rollout_batch >= ceil_div(found.batch_size * found.responses_per_prompt, found.shards)
-        more = 2 * found.rollout_sequences
-        why = "all of a GPU's sequences at once" if everything else f"{more} {unless(rollout_batch=more)}"
+        mine = ceil_div(searched.batch_size * searched.responses_per_prompt, searched.shards)
+        why = "all of a GPU's sequences at once"
+        if found.rollout_batch < mine:
+            more = _above(found.rollout_batch, mine)
+            why = f"{more} {unless(rollout_batch=more)}"
         yield "rollout-batch", str(found.rollout_sequences), why
     budget = found.memory_budget >> 20
     smaller = f"{wish.memory_budget >> 20} MiB {unless(memory_budget=wish.memory_budget)}"
