@@ -359,6 +359,38 @@ def test_all_parameters_can_need_less_than_adapters():
     assert found.plan.setting == replace(wish, micro_batch=1)
 
 
+def test_a_batch_of_unequal_passes_has_no_command():
+    """Commands fill up every rank's last pass: 16 sequences would be trained in the place of 10."""
+    uneven = replace(TRAIN, batch_size=10, gpus=8)
+    for setting in (uneven, replace(TRAIN, batch_size=5, micro_batch=2)):
+        assert set(flags(setting)) == {"accelerate"}
+        assert not with_its_own_step(replace(setting, optimizer="adamw-fp32"))
+    assert hint(uneven).startswith("commands make equal passes on every GPU, so 6 rows more than the batch has: give ")
+    assert hint(replace(uneven, algorithm="ppo")) is None  # which no command runs
+    even = flags(replace(uneven, batch_size=16))
+    assert " --batch-size 2 --gradient-accumulation-steps 1 " in even["logitless train"]
+    assert " --per_device_train_batch_size 2 --gradient_accumulation_steps 1 " in even["TRL"]
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ({"optimizer": "adamw-fp32"}, "float32"),
+        ({"optimizer": "adamw-bf16"}, None),  # its state would be fp32, as the weights that it steps are
+        ({"optimizer": "adamw-8bit"}, "float32"),
+        ({"optimizer": "none"}, None),
+        ({"optimizer": "adamw-fp32", "master_weights": False}, None),
+        ({"optimizer": "adamw-bf16", "master_weights": False}, "bfloat16"),
+        ({"optimizer": "sgd", "master_weights": False}, "bfloat16"),
+        ({"optimizer": "adamw-fp32", "lora_rank": 8}, "bfloat16"),  # adapters are fp32
+        ({"optimizer": "adamw-bf16", "lora_rank": 8}, None),
+    ],
+)
+def test_trl_steps_as_planned(change, dtype):
+    line = trl(replace(SMALL_GPU, **change))
+    assert line is None if dtype is None else f" --dtype {dtype} " in line
+
+
 def own_lines():
     """Every line of logitless's own commands that a range of settings gives."""
     for wish, model in product((TRAIN, ALIGNED), ("tiny", "qwen2.5-1.5b", "llama-3.2-1b")):

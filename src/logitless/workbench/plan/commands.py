@@ -10,6 +10,7 @@ from pathlib import Path
 from ...models.catalog import HUB
 from ...models.presets import PRESETS, TEKKEN_VOCAB
 from ...models.shapes import ModelShape
+from ...units import plural
 from ..common.options import DEFAULT_MODEL
 from .plan import plan
 from .setting import GIB, Setting, ceil_div
@@ -42,10 +43,9 @@ def launcher(setting: Setting) -> str:
         parts.append(f"--gradient_accumulation_steps {setting.accumulation}")
     split = {"tp": setting.tensor_parallel, "cp": setting.context_parallel}
     if max(split.values()) > 1 and setting.sharding in ("ddp", "fsdp2"):
-        ranks = setting.gpus // (split["tp"] * split["cp"])
         kind = "dp_replicate" if setting.sharding == "ddp" else "dp_shard"
         parts.append("--use_parallelism_config")
-        sizes = {kind: ranks, **split}
+        sizes = {kind: setting.ranks, **split}
         parts += [f"--parallelism_config_{name}_size {size}" for name, size in sizes.items() if size > 1]
     return " ".join([*parts, "SCRIPT"])
 
@@ -124,7 +124,9 @@ def _named(shape: ModelShape) -> str | None:
 
 def _own(command: str, model: str | None, setting: Setting, parts: list[str], *shardings: str) -> str | None:
     """A command of logitless with the options that they share; None for what it leaves to others."""
-    if model is None or setting.sharding not in ("ddp", *shardings) or setting != _stepped(setting):
+    if model is None or setting.sharding not in ("ddp", *shardings):
+        return None
+    if setting != _stepped(setting) or _surplus(setting):
         return None
     start = "logitless" if setting.gpus == 1 else f"torchrun --nproc-per-node {setting.gpus} -m logitless.cli"
     words = [f"{start} {command} --model {model}", *parts, f"--batch-size {setting.micro_rows}"]
@@ -144,6 +146,12 @@ def _stepped(setting: Setting) -> Setting:
     return replace(setting, optimizer="adamw-bf16", master_weights=False)
 
 
+def _surplus(setting: Setting) -> int:
+    """Rows that a step of the commands has beyond the batch: they make equal passes on every rank."""
+    made = setting.micro_rows * setting.accumulation * setting.ranks
+    return made - setting.batch_size * setting.responses_per_prompt
+
+
 def _size(count: int) -> str:
     return f"{count >> 20}MiB" if count % (1 << 20) == 0 else str(count)
 
@@ -154,10 +162,12 @@ def trl(setting: Setting) -> str | None:
     online = name in ("grpo", "rloo")
     if name is None or _alone(setting) or setting.mlp_tiles > 1 or setting.attention == "nsa":
         return None
-    if setting.offload_activations and online:
+    if setting.optimizer not in OPTIM or (setting.offload_activations and online) or _surplus(setting):
         return None
-    # TRL's master weights are fp32 parameters under bf16 autocast
-    wide = setting.master_weights and not setting.lora_rank and setting.optimizer != "none"
+    # TRL's master weights are fp32 parameters under bf16 autocast; AdamW keeps its state in the dtype of what it trains
+    wide = setting.master_weights and not setting.lora_rank
+    if setting.optimizer == ("adamw-bf16" if wide or setting.lora_rank else "adamw-fp32"):
+        return None
     parts = [
         f"trl {name}",
         f"--model_name_or_path {_named(setting.model) or 'MODEL'} --dataset_name DATASET",
@@ -168,11 +178,10 @@ def trl(setting: Setting) -> str | None:
         f"--gradient_accumulation_steps {setting.accumulation}",
         f"--gradient_checkpointing {_yes(setting.gradient_checkpointing)}",
         "--bf16 true",
+        f"--optim {OPTIM[setting.optimizer]}",
     ]
     if setting.offload_activations:
         parts.append("--activation_offloading true")
-    if setting.optimizer in OPTIM:
-        parts.append(f"--optim {OPTIM[setting.optimizer]}")
     parts += _rollouts(setting) if online else _texts(setting)
     if setting.lora_rank:
         rank = setting.lora_rank
@@ -245,6 +254,9 @@ def hint(setting: Setting) -> str | None:
     """The options by which the plan would be of what a command of logitless runs, where these alone differ."""
     if _alone(setting):
         return f"a group of one has no advantage: --responses-per-prompt {GROUP} plans what commands can run"
+    if setting.algorithm in TRL and (more := _surplus(setting)):
+        rows = f"{plural(more, 'row')} more than the batch has"
+        return f"commands make equal passes on every GPU, so {rows}: give another --batch-size or --micro-batch"
     own = _stepped(setting)
     there = replace(own, model=replace(own.model, name=next(iter(HUB.values()))))
     if set(flags(there)) - set(flags(own)):
@@ -259,5 +271,6 @@ def hint(setting: Setting) -> str | None:
 def with_its_own_step(setting: Setting) -> dict[str, str]:
     """The commands of logitless whose optimizer alone differs from the plan's, where they take no more than it."""
     own = _stepped(setting)
-    found = {tool: line for tool, line in flags(own).items() if tool not in flags(setting)}
+    ours = {tool: line for tool, line in flags(own).items() if tool.startswith("logitless")}
+    found = {tool: line for tool, line in ours.items() if tool not in flags(setting)}
     return found if plan(own).peak <= plan(setting).peak else {}

@@ -155,10 +155,14 @@ class Setting:
         return self.gpus // self.tensor_parallel
 
     @property
+    def ranks(self) -> int:
+        """GPUs, or groups of them that split matrices or sequences, with rows of their own."""
+        return self.gpus // (self.tensor_parallel * self.context_parallel)
+
+    @property
     def rows(self) -> int:
         """Rows of the batch on each GPU, an optimizer step."""
-        ranks = self.gpus // (self.tensor_parallel * self.context_parallel)
-        return ceil_div(self.batch_size * self.responses_per_prompt, ranks)
+        return ceil_div(self.batch_size * self.responses_per_prompt, self.ranks)
 
     @property
     def micro_rows(self) -> int:
