@@ -77,6 +77,15 @@ def test_what_would_help_is_named_where_it_was_not_asked_for(model, capsys):
     assert offer.split(": ")[1].split() == ["checkpointing,", "offload,", "lora,", "half-context"]
 
 
+def test_a_saving_that_a_model_refuses_leaves_the_others(model, tmp_path, capsys):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "qwen3_moe", **experts}))
+    assert main(["profile", "--model", model, "--context-length", "64", "--savings", "all"]) == 0
+    out = capsys.readouterr().out
+    assert "no tiled-mlp: --mlp-tiles needs dense MLPs: Qwen3MoeForCausalLM has layers that route" in out
+    assert all(name in out for name in ("checkpointing", "offload", "lora", "half-context"))
+
+
 def test_json(model, capsys):
     arguments = ["--model", model, "--context-length", "256", "--gradient-checkpointing"]
     arguments += ["--savings", "lora", "--savings", "half-context"]

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     with working(Screen(stderr=True)) as tell:
         recordings = both(step, tell)
         base = recordings[step.loss]
-        found = savings(step, base, names, recordings, tell)
+        found, refused = savings(step, base, names, recordings, tell)
         if config.real is not None:
             tell(f"running a step on {config.real}")
             measured = measure(step, config.real)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(title, style="bold", highlight=False, markup=False)
         recording_tables.show(recordings, step.loss, console, config.units)
         if names:
-            tables.show_savings(found, base, console, config.units)
+            tables.show_savings(found, refused, base, console, config.units)
         else:
             tables.offer_savings(step, console)
         if measured is not None:

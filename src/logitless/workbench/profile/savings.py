@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import OptionError
+from ...errors import ConfigError, OptionError
 from .recording import Recording
 from .step import Step, traced
 
@@ -53,13 +53,21 @@ def savings(
     names: Sequence[str],
     known: dict[str, Recording],
     tell: Callable[[str], None] = lambda what: None,
-) -> list[Saving]:
-    """Each change that is not in use, traced, the largest saving first; `known`: recordings by loss."""
-    found = []
+) -> tuple[list[Saving], dict[str, str]]:
+    """Each change that is not in use, traced, the largest saving first, and why the model takes others not.
+
+    known: recordings by loss. tell: hears what is traced next.
+    """
+    found, refused = [], {}
     for name in chosen(names):
         changed = CHANGES[name](step)
-        if changed is not None:
-            tell(f"tracing a step, {name}")
+        if changed is None:
+            continue
+        tell(f"tracing a step, {name}")
+        try:
             recording = known[changed.loss] if name == "logitless-loss" else traced(changed)
-            found.append(Saving(name, recording, base.peak.nbytes - recording.peak.nbytes))
-    return sorted(found, key=lambda saving: -saving.saved)
+        except ConfigError as error:  # as of tiles for layers that route
+            refused[name] = str(error)
+            continue
+        found.append(Saving(name, recording, base.peak.nbytes - recording.peak.nbytes))
+    return sorted(found, key=lambda saving: -saving.saved), refused

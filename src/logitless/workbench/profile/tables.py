@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -38,8 +38,10 @@ def headline(step: Step, parameters: int) -> str:
     return " · ".join(parts)
 
 
-def show_savings(found: Sequence[Saving], base: Recording, console: Console, units: str = "GiB") -> None:
-    """What each change saves, the most first."""
+def show_savings(
+    found: Sequence[Saving], refused: Mapping[str, str], base: Recording, console: Console, units: str = "GiB"
+) -> None:
+    """What each change saves, the most first, and why the model takes others not."""
     table = columns("<saving", ">peak", ">saved", "<peaks in")
     size = one_unit((base.peak.nbytes, *(saving.recording.peak.nbytes for saving in found)), units)
     table.add_row("as given", size(base.peak.nbytes), "–", base.peak.stage)
@@ -48,6 +50,8 @@ def show_savings(found: Sequence[Saving], base: Recording, console: Console, uni
         table.add_row(saving.name, size(peak.nbytes), size(saving.saved), peak.stage)
     console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
+    for name, why in refused.items():
+        console.print(f"[dim]no {name}: {why}[/dim]", highlight=False)
 
 
 def offer_savings(step: Step, console: Console) -> None:
