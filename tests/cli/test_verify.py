@@ -7,6 +7,7 @@ import torch
 
 from logitless.algebra.costs import DEFAULT_BUDGET
 from logitless.cli.main import main
+from logitless.workbench.common import device
 from logitless.workbench.sft import verify
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.workbench.units import assert_one_unit
@@ -32,6 +33,17 @@ def test_the_default_threshold_is_where_train_starts_to_stream(monkeypatch, caps
     monkeypatch.setattr(verify, "checks", lambda *_: [])
     assert main(["verify", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["threshold_bytes"] == DEFAULT_BUDGET == TrainConfig().memory_budget_bytes
+
+
+def test_the_default_threshold_is_that_of_the_device(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(verify, "checks", lambda *_: [])
+    monkeypatch.setattr(device, "default_budget", lambda found: asked.append(found.type) or 1 << 30)
+    assert main(["verify", "--sequence-lengths", "2048", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (asked, report["threshold_bytes"], report["choices"][0]["method"]) == (["cpu"], 1 << 30, "dense")
+    assert main(["verify", "--sequence-lengths", "2048"]) == 0
+    assert "threshold 1.00 GiB" in capsys.readouterr().out
 
 
 def test_json_into_a_file(monkeypatch, tmp_path, capsys):

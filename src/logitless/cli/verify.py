@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from ..units import one_unit, parse_bytes
+from ..units import format_bytes, one_unit, parse_bytes
 from ..workbench.common.files import check_outputs
-from ..workbench.common.options import MEMORY_BUDGET, MOST, JsonFile, require
+from ..workbench.common.options import MOST, JsonFile, require
 from . import options
 from .output import deliver
 
@@ -32,8 +32,8 @@ class VerifyConfig:
     """Tokens per sequence. Default: 512 4096 40000 131072."""
     vocab_size: int = 151_936
     """Entries of the vocabulary; the check runs with all of them."""
-    loss_threshold: str = MEMORY_BUDGET
-    """Logits larger than this get the logitless loss, as with train's option; the default is its --memory-budget's."""
+    loss_threshold: str | None = None
+    """Logits above this get the logitless loss. Default: the --memory-budget of `logitless train` on this device."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the logits whose size is shown."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -47,43 +47,49 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the methods and the comparison; 1 when the comparison fails."""
     config = options.parse(VerifyConfig, prog="logitless verify", description=DESCRIPTION, arguments=arguments)
     check_outputs({"json": config.json})
-    threshold = parse_bytes(config.loss_threshold, "--loss-threshold")
+    given = None if config.loss_threshold is None else parse_bytes(config.loss_threshold, "--loss-threshold")
     lengths = tuple(chain.from_iterable(config.sequence_lengths)) or LENGTHS
     for name, value in (("vocab_size", config.vocab_size), *(("sequence_lengths", n) for n in lengths)):
         require(2 <= value < MOST, name, "at least 2 and less than 2^31", value)
     require(0 <= config.seed < 2**63, "seed", "in 0..2^63-1", config.seed)
     import torch  # below, so that --help needs no torch
 
-    from ..workbench.common.device import device_of
+    from ..workbench.common.device import budget_on, device_of
     from ..workbench.runs.progress import working
     from ..workbench.sft import verify
     from .screen import Screen
 
+    threshold = budget_on(config.device) if given is None else given
     chosen = verify.choices(lengths, config.vocab_size, threshold, getattr(torch, config.dtype))
     with working(Screen(stderr=True)) as tell:
         checks = verify.checks(config.vocab_size, device_of(config.device), config.seed, tell)
     passed = all(check.holds for check in checks)
     size = verify.check_size(config.vocab_size)
-    report = _as_json(config, chosen, checks, passed)
-    deliver(report, config.json, lambda console: _show(config, chosen, checks, size, console))
+    report = _as_json(config, threshold, chosen, checks, passed)
+    deliver(report, config.json, lambda console: _show(config, threshold, chosen, checks, size, console))
     return 0 if passed else 1
 
 
-def _as_json(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], passed: bool) -> dict[str, Any]:
+def _as_json(
+    config: VerifyConfig, threshold: int, chosen: Sequence[Any], checks: Sequence[Any], passed: bool
+) -> dict[str, Any]:
     return {
         "schema": 1,
         "vocab_size": config.vocab_size,
-        "threshold_bytes": parse_bytes(config.loss_threshold),
+        "threshold_bytes": threshold,
         "choices": [asdict(choice) for choice in chosen],
         "checks": [{**asdict(check), "holds": check.holds} for check in checks],
         "passed": passed,
     }
 
 
-def _show(config: VerifyConfig, chosen: Sequence[Any], checks: Sequence[Any], tokens: int, console: Console) -> None:
+def _show(
+    config: VerifyConfig, threshold: int, chosen: Sequence[Any], checks: Sequence[Any], tokens: int, console: Console
+) -> None:
     size = one_unit(c.logits_bytes for c in chosen)
     rows = [(f"{c.length:,}", size(c.logits_bytes), c.method, "yes" if c.method == "dense" else "no") for c in chosen]
-    title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {config.loss_threshold}"
+    limit = format_bytes(threshold)
+    title = f"One sequence's logits: {config.vocab_size:,} entries, {config.dtype}, threshold {limit}"
     _table(console, title, (">length", ">logits' size", "<method", "<logits made"), rows)
     rows = [
         (c.what, f"{c.error:.1e}", f"{c.allowed:.0e}", "[green]equal[/]" if c.holds else "[bold red]DIFFERENT[/]")
