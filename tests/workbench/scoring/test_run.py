@@ -384,18 +384,21 @@ def test_a_name_is_no_markup():
     assert "[red]x[/red].parquet" in out.getvalue()
 
 
-def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(micro, tmp_path):
+def _broken(micro: Path, place: Path) -> str:
+    """Saves a model that gives no numbers behind one byte, and returns that."""
+    shutil.copytree(micro, place)
     model = AutoModelForCausalLM.from_pretrained(micro)
     with torch.no_grad():
-        model.model.embed_tokens.weight[2 + 50] = float("nan")  # one byte that no other document has
-    broken = tmp_path / "model"
-    for path in micro.iterdir():
-        broken.mkdir(exist_ok=True)
-        (broken / path.name).write_bytes(path.read_bytes())
+        model.model.embed_tokens.weight[2 + 50] = float("nan")
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(torch.randn(259, 32))
-    model.save_pretrained(broken)
-    letter = pretrained(str(broken)).saved.decode([2 + 50])
+    model.save_pretrained(place)
+    return pretrained(str(place)).saved.decode([2 + 50])
+
+
+def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(micro, tmp_path):
+    broken = tmp_path / "model"
+    letter = _broken(micro, broken)
     (tmp_path / "a.jsonl").write_text(f'{{"text": "abc"}}\n{{"text": "ab{letter}c"}}\n{{"text": "bca"}}\n')
     summary = run(config(broken, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
     assert summary["skipped"] == 1
@@ -405,6 +408,24 @@ def test_a_model_that_gives_no_numbers_is_reported_and_its_rows_have_no_scores(m
     assert [len(found[i]) for i in range(3)] == [3, 4, 3]
     assert all(row["logprob"] is None for row in found[1])
     assert np.isfinite([row["logprob"] for i in (0, 2) for row in found[i][1:]]).all()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_of_a_long_document_a_piece_may_be_passed_over(micro, tmp_path):
+    """Its other tokens are scored, so that it is not one of the skipped documents."""
+    letter = _broken(micro, tmp_path / "model")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("abc\n" * 50 + letter + "abc\n" * 500)
+    (texts / "b.txt").write_text(f"ab{letter}c")
+    given = config(tmp_path / "model", texts, tmp_path / "s.parquet", context_length=8)
+    summary = run(replace(given, documents=tmp_path / "d.jsonl"))
+    assert (summary["documents"], summary["skipped"]) == (2, 1)
+    whys = [x["why"] for x in summary["skipped_documents"]]
+    assert whys == ["in part: its scores are not finite", "its scores are not finite"]
+    lines = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert [line["why"] for line in lines] == whys
+    assert 0 < lines[0]["scored_tokens"] == summary["scored_tokens"] < lines[0]["tokens"]
 
 
 @pytest.mark.parametrize("store", ["topk", "hidden"])

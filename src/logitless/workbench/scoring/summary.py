@@ -42,7 +42,10 @@ class Sums:
     def __call__(self, known: dict[str, Any]) -> None:
         self.documents += 1
         if "why" in known:
-            self.skipped += 1
+            if known["scored"]:  # of a document in pieces, some of which were passed over
+                known = {**known, "why": f"in part: {known['why']}"}
+            else:
+                self.skipped += 1
             self.not_finite |= {model for model, why in NOT_FINITE.items() if why == known["why"]}
             if len(self.listed) < MOST_LISTED:
                 self.listed.append({name: known[name] for name in ("document", "name", "why")})
