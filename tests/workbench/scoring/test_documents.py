@@ -118,6 +118,14 @@ def test_a_long_document_comes_in_pieces_with_what_is_before_them(tmp_path, monk
     assert sum(p.text.startswith(" ") for p in pieces[-4:]) >= 3
 
 
+def test_each_piece_of_a_long_document_is_as_far_as_it_reaches(tmp_path, monkeypatch):
+    """Of the second document too."""
+    monkeypatch.setattr(module, "PIECE", 50)
+    (tmp_path / "a.jsonl").write_text(2 * (json.dumps({"text": "x" * 1000}) + "\n"))
+    done = [piece.done for piece in Documents(tmp_path / "a.jsonl", 2)]
+    assert done == pytest.approx([(i + 1) / 40 for i in range(40)], abs=0.01)
+
+
 def test_a_file_that_is_no_text_far_behind_gives_no_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 64)
     (tmp_path / "a.txt").write_bytes(b"fine\n" * 100 + b"\xff")

@@ -68,7 +68,7 @@ class Documents:
             for name, share, document in self._of(file):
                 number += 1
                 begin, done = done, (before + share * size) / total
-                for piece, part in self._pieces(number, name, document, max(1, share * size)):
+                for piece, part in self._pieces(number, name, document, max(1, (done - begin) * total)):
                     yield replace(piece, done=begin + min(1.0, part) * (done - begin))
             before += size
 
@@ -83,7 +83,7 @@ class Documents:
         return iter([(str(file), 1.0, _text(file))])
 
     def _pieces(self, number: int, name: str, document: Any, size: float) -> Iterator[tuple[Piece, float]]:
-        """The pieces of a document of about `size` characters, with the share of it that they reach."""
+        """The pieces of a document of about `size` bytes, with the share of it that they reach."""
         if isinstance(document, Chat):
             yield Piece(number, name, chat=document.row), 1.0
             return
