@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.workbench.evaluation.config import EvalConfig
@@ -22,7 +22,7 @@ from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import leave, torchrun
 from tests.support.workbench.killing import killed
-from tests.support.workbench.micro import micro_directory, micro_model
+from tests.support.workbench.micro import SHAPE, micro_directory, micro_model
 from tests.workbench.evaluation.conftest import LETTERS, drawn, lettered, options
 from tests.workbench.scoring.conftest import corpus
 
@@ -287,6 +287,32 @@ def test_a_document_without_numbers_in_the_other_model_is_reported(micro, tmp_pa
     (tmp_path / "b.jsonl").write_text('{"text": "azcd"}\n')
     with pytest.raises(NotFiniteError, match=rf"^--against {tmp_path}/other: the scores of 1 document are not finite"):
         run(options(micro, tmp_path / "b.jsonl", tmp_path / "f", against=str(tmp_path / "other")))
+
+
+def test_an_impossible_token_leaves_its_document_no_scores(tmp_path):
+    """A bias takes a byte away: self-certainty, and KL to such a model, are then infinite everywhere."""
+    shape = {name: x for name, x in SHAPE.items() if name not in ("head_dim", "tie_word_embeddings")}
+    for name, bias in (("never", -torch.inf), ("whole", 0.0)):
+        place = tmp_path / name
+        place.mkdir()
+        micro_directory(place)
+        torch.manual_seed(0)
+        model = PhiForCausalLM(PhiConfig(**shape))
+        model.lm_head.bias.data[LETTERS.start + 25] = bias  # of z, which one document has
+        model.save_pretrained(place)
+    never, whole = tmp_path / "never", tmp_path / "whole"
+    (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n{"text": "abzd"}\n')
+    alone = run(options(never, tmp_path / "a.jsonl", tmp_path / "e"))
+    below = run(options(whole, tmp_path / "a.jsonl", tmp_path / "f", against=str(never)))
+    above = run(options(never, tmp_path / "a.jsonl", tmp_path / "g", against=str(whole)))
+    for summary, why in ((alone, ""), (below, "by --against "), (above, "")):
+        assert (summary["skipped"], summary["scored_tokens"]) == (1, 3)
+        assert summary["skipped_documents"][0]["why"] == f"its scores {why}are not finite"
+        assert math.isfinite(summary["perplexity"])
+    for summary, infinite in ((below, "kl"), (above, "reverse_kl")):
+        for name in DIVERGENCES:
+            assert math.isfinite(summary["compared"][name]) == (name != infinite)
+            assert math.isfinite(summary["divergences"][name]["0.5"]) == (name != infinite)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from .config import EvalConfig
 WANT = ("logprob", "rank", "logsumexp", "entropy", "self_certainty")
 DIVERGENCES = ("kl", "reverse_kl", "jsd")
 MEANS = ("entropy", "self_certainty")
+FINITE = {"logsumexp": "model", "logprob": "model"}  # an impossible token leaves its document no perplexity
 
 
 def measure(config: EvalConfig, subject: Subject) -> Measure:
@@ -27,7 +28,7 @@ def measure(config: EvalConfig, subject: Subject) -> Measure:
     columns: dict[str, Any] = dict.fromkeys((*WANT, "confidence"), (np.float32, ()))
     columns["rank"] = (np.int32, ())
     if config.against is None:
-        return Measure(columns, _alone(config, subject), lambda rows: _sums(rows, config.top_k))
+        return Measure(columns, _alone(config, subject), lambda rows: _sums(rows, config.top_k), finite=FINITE)
     columns |= dict.fromkeys((*DIVERGENCES, "against_logprob"), (np.float32, ()))
     columns["agrees"] = (np.bool_, ())
     other, model = _other(config, config.against, subject)
@@ -35,7 +36,7 @@ def measure(config: EvalConfig, subject: Subject) -> Measure:
         columns,
         _beside(config, subject, model),
         lambda rows: _sums(rows, config.top_k) | _compared(rows),
-        finite={"logsumexp": "model", "jsd": "against"},
+        finite={**FINITE, "jsd": "against", "against_logprob": "against"},
         others={"against": other},
     )
 

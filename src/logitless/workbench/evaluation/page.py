@@ -104,7 +104,8 @@ def _charts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(title, SVG, what it says) of each chart."""
     found = [_reliability(summary["calibration"]["bins"])]
     for name, values in summary["against_correctness"].items():
-        found.append(_correctness(name.replace("_", "-"), values))
+        if values["groups"]:  # not where an entry that is never taken makes every self-certainty infinite
+            found.append(_correctness(name.replace("_", "-"), values))
     return [*found, _documents(summary["by_document"]["nats_per_token"]), _contexts(summary["by_context"])]
 
 

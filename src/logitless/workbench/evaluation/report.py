@@ -34,8 +34,8 @@ def curves(tokens: Path, bins: int) -> dict[str, Any]:
         calibration.add(rows["confidence"], correct)
         context.add(rows["context"], rows["logprob"], correct)
         for name in spectra.keys() & rows.keys():
-            finite = np.isfinite(rows[name])
-            spectra[name].add(rows[name][finite], correct[finite])
+            shown = np.isfinite(rows[name]) | (name in DIVERGENCES)  # whose quantiles may be infinite, as no axis may
+            spectra[name].add(rows[name][shown], correct[shown])
     against = {name: spectra[name] for name in AGAINST_CORRECTNESS}
     found = {
         "calibration": calibration.summary(),
