@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from logitless.cli.main import main
-from logitless.errors import DataError, OptionError
+from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.integrations.transformers import continuations
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
@@ -336,9 +337,27 @@ def test_what_has_no_numbers(micro, tmp_path):
     assert summary["tasks"]["docstrings_word"]["metrics"]
 
 
+def test_a_model_that_gives_no_numbers(micro, tmp_path):
+    """The document of the task is named, as a document of --data is."""
+    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(micro, tmp_path / "model"))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "model")
+    said = f"^--model {tmp_path}/model: the scores of document 0 of task docstrings_choice are not finite$"
+    with pytest.raises(NotFiniteError, match=said):
+        run(options(tmp_path / "model", tmp_path / "e", tasks=(CHOICE,)))
+    assert not list((tmp_path / "e").glob("*.json*l"))
+
+
+def test_more_ranks_than_documents(micro, tmp_path):
+    said = "OptionError: --tasks docstrings_choice: 1 document for 2 ranks: start fewer ranks, or give a higher --limit"
+    with pytest.raises(AssertionError, match=said):
+        torchrun("tests.workbench.evaluation.test_tasks", str(micro), str(tmp_path / "e"), "few")
+
+
 if __name__ == "__main__":
     import sys
 
-    if sys.argv[3:] and os.environ["RANK"] == "1":
+    if "die" in sys.argv and os.environ["RANK"] == "1":
         _die_after_the_other(Path(sys.argv[2]))
-    run(options(Path(sys.argv[1]), Path(sys.argv[2])))
+    run(options(Path(sys.argv[1]), Path(sys.argv[2]), **({"limit": 1} if "few" in sys.argv else {})))

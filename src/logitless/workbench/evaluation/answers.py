@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DataError
+from ...errors import DataError, NotFiniteError
 from ..common.files import remove_whole, write_whole
+from .config import EvalConfig
 from .curves import Calibration, Spectrum
 
 RECORDS = "records.jsonl"
@@ -92,11 +93,12 @@ class Gathered:
                 yield json.loads(file.readline())
 
 
-def conclude_answers(found: dict[str, Any], folder: Path, out: Path, bins: int, beams: int) -> dict[str, Any]:
-    """Writes out/records.jsonl, in the order of tasks and documents, and says what it comes to.
+def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, beams: int) -> dict[str, Any]:
+    """Writes records.jsonl, in the order of tasks and documents, and says what it comes to.
 
     found: what simple_evaluate gives, with samples; folder: where the records were written as they came; beams: of
-    generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}.
+    generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}. NotFiniteError
+    for a document whose scores are no numbers.
     """
     gathered = Gathered(folder)
     curves: dict[str, Any] = {}
@@ -105,18 +107,22 @@ def conclude_answers(found: dict[str, Any], folder: Path, out: Path, bins: int, 
     def write(path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
             for task, samples in found["samples"].items():
-                config = found["configs"][task]
-                certainty = Certainty("tokens" if config["output_type"].startswith("loglike") else "documents", bins)
+                about = found["configs"][task]
+                unit = "tokens" if about["output_type"].startswith("loglike") else "documents"
+                certainty = Certainty(unit, config.bins)
                 for sample in _documents(samples):
-                    records = _records(gathered, task, sample, config, beams)
+                    records = _records(gathered, task, sample, about, beams)
+                    if not all(np.isfinite(x[name]).all() for x in records for name in ("logprob", "confidence")):
+                        what = f"the scores of document {sample['doc_id']} of task {task}"
+                        raise NotFiniteError(f"--model {config.model}: {what} are not finite")
                     file.writelines(json.dumps(record) + "\n" for record in records)
-                    counts["requests"] += len(sample["resps"]) * (config.get("repeats") or 1)
+                    counts["requests"] += len(sample["resps"]) * (about.get("repeats") or 1)
                     counts["cut_requests"] += sum(record["cut"] > 0 for record in records)
-                    certainty.add(_rows(config["output_type"], sample, records))
+                    certainty.add(_rows(about["output_type"], sample, records))
                 if summary := certainty.summary():
                     curves[task] = summary
 
-    write_whole(out / RECORDS, write)
+    write_whole(config.folder / RECORDS, write)
     return {"certainty": curves, **counts}
 
 

@@ -68,6 +68,10 @@ class EvalConfig(TextOptions):
             raise OptionError("--data and --tasks: expected one of them; evaluate them one after the other")
         if self.against is not None:
             raise OptionError("--against compares two models on --data; give --data in the place of --tasks")
+        for name in ("stride", "bos", "batch_tokens", "top_k"):
+            if getattr(self, name) != getattr(EvalConfig, name):
+                raise OptionError(f"--{name.replace('_', '-')} is of --data, got it with --tasks: leave it out")
+        self.check_context()
         shots, limit = self.num_fewshot, self.limit
         require(shots is None or 0 <= shots < MOST, "num_fewshot", "0 or more, less than 2^31", shots)
         require(limit is None or 1 <= limit < MOST, "limit", "at least 1, less than 2^31", limit)

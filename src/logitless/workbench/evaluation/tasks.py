@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...units import plural
 from ...versions import versions
 from ..common.device import device_of
 from ..common.files import folders_for
+from ..common.options import MOST
 from ..common.say import quiet, say
 from ..scoring.parts import Parts
 from ..scoring.run import explained, identities, joined, sum_over_ranks
@@ -55,6 +57,8 @@ def run_tasks(config: EvalConfig, console: Console | None = None) -> dict[str, A
 
 def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[str, Any]:
     rank, ranks = joined()
+    if ranks > 1:
+        _check_shares(config, tasks, ranks)
     default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "evaluate")
     tokenizer, device = load_tokenizer(source), device_of(config.device, rank)
@@ -117,6 +121,16 @@ def _load(names: Sequence[str]) -> list[Any]:
     return out
 
 
+def _check_shares(config: EvalConfig, tasks: list[Any], ranks: int) -> None:
+    """OptionError where a rank would have no document of a task, which the harness refuses."""
+    groups = (found.get_all_tasks() if hasattr(found, "get_all_tasks") else [found] for found in tasks)
+    for task in chain.from_iterable(groups):
+        count = min(len(task.eval_docs), config.limit or MOST)
+        if count < ranks:
+            few = f"{plural(count, 'document')} for {ranks} ranks"
+            raise OptionError(f"--tasks {task.task_name}: {few}: start fewer ranks, or give a higher --limit")
+
+
 def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
     """What an unfinished run must have in common with the one that goes on with it."""
     files = {f"the content of {name}": hash_of(Path(name)) for name in config.tasks if Path(name).is_file()}
@@ -170,7 +184,7 @@ def _evaluated(
     if found is None:
         return {}
     counts = {name: count["effective"] for name, count in found["n-samples"].items()}
-    known = conclude_answers(found, folder, config.folder, config.bins, lm.beams)
+    known = conclude_answers(found, folder, config, lm.beams)
     certainty = known.pop("certainty")
     results = {
         name: {

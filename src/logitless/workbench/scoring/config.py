@@ -74,10 +74,15 @@ class TextOptions:
         if not self.data:
             raise OptionError("--data is missing: expected a text, jsonl or parquet file, or a folder of them")
         check_values(self)
-        length, stride = self.context_length, self.stride
-        expected = "at least 2 (a token and its successor), less than 2^31"
-        require(length is None or 2 <= length < MOST, "context_length", expected, length)
+        self.check_context()
+        stride = self.stride
         require(stride is None or 1 <= stride < MOST, "stride", "at least 1, less than 2^31", stride)
+
+    def check_context(self) -> None:
+        """OptionError for a --context-length in which no token is predicted."""
+        expected = "at least 2 (a token and its successor), less than 2^31"
+        length = self.context_length
+        require(length is None or 2 <= length < MOST, "context_length", expected, length)
 
     @property
     def memory_budget_bytes(self) -> int:
