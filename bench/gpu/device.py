@@ -14,8 +14,7 @@ import logitless as ll
 from bench.gpu.rows import with_weights
 from bench.gpu.timing import Bench, Record
 from bench.harness import said
-from logitless.vocab.backends.triton.device import processors
-from logitless.vocab.devices import tf32_products
+from logitless.vocab.devices import processors, tf32_products
 
 DEPTH = 8192  # of products, so that their results take next to no time
 LAUNCHES = 500
