@@ -1,5 +1,7 @@
 """`logitless.score` against the model's own logits in float64."""
 
+import copy
+
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
@@ -119,6 +121,34 @@ def test_memory_has_no_logits():
 def test_bad_input_is_named(inputs, error, message):
     with pytest.raises(error, match=message):
         logitless.score(TINY["llama"].build(), inputs)
+
+
+class Elsewhere(Tensor):
+    """On another device, as it were: `to` brings it to the others."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not Tensor.to and any(type(x) is Tensor for x in args):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        return found.as_subclass(Tensor) if function is Tensor.to else found
+
+
+def test_logits_that_hooks_move_to_where_the_input_was():
+    """As accelerate's do of a model that is split over devices, after its forward."""
+    model = TINY["llama"].build()
+    moved, batch = copy.deepcopy(model), texts()
+    forward = moved.forward
+
+    def hooked(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits.as_subclass(Elsewhere)
+        return output
+
+    moved.forward = hooked
+    expected, got = (logitless.score(x, batch).logprob for x in (model, moved))
+    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 def test_more_entries_than_there_are():

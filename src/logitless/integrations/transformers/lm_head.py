@@ -263,6 +263,7 @@ def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) ->
     """ConfigError where the model does to its logits what its LMHead does not."""
     z = head.scale * probe[..., : head.rows]
     z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
+    logits = logits.to(z.device)  # accelerate's hooks have moved them to where the input was
     if logits.shape != z.shape or not bool(((logits - z).abs() <= 0.01 * (1 + z.abs())).all()):
         raise ConfigError(
             f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
