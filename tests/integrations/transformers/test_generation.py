@@ -300,6 +300,19 @@ def test_each_step_is_told_of():
         assert torch.equal(torch.stack([getattr(step, name) for step in seen], 1), getattr(out.record, name)), name
 
 
+def test_a_model_that_changes_its_logits_in_a_way_of_its_own():
+    class Halved(t.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = 0.5 * output.logits
+            return output
+
+    model = Halved(t.LlamaConfig(**SMALL)).eval()
+    with pytest.raises(ConfigError, match="Halved changes its logits otherwise than by scale 1"):
+        generate(model, PROMPTS, max_new_tokens=3)
+    assert model.generate(**PROMPTS, max_new_tokens=3, do_sample=False).shape == (3, 8)
+
+
 def test_memory_holds_no_row_per_step():
     model = tiny("llama", vocab_size=20_000, eos_token_id=None)
     one = {"input_ids": PROMPTS["input_ids"][1:2]}

@@ -28,7 +28,7 @@ from .generation_options import (
     require,
     with_stop_strings,
 )
-from .lm_head import alone, capturing_hidden, causal_lm, output_head, replaced, standing_in, through_head
+from .lm_head import alone, captured, causal_lm, output_head, replaced, standing_in, through_head
 
 OnStep = Callable[[SampleRecord], None]
 
@@ -186,9 +186,8 @@ class Recorded:
         self.drawn: SampleRecord
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with capturing_hidden(self.model) as seen:
-            outputs = self.dense(*args, **kwargs)
-        self.drawn = through_head(self.model, self._draw, seen.hidden()[:, -1])
+        with captured(self.model, self.dense, *args, **kwargs) as (hidden, outputs):
+            self.drawn = through_head(self.model, self._draw, hidden[:, -1])
         return outputs
 
     def _draw(self, head: LMHead, hidden: Tensor) -> SampleRecord:
