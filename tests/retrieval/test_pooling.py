@@ -80,6 +80,16 @@ def test_a_document_without_tokens_has_no_gradient():
     assert not retrieval.splade_activation(values[4]).any()
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_nan_in_a_masked_token_reaches_no_gradient(head):
+    ops, mask = problem(head), ragged()
+    with torch.no_grad():
+        ops.hidden[mask == 0] = torch.nan
+    values = retrieval.max_pool_logits(ops.hidden, ops.head, mask).values
+    found = torch.autograd.grad(values[mask.any(1)].sum(), list(ops.leaves.values()))
+    assert all(x.isfinite().all() and x.any() for x in found)
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 3)], ids=str)
 def test_nothing_to_pool(shape):
     ops = operands(shape, H, V)

@@ -136,7 +136,7 @@ def _pooled(
     call, documents = on_all(head, arguments)
     if head.shard is not None:
         call = agreed(replace(call, alike=f"max_pool_logits {above} {top_k}"), documents.rows, documents.first)
-    call = with_lora(call)
+    call = with_lora(call, rows=documents.rows)
     if above is None and top_k is None:
         return MaxPooled(*max_pool(call, documents))
     kept = max_pool_kept(call, documents, above, top_k)

@@ -24,17 +24,30 @@ from .call import Call
 BLOCK = 2048  # tokens whose hidden states are widened at a time
 
 
-def with_lora(call: Call, reference: LMHead | None = None) -> Call:
-    """The call with the adapters' products of its hidden states; those of `reference`, as given, are constants."""
-    i, counts = call.inputs, None
-    if i.labels is not None and call.head.adapters:
-        counts = (i.labels != call.options.ignore_index)[:, None]
-    inputs = i._replace(lora_hidden=lora_hidden_of(i.hidden, call.head, counts))
+def with_lora(call: Call, reference: LMHead | None = None, rows: Tensor | None = None) -> Call:
+    """The call with the adapters' products of its hidden states; those of `reference`, as given, are constants.
+
+    rows: the tokens that count, where no labels say.
+    """
+    i = call.inputs
+    inputs = i._replace(lora_hidden=lora_hidden_of(i.hidden, call.head, _counts(call, rows)))
     if reference is not None and inputs.ref_hidden is not None:
         wide = inputs.ref_hidden.double() if call.compute == torch.float64 else inputs.ref_hidden
         with torch.no_grad():
             inputs = inputs._replace(ref_lora_hidden=lora_hidden_of(wide, reference))
     return replace(call, inputs=inputs)
+
+
+def _counts(call: Call, rows: Tensor | None) -> Tensor | None:
+    """Which tokens count, (N, 1), for a head with adapters; None: all."""
+    labels = call.inputs.labels
+    if not call.head.adapters:
+        return None
+    if labels is not None:
+        return (labels != call.options.ignore_index)[:, None]
+    if rows is None:
+        return None
+    return rows.new_zeros(call.inputs.hidden.shape[0], 1, dtype=torch.bool).index_fill_(0, rows, True)
 
 
 def agreed(call: Call, *given: Tensor) -> Call:
