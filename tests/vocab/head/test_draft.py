@@ -92,6 +92,19 @@ def test_labels_that_count_are_told_by_the_ignore_index_alone(backend):
         assert_near(getattr(got, name), getattr(expected, name).double().where(ops.labels != 0, 0), 3e-5, name)
 
 
+@pytest.mark.compiled
+def test_a_reference_with_equal_token_ids_breaks_no_graph():
+    ops, ids, options = drafted(torch.float32)
+    hidden, head = options["reference"][0], replace(ops.head, token_ids=ids)
+    reference = hidden, ll.LMHead(torch.randn(DRAFT, 8), token_ids=ids.clone())
+
+    def kl(x):
+        return ll.token_stats(x, head, want=("kl",), reference=reference).kl
+
+    compiled = torch.compile(kl, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ops.hidden), kl(ops.hidden))
+
+
 def test_softcap():
     """Of the target as of the draft: the oracle's -inf passes no softcap, so probabilities are compared."""
     ops, ids, options = drafted(softcap=3.0)

@@ -379,10 +379,16 @@ def _is_draft(head: LMHead, reference: LMHead) -> bool:
     return head.token_ids is not None and reference.token_ids is None
 
 
+def _same(ids: Tensor, others: Tensor) -> bool:
+    """Whether both are the same entries; in a graph, where nobody may wait for them, whether they are as many."""
+    unread = torch.compiler.is_compiling() or capturing(ids)
+    return ids.shape == others.shape and (unread or torch.equal(ids, others))
+
+
 def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[LMHead, LMHead | None]:
     """The reference over the head's entries, and over those that it lacks, None where it has all."""
     ids, theirs = head.token_ids, reference.token_ids
-    if theirs is not None and theirs is not ids and (ids is None or not torch.equal(ids, theirs)):
+    if theirs is not None and theirs is not ids and (ids is None or not _same(ids, theirs)):
         raise OptionError(
             "reference: expected a head over the whole vocabulary, or one with the head's own token_ids, got other "
             "token_ids; its rows are of other entries: give the whole head"
