@@ -120,7 +120,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         head: Any = output_head(model)
         dtype = head.weight.dtype if head.weight.is_floating_point() else model.dtype  # of 4 bits: bytes
         size = logits_bytes(labels.numel(), entries_of(model, head), dtype.itemsize)
-        if choose(state.method, size, state.threshold or state.budget or default_budget(labels.device)) == "dense":
+        if choose(state.method, size, state.threshold or state.budget or default_budget(head.weight.device)) == "dense":
             return dense(**given)
     return _streamed(model, state, dense, given)
 
