@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, Qwen3ForCausalLM
 
 from logitless.workbench.evaluation.config import EvalConfig
-from tests.support.workbench.micro import micro_directory, micro_model
+from tests.support.workbench.micro import SHAPE, micro_directory, micro_model
 from tests.workbench.scoring.conftest import small_blocks
 
 __all__ = ["small_blocks"]
@@ -50,6 +50,18 @@ def near(micro, tmp_path_factory) -> Path:
     model = lettered()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
+    model.save_pretrained(place)
+    return place
+
+
+def biased(place: Path, bias: float) -> Path:
+    """A model with a bias of z, and of nothing else: -inf takes it away."""
+    place.mkdir()
+    micro_directory(place)
+    torch.manual_seed(0)
+    shape = {name: x for name, x in SHAPE.items() if name not in ("head_dim", "tie_word_embeddings")}
+    model = PhiForCausalLM(PhiConfig(**shape))
+    model.lm_head.bias.data[LETTERS.start + 25] = bias
     model.save_pretrained(place)
     return place
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import AutoModelForCausalLM
 
 from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.workbench.evaluation.config import EvalConfig
@@ -22,8 +22,8 @@ from logitless.workbench.evaluation.run import run
 from logitless.workbench.scoring import block, documents
 from tests.support.integrations.launching import leave, torchrun
 from tests.support.workbench.killing import killed
-from tests.support.workbench.micro import SHAPE, micro_directory, micro_model
-from tests.workbench.evaluation.conftest import LETTERS, drawn, lettered, options
+from tests.support.workbench.micro import micro_directory, micro_model
+from tests.workbench.evaluation.conftest import LETTERS, biased, drawn, lettered, options
 from tests.workbench.scoring.conftest import corpus
 
 FILES = ["documents.jsonl", "page.html", "summary.json", "tokens.parquet"]
@@ -291,16 +291,7 @@ def test_a_document_without_numbers_in_the_other_model_is_reported(micro, tmp_pa
 
 def test_an_impossible_token_leaves_its_document_no_scores(tmp_path):
     """A bias takes a byte away: self-certainty, and KL to such a model, are then infinite everywhere."""
-    shape = {name: x for name, x in SHAPE.items() if name not in ("head_dim", "tie_word_embeddings")}
-    for name, bias in (("never", -torch.inf), ("whole", 0.0)):
-        place = tmp_path / name
-        place.mkdir()
-        micro_directory(place)
-        torch.manual_seed(0)
-        model = PhiForCausalLM(PhiConfig(**shape))
-        model.lm_head.bias.data[LETTERS.start + 25] = bias  # of z, which one document has
-        model.save_pretrained(place)
-    never, whole = tmp_path / "never", tmp_path / "whole"
+    never, whole = biased(tmp_path / "never", -torch.inf), biased(tmp_path / "whole", 0.0)
     (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n{"text": "abzd"}\n')
     alone = run(options(never, tmp_path / "a.jsonl", tmp_path / "e"))
     below = run(options(whole, tmp_path / "a.jsonl", tmp_path / "f", against=str(never)))

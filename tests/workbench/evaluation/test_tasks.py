@@ -1,6 +1,7 @@
 """`logitless eval --tasks` on tasks in lm-evaluation-harness' format; `make test-lm-eval` has the harness at hand."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM
 from logitless.cli.main import main
 from logitless.errors import DataError, NotFiniteError, OptionError
 from logitless.integrations.transformers import continuations
+from logitless.workbench.evaluation.answers import _of_choices
 from logitless.workbench.evaluation.config import EvalConfig
 from logitless.workbench.evaluation.run import run
 from tests.support.forked import begin
 from tests.support.integrations.launching import torchrun
 from tests.support.workbench.browser import CHROMIUM, CONTRAST, chromium
+from tests.workbench.evaluation.conftest import biased
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: make test-lm-eval")
 
@@ -347,6 +350,20 @@ def test_a_model_that_gives_no_numbers(micro, tmp_path):
     with pytest.raises(NotFiniteError, match=said):
         run(options(tmp_path / "model", tmp_path / "e", tasks=(CHOICE,)))
     assert not list((tmp_path / "e").glob("*.json*l"))
+
+
+def test_an_impossible_choice_is_none(tmp_path):
+    """It has no part in the entropy over the choices; a text with it has an infinite perplexity."""
+    never = biased(tmp_path / "never", -torch.inf)
+    summary = run(options(never, tmp_path / "e", tasks=(CHOICE, TEXT)))
+    records = read(tmp_path / "e")[1]
+    impossible = [x for x in records if x["task"] == "docstrings_choice" and -math.inf in x["logprob"]]
+    choice, text = (summary["tasks"][f"docstrings_{name}"] for name in ("choice", "text"))
+    assert 0 < len(impossible) < 11  # not all choices of a document
+    assert sum(b["documents"] for b in choice["certainty"]["bins"]) == 11
+    assert all(math.isfinite(g["mean"]) for g in choice["certainty"]["entropy"]["groups"])
+    assert text["metrics"]["word_perplexity"]["value"] == math.inf
+    assert list(_of_choices({"acc": 0.0, "resps": [[(-math.inf, False)]] * 2})) == []
 
 
 def test_more_ranks_than_documents(micro, tmp_path):

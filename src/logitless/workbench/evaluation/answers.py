@@ -98,7 +98,7 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
 
     found: what simple_evaluate gives, with samples; folder: where the records were written as they came; beams: of
     generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}. NotFiniteError
-    for a document whose scores are no numbers.
+    for a document whose scores are no numbers; an answer that the model holds impossible has a log-prob of -inf.
     """
     gathered = Gathered(folder)
     curves: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
                 certainty = Certainty(unit, config.bins)
                 for sample in _documents(samples):
                     records = _records(gathered, task, sample, about, beams)
-                    if not all(np.isfinite(x[name]).all() for x in records for name in ("logprob", "confidence")):
+                    if any(np.isnan(x[name]).any() for x in records for name in ("logprob", "confidence")):
                         what = f"the scores of document {sample['doc_id']} of task {task}"
                         raise NotFiniteError(f"--model {config.model}: {what} are not finite")
                     file.writelines(json.dumps(record) + "\n" for record in records)
@@ -169,7 +169,10 @@ def _of_choices(sample: dict[str, Any]) -> Iterator[tuple[float, float, bool]]:
     logps = [float(answers[0][0]) for answers in sample["resps"]]
     if "acc_mutual_info" in sample:  # whose second half are the choices without the question
         logps = logps[: len(logps) // 2]
-    z = np.array(logps) - max(logps)
+    possible = np.array([x for x in logps if x > -np.inf])
+    if not len(possible):
+        return  # nothing to choose from
+    z = possible - possible.max()
     logp = z - np.log(np.exp(z).sum())
     yield float(np.exp(logp.max())), float(-(np.exp(logp) * logp).sum()), bool(sample["acc"])
 
