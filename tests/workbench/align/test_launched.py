@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from logitless.workbench.common.files import read_lines
+from tests.support.integrations.tiny import TINY
+from tests.support.workbench.micro import micro_directory
 from tests.support.workbench.processes import finished, flags
 
 ALIGN = ("logitless.cli", "align")
@@ -23,6 +25,18 @@ def test_torchrun_with_two_ranks(start, tmp_path, method):
     out = finished(*launch, *options, "--output-dir", tmp_path / "two")
     assert out.count("held-out rows:") == 1
     assert steps(tmp_path / "two") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["grpo", "dpo"])
+def test_two_ranks_of_a_model_with_a_tower(start, tmp_path, method):
+    """Which has no gradient where there is text alone, under checkpointed layers neither."""
+    micro_directory(tmp_path / "model")
+    TINY["gemma3-vision"].build(259).save_pretrained(tmp_path / "model")
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", *ALIGN)
+    given = {"rewards": None, "repetition_guard": None, "max_steps": 2, "gradient_checkpointing": True}
+    options = flags(replace(start, method=method, model=str(tmp_path / "model"), **given))
+    finished(*launch, *options, "--output-dir", tmp_path / "two")
+    assert steps(tmp_path / "two") == [1, 2]
 
 
 def test_accelerate_launch(start, tmp_path):

@@ -48,6 +48,7 @@ def arguments(config: RunOptions, place: Path, rate: float, kind: type[Any] = Tr
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "use_cpu": on_processors(config),
+        "ddp_find_unused_parameters": True,  # Trainer has it False for checkpointed layers, in the form not used here
         "dataloader_pin_memory": config.device != "cpu" and torch.cuda.is_available(),
     }
     given = kind(**{**shared, **more})

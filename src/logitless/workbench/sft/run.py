@@ -198,7 +198,6 @@ def train_steps(parts: Run, model: Any) -> dict[str, Any]:
     rate = config.learning_rate or parts.source.default_rate(config.lora_rank)
     divided = {"sync_each_batch": layout.fsdp}  # else gradients would wait in whole for the last pass
     told: dict[str, Any] = {"report_to": config.report_to, "run_name": place.name, "project": project(config.report_to)}
-    told["ddp_find_unused_parameters"] = True  # Trainer has it False for checkpointed layers, in the form not used here
     given = arguments(config, place, rate, accelerator_config={"gradient_accumulation_kwargs": divided}, **told)
     per_step = config.batch_size * config.gradient_accumulation_steps * layout.data
     rows = min(per_step, len(parts.train))  # a step of a corpus without as many rows is all of them
