@@ -1,6 +1,7 @@
 """`logitless align` from its command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,33 @@ def test_help_needs_no_torch():
         "try:\n    main(['align', '--help'])\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "prepared"),
+    [
+        (["--completion-length", 12], "rows.jsonl"),
+        (
+            ["--method", "ste", "--completion-length", 5, "--token-reward", "bench.real.rules:without_e"],
+            "prompts.jsonl",
+        ),
+    ],
+    ids=["intuitor", "ste"],
+)
+def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, capsys, options, prepared):
+    model, data, place = tmp_path / "model", line_corpus(tmp_path / "data"), tmp_path / "run"
+    micro_model().save_pretrained(model)
+    for path in micro.model.parent.glob("tok*.json"):
+        shutil.copy(path, model)
+    given = ["--model", model, "--data", data, "--prompt-length", 12, "--batch-size", 4, "--device", "cpu", *options]
+    assert main(["align", *map(str, given), "--max-steps", "2", "--output-dir", str(place)]) == 0
+    shutil.rmtree(data)
+    again = ["align", "--resume", str(place), "--trust-config", "--max-steps"]
+    assert main([*again, "3"]) == 0
+    (place / prepared).unlink()
+    capsys.readouterr()
+    assert main([*again, "4"]) == 2
+    assert capsys.readouterr().err == f"logitless: --data {data}: no such file or directory\n"
 
 
 def test_a_run_and_its_summary(micro, tmp_path, capsys):

@@ -9,11 +9,11 @@ from pathlib import Path
 from ..workbench.align.config import METHODS, AlignConfig
 from ..workbench.common.files import read_lines
 from ..workbench.common.options import require
-from ..workbench.common.written import METRICS_FILE
+from ..workbench.common.written import METRICS_FILE, PROMPTS_FILE, REWARD, ROWS_FILE
 from ..workbench.grade.config import GRADE_METHODS, GradeConfig
 from ..workbench.runs.ending import how_to_go_on, stoppable, where_it_is
 from . import options
-from .inputs import check_inputs
+from .inputs import check_inputs, still_read
 from .output import deliver
 
 DESCRIPTION = """Align a language model by its own certainty, by rewards or by preferences, without its logits.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     got = f"{method}; did you mean {near[0]}?" if near else method
     require(method is None or method in every, "method", f"one of {', '.join(every)}", got)
     config = parse(arguments)
-    check_inputs(config.model, "align", config.data)
+    check_inputs(config.model, "align", still_read(config.data, config.resume, ROWS_FILE))
     with stoppable(lambda: how_to_go_on(config.resume, "align")):
         from ..workbench.align.report import show
         from ..workbench.align.run import run
@@ -62,7 +62,9 @@ def parse(arguments: Sequence[str]) -> AlignConfig:
 def _grade(arguments: Sequence[str]) -> int:
     """The same for the methods that differentiate through tokens, and those that they are compared with."""
     config = parse_grade(arguments)
-    check_inputs(config.model, "align", config.data, others={"reward-model": config.reward_model})
+    learned = (REWARD,) if config.reward_model is None and config.token_reward is None else ()
+    data = still_read(config.data, config.resume, PROMPTS_FILE, *learned)
+    check_inputs(config.model, "align", data, others={"reward-model": config.reward_model})
     with stoppable(lambda: how_to_go_on(config.resume, "align")):
         from ..workbench.grade.run import run, show
         from .screen import Screen  # here, so that --help needs no torch

@@ -41,6 +41,11 @@ def check_inputs(
                 check_model(other, "compare with") if option == "against" else check_classifier(other)
 
 
+def still_read(data: str | None, resume: Path | None, *prepared: str) -> str | None:
+    """--data, or None where a run that goes on has all of this, which it prepared of it."""
+    return None if resume is not None and all((resume / name).exists() for name in prepared) else data
+
+
 def read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     """The prompts in order; standard input where none are given. OptionError, DataError for an empty one or no text."""
     if not given and not files:

@@ -9,7 +9,7 @@ from ..workbench.common.written import TOKENS_FILE
 from ..workbench.runs.ending import how_to_go_on, stoppable, where_it_is
 from ..workbench.sft.config import TrainConfig
 from . import options
-from .inputs import check_inputs
+from .inputs import check_inputs, still_read
 from .output import deliver
 
 DESCRIPTION = """Train a causal language model on text, without its logits.
@@ -20,8 +20,8 @@ Without options: a tiny model on the text of this Python's own standard library.
 def main(arguments: Sequence[str]) -> int:
     """Reads the options (command line over --config over a resumed run's own), trains, shows the summary."""
     config = parse(arguments)
-    prepared = config.teacher is None and config.resume is not None and (config.resume / TOKENS_FILE).exists()
-    check_inputs(config.model, data=None if prepared else config.data, teacher=config.teacher)
+    data = still_read(config.data, config.resume, TOKENS_FILE) if config.teacher is None else config.data
+    check_inputs(config.model, data=data, teacher=config.teacher)
     with stoppable(lambda: how_to_go_on(config.resume, "train")):
         from ..workbench.sft.run import run
         from ..workbench.sft.summary import show

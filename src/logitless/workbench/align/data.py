@@ -12,13 +12,13 @@ import torch
 from ...errors import ConfigError, DataError
 from ...units import plural
 from ..common.files import read_lines, readable, write_lines
+from ..common.written import ROWS_FILE
 from ..sources.chat import ASSISTANT, prompt_of
 from ..sources.corpus import Remark, Row, documents, ignored, is_chat, passages, table, unsaid
 from ..sources.packing import HELD_OUT_EVERY, one_in
 from ..sources.tokenizer import TextTokenizer, as_chat, chat_ids
 from .config import AlignConfig
 
-ROWS_FILE = "rows.jsonl"
 HELD_OUT_ROWS = 32  # sampled from (pairs: scored) before and after training
 MOST_ROWS = 4096  # cut from text; a longer run sees them again
 PER_DOCUMENT = 4  # where there are enough documents, so that rows come from many of them

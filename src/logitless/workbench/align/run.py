@@ -22,7 +22,7 @@ from ...versions import versions
 from ..common.device import device_of
 from ..common.files import read_lines, write_json
 from ..common.say import say
-from ..common.written import METRICS_FILE, SUMMARY_FILE
+from ..common.written import METRICS_FILE, ROWS_FILE, SUMMARY_FILE
 from ..runs import examples
 from ..runs.callbacks import AfterLastStep, GentleStop, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
@@ -43,7 +43,6 @@ from .config import AlignConfig
 from .data import (
     MOST_PAIRS,
     MOST_ROWS,
-    ROWS_FILE,
     check_enough,
     check_room,
     load,

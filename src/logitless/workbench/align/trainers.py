@@ -21,12 +21,12 @@ from ...models.nsa.options import saved_with_nsa
 from ...models.nsa.saved import load_parameters
 from ...units import plural
 from ...versions import installing
+from ..common.written import ROWS_FILE
 from ..runs.trackers import check_tracker, project
 from ..runs.trainer import arguments
 from ..sources.corpus import Row, first_line
 from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
-from .data import ROWS_FILE
 from .rewards import refuse_unrewarded, rewards_of
 
 # The name of the option changed within transformers 5.

@@ -24,7 +24,7 @@ from ..common.files import read_lines, readable, write_json, write_lines, write_
 from ..common.functions import blamed, function_named
 from ..common.launch import launched_ranks
 from ..common.say import say
-from ..common.written import SUMMARY_FILE
+from ..common.written import PROMPTS_FILE, REWARD, SUMMARY_FILE
 from ..runs import examples
 from ..runs.ending import explained, whence
 from ..runs.rundir import as_begun, claim, record
@@ -53,7 +53,6 @@ from .models import Reward, SoftReward, TokenReward, shared_vocabulary
 from .steps import Run, evaluation, restore, steps
 
 SCHEMA = 1
-PROMPTS_FILE, REWARD = "prompts.jsonl", "reward"  # of the run's directory
 
 
 def run_one(config: GradeConfig, console: Console, whole: Path | None = None) -> dict[str, Any]:
