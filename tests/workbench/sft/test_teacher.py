@@ -435,6 +435,11 @@ def test_options_without_a_meaning(scored, more, message):
         replace(scored.config, **more).check()
 
 
+def test_a_run_with_a_threshold_may_go_on_over_ranks_that_share_matrices(tmp_path):
+    """Where nobody can leave the option out: it is the run's."""
+    replace(TrainConfig(), tensor_parallel=2, loss_threshold="1GB", resume=tmp_path).check()
+
+
 def test_best_entries_know_one_temperature(scored):
     with pytest.raises(OptionError, match="--distill-temperature 2: expected 1 for a record of best entries"):
         teacher_of(scored, "topk", distill_temperature=2.0)

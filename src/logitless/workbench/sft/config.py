@@ -96,7 +96,7 @@ class TrainConfig(RunOptions):
             parse_bytes(self.loss_threshold, "--loss-threshold")
             if self.loss != "auto":
                 raise OptionError(f"--loss-threshold is where --loss auto changes, got it with --loss {self.loss}")
-            if self.loss_on_ranks != "auto":
+            if self.loss_on_ranks != "auto" and self.resume is None:  # a run may have begun with it
                 option = "--teacher" if self.teacher is not None else f"--tensor-parallel {self.tensor_parallel}"
                 raise OptionError(f"--loss-threshold: with {option} no whole logits are made; leave it out")
         self._check_split()
