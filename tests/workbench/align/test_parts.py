@@ -358,6 +358,17 @@ class TestData:
         assert [len(some) for some in found] == [38, 2]
         assert all(row["split"] == value for some in found for row in some)
 
+    @pytest.mark.parametrize(("tools", "said"), [([{"name": "f"}], 1), ('[{"name": "f"}]', 1), ([], 0), ("null", 0)])
+    @pytest.mark.parametrize("method", ["grpo", "dpo"])
+    def test_tools_that_no_prompt_is_written_with_are_told(self, tokenizer, tmp_path, method, tools, said):
+        saved = copy.copy(tokenizer.saved)
+        saved.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        row, path, heard = {"messages": messages, "tools": tools}, tmp_path / "rows.jsonl", []
+        path.write_text(4 * (json.dumps(row) + "\n"))
+        rows_of(config(path, method=method), replace(tokenizer, saved=saved), 9, heard.append)
+        assert heard == [f"--data {path}: prompts are written without the tools of their rows"] * said
+
     def test_columns_of_mixed_kinds(self, tmp_path):
         rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "x"}]
         parts = SimpleNamespace(config=AlignConfig(data="here"), place=tmp_path, train=rows, held_out=[])

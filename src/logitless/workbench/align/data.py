@@ -25,6 +25,7 @@ PER_DOCUMENT = 4  # where there are enough documents, so that rows come from man
 MOST_PAIRS = 128  # a sample of the model for each; a longer run sees them again
 PAIR = ("prompt", "chosen", "rejected")
 ANSWERED = ("prompt", "completion")  # preferred to a sample of the model
+NO_TOOLS = (None, [], "", "[]", "null")
 TAKEN = {  # names by which TRL gives or reads something of its own, and two of self-certainty's
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "image", "images"),
     *("prompt_token_ids", "completion_mask"),
@@ -38,7 +39,7 @@ def rows_of(
 
     remark: hears what `documents` leaves out.
     """
-    given = _table(config, tokenizer)
+    given = _table(config, tokenizer, remark)
     train, held = _cut(config, tokenizer, wanted, remark) if given is None else _divide(given)
     what = "prompts" if config.kind.rollouts else "pairs"
     if not train or not held:
@@ -173,13 +174,14 @@ def _divide(given: tuple[list[Row], list[Row] | None]) -> tuple[list[Row], list[
     return one_in(min(HELD_OUT_EVERY, max(2, len(train))), train)
 
 
-def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], list[Row] | None] | None:
+def _table(config: AlignConfig, tokenizer: TextTokenizer, remark: Remark) -> tuple[list[Row], list[Row] | None] | None:
     """(rows, held-out rows or None) of a file or directory of prompts or pairs; None for text."""
     found = table(config.data)
     if found is None:
         return None
     form = prompt_of if config.kind.rollouts else _pair_of
-    rows, held = (None if split is None else [form(row) for row in split] for split in found)
+    given = [None if split is None else [*split] for split in found]
+    rows, held = (None if split is None else [form(row) for row in split] for split in given)
     if not rows or not _is_given(rows[0], config):
         return None
     columns = ("prompt",) if config.kind.rollouts else PAIR
@@ -191,6 +193,8 @@ def _table(config: AlignConfig, tokenizer: TextTokenizer) -> tuple[list[Row], li
         _check_kinds(row, rows[0], columns, f"--data {config.data}: row {i}", tokenizer)
         if config.kind.rollouts:
             _check_kept(row, f"--data {config.data}: row {i}")
+    if isinstance(rows[0]["prompt"], list) and any(row.get("tools") not in NO_TOOLS for x in given for row in x or ()):
+        remark(f"--data {config.data}: prompts are written without the tools of their rows")  # as TRL writes them
     if config.kind.rollouts:  # whose rewards are given the other columns
         return rows, held
 
