@@ -4,12 +4,14 @@ import json
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
 from logitless.errors import ConfigError, DataError
 from logitless.workbench.sources.chat import Example, example, hold_out, packed, prompt_of
-from logitless.workbench.sources.corpus import is_chat
+from logitless.workbench.sources.corpus import is_chat, table
 from logitless.workbench.sources.packing import IGNORED, PackedRows
 from logitless.workbench.sources.tokenizer import TextTokenizer
 from tests.support.workbench.damage import CALLS, DEEP, MARK, MESSAGES, TEMPLATES
@@ -148,6 +150,17 @@ def test_tools_are_what_the_template_makes_of_them(place, template, form):
     assert tokenizer(place).saved.decode(found.ids.astype(int)) == theirs
     assert theirs.startswith("<s>count</s>")
     assert learned(found, place) == learned(bare, place) == "me.</s>me.</s>"
+
+
+def test_tools_of_parquet_have_their_own_parameters_alone(place, tmp_path):
+    given = [[{"name": name, "parameters": {of: {"type": "string"}}}] for name, of in (("f", "x"), ("g", "y"))]
+    rows = [{"messages": [ASKED, SAID], "tools": tools} for tools in given]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with_tools = tokenizer(place, "{{ tools | tojson }}" + PLAIN)
+    read, _ = table(str(tmp_path / "rows.parquet"))
+    for row, tools in zip(read, given, strict=True):
+        text = tokenizer(place).saved.decode(example(row, with_tools, "here").ids.astype(int))
+        assert json.loads(text[: text.index("<s>")]) == tools
 
 
 @pytest.mark.parametrize("none", [None, [], "", "[]", "null"])
