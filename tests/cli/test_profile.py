@@ -80,8 +80,11 @@ def test_what_would_help_is_named_where_it_was_not_asked_for(model, capsys):
 def test_a_saving_that_a_model_refuses_leaves_the_others(model, tmp_path, capsys):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "qwen3_moe", **experts}))
-    assert main(["profile", "--model", model, "--context-length", "64", "--savings", "all"]) == 0
-    out = capsys.readouterr().out
+    given = ["--model", model, "--context-length", "64", "--savings", "all", "--json", str(tmp_path / "profile.json")]
+    assert main(["profile", *given]) == 0
+    (refused,) = json.loads((tmp_path / "profile.json").read_text())["refused_savings"].items()
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"no {refused[0]}: {refused[1]}" in out
     assert "no tiled-mlp: --mlp-tiles needs dense MLPs: Qwen3MoeForCausalLM has layers that route" in out
     assert all(name in out for name in ("checkpointing", "offload", "lora", "half-context"))
 
@@ -91,7 +94,7 @@ def test_json(model, capsys):
     arguments += ["--savings", "lora", "--savings", "half-context"]
     assert main(["profile", *arguments, "--real", "cpu", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"schema", "kind", "step", "parameters", "runs", "savings", "real"}
+    assert set(found) == {"schema", "kind", "step", "parameters", "runs", "savings", "refused_savings", "real"}
     assert (found["schema"], found["kind"]) == (1, "profile")
     assert found["step"]["gradient_checkpointing"] is True
     assert list(found["runs"]) == ["dense", "logitless"]

@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         if measured is not None:
             tables.show_measured(measured, console, config.units)
 
-    report = tables.as_json(step, parameters, recordings, found, measured)
+    report = tables.as_json(step, parameters, recordings, found, refused, measured)
     deliver(report, config.json, show)
     if config.png is not None:
         from ..workbench.profile.timeline import draw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -81,6 +82,7 @@ def as_json(
     parameters: int,
     recordings: dict[str, Recording],
     found: Sequence[Saving] = (),
+    refused: Mapping[str, str] = MappingProxyType({}),
     measured: Measured | None = None,
 ) -> dict[str, Any]:
     """The whole profile; sizes in bytes, `timeline` as (event, bytes), an event being an allocation or a free."""
@@ -91,5 +93,6 @@ def as_json(
         "parameters": parameters,
         "runs": {name: recording.as_json() for name, recording in recordings.items()},
         "savings": [saving.as_json() for saving in found],
+        "refused_savings": dict(refused),
         "real": None if measured is None else measured.as_json(),
     }
