@@ -70,15 +70,19 @@ def changes_with_length(config: Any) -> str | None:
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
-def check_steady(config: Any, context_length: int) -> None:
+def steady_reach(config: Any) -> int | None:
+    """`reach`, of dynamic rotary embeddings as far only as they do not follow the longest text so far."""
+    dynamic = changes_with_length(config) == "dynamic"
+    return config.get_text_config().max_position_embeddings if dynamic else reach(config)
+
+
+def check_steady(config: Any, length: int, given: str = "--context-length") -> None:
     """OptionError where rotary embeddings would follow the longest document so far, and no run be like another."""
-    if changes_with_length(config) == "dynamic":
-        longest = config.get_text_config().max_position_embeddings
-        if context_length > longest:
-            raise OptionError(
-                f"--context-length {context_length}: past position {longest}, dynamic rotary embeddings follow the "
-                "longest document so far, so that a resumed run has other numbers; use yarn or linear"
-            )
+    if changes_with_length(config) == "dynamic" and length > (longest := steady_reach(config) or length):
+        raise OptionError(
+            f"{given} {length}: past position {longest}, dynamic rotary embeddings follow the longest document so far, "
+            "so that a resumed run has other numbers; use yarn or linear"
+        )
 
 
 def parse_scaling(text: str) -> tuple[str, float]:

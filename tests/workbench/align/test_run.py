@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.errors import ConfigError, DataError, OptionError
@@ -35,7 +35,7 @@ from logitless.workbench.sft import run as sft
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sources.chat import ASSISTANT
 from tests.support.workbench.killing import curve
-from tests.support.workbench.micro import MICRO_CHAT
+from tests.support.workbench.micro import MICRO_CHAT, micro_directory
 from tests.support.workbench.processes import flags, killed_at
 from tests.support.workbench.unmeasured import leave_unmeasured
 
@@ -188,6 +188,20 @@ def test_preferences_in_conversations(start, tmp_path, monkeypatch, form):
         assert steps(tmp_path / "run")[-1]["memory/dense_would_need_bytes"] == rows * len(tokenizer) * 8
         assert tokenizer.decode(first["rejected_ids"]) == "x</s>"
         assert steps(tmp_path / "run")[-1]["rewards/accuracies"] == 1
+
+
+@pytest.mark.parametrize("method", ["grpo", "dpo", "ste"])
+def test_positions_that_follow_what_came_before_are_refused(tmp_path, capsys, method):
+    own = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    config = AutoConfig.from_pretrained(micro_directory(tmp_path / "model", rope_parameters=own))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    rows = [{"prompt": "x" * 70, **({"chosen": "a", "rejected": "b"} if method == "dpo" else {})} for _ in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--method", method, "--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", "--device", "cpu"]
+    given += ["--prompt-length", 70, "--completion-length", 8, "--output-dir", tmp_path / "run"]
+    expected = "past position 64" if method == "ste" else "64 positions"
+    assert main(["align", *map(str, given)]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_samples_without_text_are_no_pairs(start, tmp_path, monkeypatch):

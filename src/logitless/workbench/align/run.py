@@ -15,7 +15,7 @@ from transformers import PrinterCallback
 
 from ...errors import ConfigError, DataError, NotFiniteError
 from ...integrations.trl.trainers import install
-from ...models.positions import reach
+from ...models.positions import steady_reach
 from ...resident import reset_peak
 from ...units import plural
 from ...versions import versions
@@ -140,7 +140,7 @@ def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokeniz
     train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes), partial(say, console))
     check_enough(config, train, state.num_processes)
     if "chosen" not in train[0]:
-        check_room(config, [*train, *held_out], tokenizer, reach(model.config))
+        check_room(config, [*train, *held_out], tokenizer, steady_reach(model.config))
     if not config.kind.rollouts:
         model = model.to(state.device)
         with from_all_entries(model):
@@ -184,7 +184,8 @@ def _steps(parts: Alignment, trainer: Any) -> dict[str, Any]:
     longest = config.completion_length
     if not config.kind.rollouts:
         longest = longest_pair(trainer.train_dataset)
-        check_pairs(config, max(longest, longest_pair(trainer.eval_dataset)), reach(trainer.model.config))
+        longest_of_all = max(longest, longest_pair(trainer.eval_dataset))
+        check_pairs(config, longest_of_all, steady_reach(trainer.model.config))
     trainer.callback_handler.callbacks[:0] = [MemoryMetrics(dense, longest), after]
     explain_failures(trainer, config.report_to)
     for callback in (records, *([stop] if alone else []), held_out, bar, OwnCheckpoints(place)):

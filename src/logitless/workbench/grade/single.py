@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, OptionError, in_one_line
 from ...hashes import hash_of
-from ...models.positions import reach
+from ...models.positions import check_steady, reach
 from ...relax.generate import alive_until
 from ...resident import reset_peak
 from ...units import one_unit, plural
@@ -90,6 +90,7 @@ def policy_of(config: GradeConfig, console: Console) -> tuple[ModelSource, TextT
     if config.resume is None:  # a run that goes on had its model
         default_model(config.model, config.device, console)
     source = resolve_trained(config.model, "align")
+    check_steady(source.config, config.context_length, config.length_options)
     if config.top_k > source.vocab_size:
         raise OptionError(f"--top-k {config.top_k}: {config.model} has a vocabulary of {source.vocab_size:,}")
     return source, load_tokenizer(source)
