@@ -464,6 +464,11 @@ LONG = {"prompt": "a", "chosen": "b", "rejected": "c" * 63}
             "intuitor",
             "a prompt has 53 tokens, which with --completion",
         ),
+        (
+            [{"prompt": f"{i}" * 53, "chosen": "b"} for i in range(9)],
+            "intuitor",
+            "a prompt has 53 tokens, which with --completion",
+        ),
         ([{**LONG, "rejected": f"c{i}"} for i in range(9)], "dpo", None),
         ([LONG] * 9, "dpo", "a prompt with its answer has 65 tokens, the model 64 positions: shorten it, or leave it"),
     ],

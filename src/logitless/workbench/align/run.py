@@ -139,7 +139,7 @@ def _prepare(config: AlignConfig, path: Path, model: Any, tokenizer: TextTokeniz
     say(console, f"taking {what} from {config.data or 'the standard library'} ...")
     train, held_out = rows_of(config, tokenizer, _wanted(config, state.num_processes), partial(say, console))
     check_enough(config, train, state.num_processes)
-    if "chosen" not in train[0]:
+    if config.kind.rollouts or "chosen" not in train[0]:
         check_room(config, [*train, *held_out], tokenizer, steady_reach(model.config))
     if not config.kind.rollouts:
         model = model.to(state.device)

@@ -52,7 +52,7 @@ def show_savings(
     console.print("[bold]savings, each traced[/bold]")
     console.print(table, highlight=False)
     for name, why in refused.items():
-        console.print(f"[dim]no {name}: {why}[/dim]", highlight=False)
+        console.print(f"no {name}: {why}", style="dim", highlight=False, markup=False)
 
 
 def offer_savings(step: Step, console: Console) -> None:
