@@ -16,7 +16,7 @@ from ...errors import ConfigError, DtypeError, OptionError
 from ...vocab.face import LMHead, encodes
 from .evaluation import Evaluation
 from .installed import Installed, Method, check_loss, forward_like, is_installed
-from .lm_head import SHARDED, STATE, adapter_configs, causal_lm, evaluating, forward_with, output_head
+from .lm_head import SHARDED, STATE, VERIFIED, adapter_configs, causal_lm, evaluating, forward_with, output_head
 from .masked import check_masked, is_masked
 from .multi_token import NAME, MultiToken, attach, attached
 from .trainer import follow, give_back, is_trainer, smoother_of, take_over, trainers_of
@@ -108,6 +108,7 @@ def _put(
         state.threshold = threshold
         return state
     state = Installed.of(model, loss, budget, smoothing, threshold)
+    VERIFIED.discard(model)  # it may have changed since
     setattr(model, STATE, state)
     model.forward = MethodType(forward_like(type(model)), model)
     return state

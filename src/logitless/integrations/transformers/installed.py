@@ -23,12 +23,12 @@ from .lm_head import (
     alone,
     called_again,
     capturing_hidden,
-    check_transforms,
     entries_of,
     observe,
     output_head,
     replaced,
     through_head,
+    verify,
 )
 from .masked import IGNORED, is_masked, takes_the_mean, targets_of
 from .multi_token import MultiToken, attached, text_of
@@ -50,7 +50,6 @@ class Installed:
     beneath: Callable[..., Any] | None  # what that is accelerate's autocast around, where it is
     on: bool = True
     lent: bool = False  # the smoothing is that of a Trainer's label smoother
-    verified: bool = False  # the model changes its logits as its LMHead says
     watch: Watch = field(default_factory=Watch)
     threshold: int | None = None  # bytes of logits up to which auto is dense; None: the budget
     masked: bool = False  # a masked language model
@@ -132,7 +131,7 @@ def _asks(value: Any) -> bool:
 def _streamed(model: Any, state: Installed, dense: Callable[..., Any], given: dict[str, Any]) -> Any:
     as_dict = given.pop("return_dict", None)
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
-    with alone(model), capturing_hidden(model, probed=not (state.verified or torch.compiler.is_compiling())) as seen:
+    with alone(model), capturing_hidden(model, probed=True) as seen:
         seen.of_loss = True
         full = (_masked if state.masked else _causal)(model, state, dense, given, seen)
     output = type(full)(**{name: x for name, x in full.items() if name != "logits"})
@@ -235,7 +234,7 @@ def _with_further(
     def compute(
         head: LMHead, hiddens: Tensor, labels: Tensor, places: Tensor | None, hidden: Tensor, targets: Tensor
     ) -> Tensor:
-        _verify(model, state, seen, head, logits)
+        verify(model, head, seen.probe, logits)
         observe(model, head, hidden, targets)
         heads = [head] * len(own) + further.heads(head)
         at = {"first": first + 1 - len(own), "position_ids": places, "memory_budget": state.budget}
@@ -266,7 +265,7 @@ def _loss(
     denominator = None if mean else _denominator(items)
 
     def compute(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
-        _verify(model, state, seen, head, logits)
+        verify(model, head, seen.probe, logits)
         observe(model, head, hidden, targets)
         return linear_cross_entropy(
             hidden,
@@ -286,10 +285,3 @@ def _loss(
 def _denominator(items: Tensor | float | None) -> Tensor | float | None:
     """What divides the sum, as in the model's own loss: also 0, which the pass takes as a tensor alone."""
     return items if items is None or isinstance(items, Tensor) or items else torch.zeros(())
-
-
-def _verify(model: Any, state: Installed, seen: HiddenCapture, head: LMHead, logits: Tensor) -> None:
-    """Once for a model, that it changes its logits as its LMHead says."""
-    if seen.probe is not None:
-        check_transforms(model, head, seen.probe, logits)
-        state.verified = True

@@ -28,7 +28,7 @@ LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_VERIFIED: WeakSet[nn.Module] = WeakSet()  # models that are known to change their logits as their LMHead says
+VERIFIED: WeakSet[nn.Module] = WeakSet()  # models that are known to change their logits as their LMHead says
 _lock = threading.Lock()
 
 
@@ -119,7 +119,7 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
                 "leave the head out of cpu_offload, disk_offload or device_map"
             )
         if PROBE in inner.__dict__:
-            _verify(inner, found, *inner.__dict__[PROBE])
+            verify(inner, found, *inner.__dict__[PROBE])
         given_to = (hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
         return compute(found, *given_to)
 
@@ -227,7 +227,11 @@ class HiddenCapture:
 
 @contextmanager
 def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture]:
-    """While it lasts, the causal LM's head computes nothing: what it is called with is captured."""
+    """While it lasts, the causal LM's head computes nothing: what it is called with is captured.
+
+    probed: returns what `verify` compares, where nobody has yet.
+    """
+    probed = probed and not (torch.compiler.is_compiling() or model in VERIFIED)
     with alone(model):
         head = output_head(model)
         owner, name = next(
@@ -247,20 +251,16 @@ def captured(model: Any, forward: Callable[..., T], *args: Any, **kwargs: Any) -
 
     While it lasts, `through_head` raises ConfigError where the model changes its logits otherwise than its LMHead says.
     """
-    with capturing_hidden(model, probed=not (torch.compiler.is_compiling() or model in _VERIFIED)) as seen:
+    with capturing_hidden(model, probed=True) as seen:
         output = forward(*args, **kwargs)
     with replaced(model, PROBE, (seen.probe, getattr(output, "logits", None))):  # None of a tuple
         yield seen.hidden(), output
 
 
-def _verify(model: Any, head: LMHead, probe: Tensor | None, logits: Tensor | None) -> None:
-    if probe is not None and logits is not None:
-        check_transforms(model, head, probe, logits)
-        _VERIFIED.add(model)
-
-
-def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) -> None:
-    """ConfigError where the model does to its logits what its LMHead does not."""
+def verify(model: Any, head: LMHead, probe: Tensor | None, logits: Tensor | None) -> None:
+    """ConfigError where the model makes other logits of the probe than its LMHead does; once for a model."""
+    if probe is None or logits is None:
+        return
     z = head.scale * probe[..., : head.rows]
     z = head.softcap * (z / head.softcap).tanh() if head.softcap else z
     logits = logits.to(z.device)  # accelerate's hooks have moved them to where the input was
@@ -269,6 +269,7 @@ def check_transforms(model: Any, head: LMHead, probe: Tensor, logits: Tensor) ->
             f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
             f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
         )
+    VERIFIED.add(model)
 
 
 @contextmanager
