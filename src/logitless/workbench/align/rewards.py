@@ -142,7 +142,7 @@ def _numbers(values: Any, count: int, name: str) -> list[float | None]:
     return [None if x is None else float(x) for x in found]
 
 
-def refuse_unrewarded(trainer: Any, weights: Sequence[float]) -> None:
+def leave_out_unrewarded(trainer: Any, weights: Sequence[float]) -> None:
     """Has a trainer of rollouts leave out completions without a reward; OptionError where a step has no others.
 
     TRL leaves out those that are without any, also of what weighs nothing; the others it takes for ones of reward 0.

@@ -27,7 +27,7 @@ from ..runs.trainer import arguments
 from ..sources.corpus import Row, first_line
 from ..sources.tokenizer import TextTokenizer
 from .config import AlignConfig
-from .rewards import refuse_unrewarded, rewards_of
+from .rewards import leave_out_unrewarded, rewards_of
 
 # The name of the option changed within transformers 5.
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
@@ -111,7 +111,7 @@ def _of_rollouts(parts: Alignment, model: Any, shared: dict[str, Any], data: dic
     tokenizer = _with_markers(parts.tokenizer) if chats else parts.tokenizer.saved
     trainer = trainer_kind(model=model, reward_funcs=list(functions), args=given, processing_class=tokenizer, **data)
     functions[0].bind(trainer)
-    refuse_unrewarded(trainer, weights)
+    leave_out_unrewarded(trainer, weights)
     return trainer
 
 
