@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,20 @@ from ..algebra.costs import DEFAULT_BUDGET, gpu_budget
 def full_precision(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands already have the dtype that autocast wants, the rest stays fp32."""
     return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
+
+
+def exp_is_fast(x: Tensor) -> bool:
+    """Whether its device computes exp in less time than exp2: an Intel processor does, by MKL."""
+    return x.device.type == "cpu" and _is_intel() and torch.backends.mkl.is_available()
+
+
+@cache
+def _is_intel() -> bool:
+    try:
+        named = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        named = platform.processor()
+    return "GenuineIntel" in named
 
 
 def has_tf32(x: Tensor) -> bool:
@@ -49,6 +66,34 @@ def tf32_products(wanted: bool) -> Iterator[None]:
     finally:
         if changes:
             matmul.allow_tf32 = False
+            matmul.fp32_precision = before
+
+
+def has_bf16_tiles(x: Tensor) -> bool:
+    """Whether its device is a CPU that multiplies tiles of bf16 numbers (AMX), as oneDNN does."""
+    return x.device.type == "cpu" and _multiplies_tiles()
+
+
+@cache
+def _multiplies_tiles() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def bf16_products(wanted: bool) -> Iterator[None]:
+    """fp32 products on a CPU from operands rounded to bf16, which loses nothing of numbers that are.
+
+    The switch is the whole process's, as that of `tf32_products`.
+    """
+    matmul: Any = torch.backends.mkldnn  # whose types lack `matmul`
+    matmul = matmul.matmul
+    before = matmul.fp32_precision if wanted else None
+    if wanted:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        if wanted:
             matmul.fp32_precision = before
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...algebra.online_softmax import MASK
 from ..call.rows_of_reference import RowsOfReference
+from ..devices import bf16_products, exp_is_fast, has_bf16_tiles
 from ..head.lm_head import LMHead, place
 from ..head.quantised import Weight, plain
 from ..sizing import current_sizing
@@ -49,6 +50,11 @@ def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype
     return compute if operand == torch.float16 else operand
 
 
+def multiplies_tiles(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> bool:
+    """Whether a CPU multiplies these operands of bf16, widened, as fast as it does bf16. docs/decisions/0049"""
+    return hidden.dtype == weight == torch.bfloat16 and compute == torch.float32 and has_bf16_tiles(hidden)
+
+
 LOG2E = math.log2(math.e)
 WIDTH = 2048  # entries at a time of rows that are looked at for one of them, at most
 FEW, CHAIN = 32, 8192  # rows whose products MKL may add up one after another, and how many it gets at a time
@@ -59,8 +65,13 @@ CUT, BLOCK = ("cuda",), 8  # devices whose library multiplies whole blocks of so
 
 
 def exp_(x: Tensor) -> Tensor:
-    """e^x in place, as exp2 of a scaled x: torch's vectorised exp2 costs a third of its exp."""
-    return x.mul_(LOG2E).exp2_()
+    """e^x in place."""
+    return exp_into(x, x)
+
+
+def exp_into(x: Tensor, out: Tensor | None) -> Tensor:
+    """e^x into `out` or a new tensor: where exp is slow, as exp2 of a scaled x, which costs a third of it."""
+    return torch.exp(x, out=out) if exp_is_fast(x) else torch.mul(x, LOG2E, out=out).exp2_()
 
 
 class FewRows(Protocol):
@@ -112,8 +123,9 @@ class Factor:
         self.buffer, self.once = buffer, once
         self.dtype = operand_dtype(tokens, cast, compute)
         self.tokens = tokens.detach().to(self.dtype)
+        self.in_tiles = multiplies_tiles(tokens, cast, compute)
         unit = isinstance(inner, float) and inner == 1.0
-        self.scaled = self.dtype == compute and not unit
+        self.scaled = self.dtype == compute and not self.in_tiles and not unit
         self.late = None if self.scaled or unit else inner  # the factor that the product still lacks
         self.rows = self.tokens * inner if self.scaled else self.tokens
 
@@ -205,7 +217,8 @@ class Projection:
     def logits(self, w: Operands, v: slice, out: Tensor) -> Tensor:
         """z of one slice, (C, S), into `out`; -inf becomes MASK where a bias can hold it."""
         first = self.factors[0]
-        product(first.rows, w[0].t(), out)
+        with bf16_products(first.in_tiles):
+            product(first.rows, w[0].t(), out)
         if first.late is not None:
             out.mul_(first.late)
         for f, part in zip(self.factors[1:], w[1:], strict=True):

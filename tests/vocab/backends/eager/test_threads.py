@@ -123,7 +123,8 @@ def test_gradients_are_float64s(number, want, monkeypatch):
         shared.append(found is not total)
         return found
 
-    monkeypatch.setattr("logitless.vocab.backends.eager.backend.shares_of", seen)
+    for name in ("backend", "weights"):
+        monkeypatch.setattr(f"logitless.vocab.backends.eager.{name}.shares_of", seen)
     x = operands((80,), 8, 2151, dtype=torch.float32, bias=False).training("hidden", "weight")
     right = x.to(torch.float64)
     found = []

@@ -13,13 +13,15 @@ from ....algebra.costs import Slices, read_in_columns
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
 from ...call.call import Call
+from ...devices import bf16_products
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
-from ..logits import LOG2E, GivenLogits, Operands, add_product, exp_, logits_grad_dtype, product
+from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
 from . import sets
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
 from .skip import logits_grad_of_some
 from .threads import collect, maxima, share_count, shares_of, sums
 from .topk import TopK
+from .weights import holds_weights, may_be_steady, weigh, weights_grad
 
 NEARER = 2.0  # nats, of both heads' logits together, from which on differences are measured from another entry
 
@@ -41,6 +43,7 @@ class Running(Form):
             self.state.a_ref = z.clone() if "qe" in chunk.sums else None
         if "tail" in chunk.sums:
             self.state.m_tail, self.state.s_tail = z + EMPTY, z.clone()
+        self.steady = may_be_steady(chunk, self.state)
         self.zsum = z.clone() if chunk.sums_logits else None
         self.topk = TopK(z, chunk.top_k) if chunk.top_k else None
         self.widths = chunk.policy.widths
@@ -88,6 +91,14 @@ class Running(Form):
 
     def add_slice(self, tile: Tile) -> tuple[Accumulation, SliceMass]:
         """The running sums with this slice, and the slice's part."""
+        if self.keep == "weights" and self.steady and self.chunk.materialised:
+            new = weigh(tile.z, self.state.m)
+            if new is not None:
+                self.state.rest += new
+                tile.m = self.state.m
+                return self.state, SliceMass(self.state.m, new, None)
+            self.chunk.policy.logits(self.w, tile.v, tile.z)
+            self.chunk.mask(tile)
         out, mass = add_slice(self.state, tile.z, tile.z_ref, *peaks(tile), self.label, self)
         if self.keep == "weights":
             tile.m = out.m
@@ -97,7 +108,7 @@ class Running(Form):
         return like if name == "x" and self.keep != "logits" else self.chunk.scratch.take(name, like)
 
     def exp(self, x: Tensor, name: str) -> Tensor:
-        return torch.mul(x, LOG2E, out=self.room(name, x)).exp2_() if name else exp_(x)
+        return exp_into(x, self.room(name, x) if name else x)
 
     def sum(self, x: Tensor) -> Tensor:
         return sums(x)
@@ -146,8 +157,10 @@ class Running(Form):
             return
         if self.flat is not None:
             weights = weights * self.flat
-        for w, part in zip(self.w, self.products[basis].split(self.widths, 1), strict=True):
-            add_product(weights.to(w.dtype), w, part)
+        parts = self.products[basis].split(self.widths, 1)
+        for factor, w, part in zip(self.chunk.policy.factors, self.w, parts, strict=True):
+            with bf16_products(factor.in_tiles):
+                add_product(weights.to(w.dtype), w, part)
 
 
 def peaks(tile: Tile) -> tuple[Tensor, Tensor | None]:
@@ -231,6 +244,9 @@ class EagerBackend(Backend):
             grads.clear()
             logits_grad_of_some(chunk, totals, chained, grads, self.add_slice)
             return
+        if holds_weights(chunk):
+            weights_grad(chunk, totals, chained["p"], grads)
+            return
         begins = grads.begins(grads.weight)
         shared = replace(grads, hidden=shares_of(grads.hidden, chunk.slices.width))
         for i, v in enumerate(chunk.vocabulary()):
@@ -259,11 +275,12 @@ class EagerBackend(Backend):
             grads.bias[v] += dz.sum(0)
         for factor, part, (tokens, entries) in zip(chunk.policy.factors, w, grads.pairs, strict=False):
             narrow = dz.to(logits_grad_dtype(part.dtype, dz.dtype))
-            if tokens is not None:
-                add_product(narrow, factor.operand_of_gradient(v, part, narrow.dtype), tokens)
-            if entries is not None:
-                put = product if begins and entries is grads.weight else add_product
-                put(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
+            with bf16_products(factor.in_tiles):
+                if tokens is not None:
+                    add_product(narrow, factor.operand_of_gradient(v, part, narrow.dtype), tokens)
+                if entries is not None:
+                    put = product if begins and entries is grads.weight else add_product
+                    put(narrow.t(), factor.tokens.to(narrow.dtype), entries[v])
 
     def dz(self, chunk: Chunk, tile: Tile, totals: Totals, c: Coefficients) -> Tensor:
         """dL/dz of a slice, in its buffers, which are used up."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....algebra.online_softmax import MASK, Accumulation, Totals, moved_b, share_of_tail, times
 from ....algebra.stats import Coefficients, excess, mixture_logs, second_look, sides
 from ..base import SliceMass
-from ..logits import LOG2E, exp_
+from ..logits import exp_, exp_into
 
 RATIO = frozenset({"pD", "pM", "excess", "ahead", "behind"})  # bases that are made from log p - log q
 SURE = 1 / 64  # of the maximum's weight: below it, what the other weights add up to is summed without it
@@ -211,7 +211,7 @@ def logits_grad(
             base = base + c["pD"] * totals.log_ratio
             terms.append((gap, -c["pD"]))
     log_p = torch.sub(z, totals.m[:, None], out=room("z", z)).sub_(totals.log_s[:, None])
-    p = torch.mul(log_p, LOG2E, out=room("w", z)).exp2_()
+    p = exp_into(log_p, room("w", z))
     if "plogp" in c:
         terms.append((log_p, c["plogp"]))
     if "p2" in c:

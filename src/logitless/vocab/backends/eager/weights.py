@@ -1,0 +1,70 @@
+"""Weights of a loss that needs p alone, on a CPU: relative to a level that stays, and scaled in small tensors.
+
+No slice but the first is looked at for its maximum, and none is multiplied by what its tokens' p is multiplied by: that
+goes into the hidden states, and into what their products with the head add up to. docs/decisions/0048
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....algebra.online_softmax import Accumulation, Totals
+from ...devices import bf16_products
+from ..base import Chunk, Gradients
+from ..logits import add_product, exp_, product
+from .threads import collect, shares_of, sums
+
+MOST = 4096.0  # what a slice's weights may add up to: those of equal logits do to less, a level far too low to more
+STEADY = {"m", "rest"}  # the sums that do not ask where a slice's maximum lies
+
+
+def may_be_steady(chunk: Chunk, state: Accumulation) -> bool:
+    """Whether a chunk's weights can do without the maximum of each slice: where asking for a number does not wait."""
+    return _on_cpu(chunk) and {name for name, _ in state.items()} == STEADY
+
+
+def weigh(z: Tensor, level: Tensor) -> Tensor | None:
+    """Σw of a slice, (C,), whose logits become weights w = e^(z - level); None where the level is too low for one."""
+    total = sums(exp_(z.sub_(level[:, None])))
+    return total if total.amax().item() < MOST else None
+
+
+def holds_weights(chunk: Chunk) -> bool:
+    """Whether `weights_grad` is for this chunk: a CPU's operands are as precise as the weights' products."""
+    return _on_cpu(chunk) and bool(chunk.materialised) and chunk.materialised[0].m is not None
+
+
+def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> None:
+    """`Backend.logits_grad` from weights: what a token's p is multiplied by goes into small tensors."""
+    level = chunk.materialised[-1].m
+    assert level is not None
+    scale = (p * torch.exp((level - totals.m) - totals.log_s))[:, None]
+    begins = grads.begins(grads.weight)
+    tokens = [None if x is None else torch.zeros_like(x) for x, _ in grads.pairs]
+    adding = [shares_of(x, chunk.slices.width) for x in tokens]
+    factors = chunk.policy.factors
+    scaled = [factor.tokens * scale for factor in factors]
+    for tile in chunk.materialised:
+        if tile.m is not None and tile.m is not level:
+            tile.z.mul_(torch.exp(tile.m - level)[:, None])
+        if grads.bias is not None:
+            grads.bias[tile.v] += torch.mv(tile.z.t(), scale[:, 0])
+        w = chunk.policy.operand(tile.v)
+        for factor, part, own, into, (_, entries) in zip(factors, w, scaled, adding, grads.pairs, strict=False):
+            with bf16_products(factor.in_tiles):
+                if into is not None:
+                    add_product(tile.z, part, into)
+                if entries is not None:
+                    put = product if begins and entries is grads.weight else add_product
+                    put(tile.z.t(), own, entries[tile.v])
+    for (into, _), total, shares in zip(grads.pairs, tokens, adding, strict=True):
+        collect(shares, total)
+        if into is not None and total is not None:
+            into.addcmul_(total, scale)
+    if begins and grads.weight is not None:
+        grads.weight[chunk.policy.head.local_rows :].zero_()
+
+
+def _on_cpu(chunk: Chunk) -> bool:
+    return chunk.inputs.hidden.device.type == "cpu"
