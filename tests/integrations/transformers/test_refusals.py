@@ -10,11 +10,23 @@ from torch import nn
 import logitless
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.transformers.lm_head import forward_with, through_head
-from tests.support.integrations.tiny import TINY, batch_for
+from logitless.integrations.transformers.scoring import head_inputs
+from tests.support.integrations.tiny import TINY, batch_for, halved
+
+CHANGES = "changes its logits otherwise than by scale 1"
 
 
 def tiny():
     return TINY["qwen3-tied"].build()
+
+
+def logprobs(model, batch):
+    def end(inner, hidden):
+        return through_head(
+            inner, lambda head, h, y: logitless.token_stats(h, head, y).logprob, hidden, batch["labels"]
+        )
+
+    return forward_with(model, batch, end)
 
 
 def refused(kind, config, **changes):
@@ -127,18 +139,20 @@ def test_a_transform_that_nobody_told_us_of():
 
     model, batch = Shifted(tiny().config), batch_for("")
     logitless.install(model)
-    with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
+    with pytest.raises(ConfigError, match=f"Shifted {CHANGES}"):
         model(batch["input_ids"], labels=batch["labels"])
 
-    def end(inner, hidden):
-        return through_head(
-            inner, lambda head, h, y: logitless.token_stats(h, head, y).logprob, hidden, batch["labels"]
-        )
-
     for _ in range(2):
-        with pytest.raises(ConfigError, match="Shifted changes its logits otherwise than by scale 1"):
-            forward_with(model, batch, end)
+        with pytest.raises(ConfigError, match=f"Shifted {CHANGES}"):
+            logprobs(model, batch)
     assert logitless.hidden_states(model, batch).shape == (2, 12, 16)  # for a head of one's own
+
+
+def test_a_model_to_compare_with_is_looked_at_too():
+    batch, at = batch_for(""), (torch.tensor([0, 1]), torch.tensor([3, 4]))
+    with pytest.raises(ConfigError, match=f"Qwen3ForCausalLM {CHANGES}"):
+        head_inputs(halved(tiny()), batch, at)
+    assert head_inputs(tiny(), batch, at)[0].shape == (2, 16)
 
 
 def test_a_loss_function_that_is_not_called():

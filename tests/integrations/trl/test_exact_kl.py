@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl.exact_kl import gap
 from logitless.integrations.trl.trainers import install
+from tests.support.integrations.tiny import halved
 from tests.support.integrations.trl import runs
 
 
@@ -168,6 +169,22 @@ def test_a_sharded_reference_is_refused(trainer, sharded):
         install(trainer, exact_kl=True)
     assert "\n" not in str(caught.value)
     assert (dict(vars(trainer)), dict(vars(trainer.model))) == before
+
+
+def test_a_reference_that_changes_its_logits_in_a_way_of_its_own_is_refused(trainer):
+    halved(trainer.ref_model)
+    install(trainer, exact_kl=True)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits otherwise than by scale 1"):
+        trainer.compute_loss(trainer.model, batch_of(trainer))
+
+
+def test_adapters_on_a_model_that_changes_its_logits_in_a_way_of_its_own_are_refused(untied):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = runs.grpo(untied, get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config))
+    halved(trainer.model.get_base_model())
+    install(trainer, exact_kl=True)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits otherwise than by scale 1"):
+        trainer.compute_loss(trainer.model, batch_of(trainer))
 
 
 def test_a_soft_prompt_is_refused(untied):

@@ -9,11 +9,12 @@ from peft import PromptTuningConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from logitless.errors import OptionError
+from logitless.errors import ConfigError, OptionError
 from logitless.integrations.trl.pairs import mean_logits
 from logitless.integrations.trl.trainers import install, uninstall
 from logitless.vocab.head.lm_head import LMHead
 from tests.support.allocations import trace_allocations
+from tests.support.integrations.tiny import halved
 from tests.support.integrations.trl import runs
 from tests.support.integrations.trl.runs import assert_same_training
 
@@ -127,6 +128,14 @@ def test_no_logits(tmp_path, name):
     dense = 4096 * 4 * 4 * 8  # a few positions' logits; the head's gradient is 4096 x 32 in fp32
     assert largest[True] <= 4096 * 32 * 4
     assert largest[False] > dense
+
+
+def test_a_teacher_that_changes_its_logits_in_a_way_of_its_own_is_refused(place):
+    trainer = gkd(place)
+    halved(trainer.teacher_model)
+    install(trainer)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits otherwise than by scale 1"):
+        trainer.train()
 
 
 def gkd_of(place):

@@ -1,5 +1,6 @@
 """Tiny random models, one of each kind of output head, with a batch that each of them takes."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,20 @@ def randomised(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def halved(model: Any) -> Any:
+    """The model, which from now on halves its logits, as nothing in its configuration says."""
+    whole = model.forward
+
+    @functools.wraps(whole)
+    def forward(*args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        output.logits = 0.5 * output.logits
+        return output.to_tuple() if return_dict is False else output
+
+    model.forward = forward
     return model
 
 

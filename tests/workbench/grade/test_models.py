@@ -16,7 +16,7 @@ from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.models.instances import with_adapters
 from logitless.relax import Sampling, SoftTokens, generate
 from logitless.workbench.grade.models import SoftReward, TokenReward, finite_norm, reader_of, shared_vocabulary
-from tests.support.integrations.tiny import TINY, WIDTH, randomised
+from tests.support.integrations.tiny import TINY, WIDTH, halved, randomised
 
 VOCAB, T = 97, 4
 
@@ -66,6 +66,11 @@ def test_the_policy_without_its_adapters_is_the_reference():
     later.backward(later.kl.sum())
     assert all(p.grad is None for n, p in model.named_parameters() if "lora" not in n)
     assert any(bool(p.grad.any()) for n, p in model.named_parameters() if "lora_A" in n)
+
+
+def test_a_model_that_changes_its_logits_in_a_way_of_its_own_is_refused():
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM changes its logits otherwise than by scale 1"):
+        generate(reader_of(halved(TINY["qwen3-tied"].build(VOCAB)), VOCAB), *prompts(), Sampling(T, k=9))
 
 
 def hard_tokens(ids: Tensor) -> SoftTokens:

@@ -86,6 +86,14 @@ def cache_name(model: nn.Module) -> str:
     return "past_key_values" if found is None or "dict" in str(found.annotation) else "cache"  # XLM has a dict
 
 
+def head_of(model: Any) -> LMHead:
+    """The head of a causal LM, within `captured` held against what the model made of its probe. Raises ConfigError."""
+    found = LMHead.of(model)
+    if PROBE in model.__dict__:
+        verify(model, found, *model.__dict__[PROBE])
+    return found
+
+
 def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *tensors: Tensor | None) -> T:
     """`compute(LMHead, hidden, *tensors)`, run inside the forward call of the model's own output head.
 
@@ -111,15 +119,13 @@ def through_head(model: nn.Module, compute: Callable[..., T], hidden: Tensor, *t
                 f"the output head was called with {', '.join(given)}, expected hidden states alone; "
                 "give a batch one adapter (set_adapter), or leave the head out of the adapters"
             )
-        found = LMHead.of(inner)
+        found = head_of(inner)
         device = found.weight.device
         if device.type == "meta" != hidden.device.type:
             raise ConfigError(
                 f"the output head's weight is offloaded (on meta), expected it on {hidden.device}; "
                 "leave the head out of cpu_offload, disk_offload or device_map"
             )
-        if PROBE in inner.__dict__:
-            verify(inner, found, *inner.__dict__[PROBE])
         given_to = (hidden.to(device), *(x if x is None else x.to(device) for x in tensors))
         return compute(found, *given_to)
 
@@ -249,7 +255,8 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
 def captured(model: Any, forward: Callable[..., T], *args: Any, **kwargs: Any) -> Iterator[tuple[Tensor, T]]:
     """(What the model's forward calls its head with, what it returns without logits).
 
-    While it lasts, `through_head` raises ConfigError where the model changes its logits otherwise than its LMHead says.
+    While it lasts, `through_head` and `head_of` raise ConfigError where the model changes its logits otherwise than its
+    LMHead says.
     """
     with capturing_hidden(model, probed=True) as seen:
         output = forward(*args, **kwargs)

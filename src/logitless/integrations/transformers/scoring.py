@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import DtypeError, ShapeError
 from ...sample import SampleRecord
 from ...vocab.face import LMHead, TokenStats, of_integers, token_stats
-from .lm_head import evaluating, forward_with, through_head
+from .lm_head import evaluating, forward_with, head_of, through_head
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
 
@@ -84,7 +84,7 @@ def token_scores(
 def head_inputs(model: nn.Module, batch: dict[str, Any], at: tuple[Tensor, Tensor]) -> tuple[Tensor, LMHead]:
     """The hidden states (n, H) at some positions of a batch, and their head, of a model that is not sharded."""
     with torch.no_grad(), evaluating(model):
-        return forward_with(model, batch, lambda inner, hidden: (hidden[at], LMHead.of(inner)))
+        return forward_with(model, batch, lambda inner, hidden: (hidden[at], head_of(inner)))
 
 
 def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

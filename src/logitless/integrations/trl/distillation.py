@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...vocab.face import LMHead, Options, token_loss
-from ..transformers.lm_head import causal_lm, forward_with, through_head
+from ..transformers.lm_head import causal_lm, forward_with, head_of, through_head
 from .contract import HOST
 from .scores import IGNORED, Collected
 
@@ -102,7 +102,7 @@ def gkd_loss(trainer: Any, memory_budget: int | None) -> Callable[..., Any]:
         mask = inputs["labels"][:, 1:] != IGNORED
         trainer.teacher_model.eval()
         with torch.no_grad():
-            hidden, head = forward_with(trainer.teacher_model, batch, lambda own, hidden: (hidden, LMHead.of(own)))
+            hidden, head = forward_with(trainer.teacher_model, batch, lambda own, hidden: (hidden, head_of(own)))
         teacher = hidden[:, :-1], head
 
         def end(own: Any, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...vocab.face import LMHead
-from ..transformers.lm_head import capturing_hidden, forward_with
+from ..transformers.lm_head import captured, forward_with, head_of
 
 NEWTON_STEPS = 12  # quadratic from above: 6 reach float64 for every KL from 1e-16 to 1e4
 
@@ -45,11 +45,9 @@ class ExactKL:
         if self.batch is None:
             return None
         if self.trainer.ref_model is not None:
-            return forward_with(self.trainer.ref_model, kwargs, lambda own, hidden: (hidden, LMHead.of(own)))
-        with self._without_adapter(model):
-            with capturing_hidden(model) as seen:
-                forward(**kwargs)
-            return seen.hidden(), LMHead.of(model)
+            return forward_with(self.trainer.ref_model, kwargs, lambda own, hidden: (hidden, head_of(own)))
+        with self._without_adapter(model), captured(model, forward, **kwargs) as (hidden, _):
+            return hidden, head_of(model)
 
     def put(self, log_probs: Tensor, kl: Tensor) -> None:
         """Where `_compute_loss` looks for the reference's log-probs, right after the policy's forward."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, NotFiniteError, OptionError
-from ...integrations.transformers.lm_head import cache_name, causal_lm, forward_with
+from ...integrations.transformers.lm_head import cache_name, causal_lm, forward_with, head_of
 from ...relax import Reader, SoftTokens
 from ...relax.tokens import rows_in
 from ...vocab.face import LMHead, unwrapped
@@ -54,7 +54,7 @@ def _read(model: Any, embeds: Tensor, mask: Tensor, past: Tensor | None) -> tupl
         cache_name(model): cache,
         "use_cache": True,
     }
-    hidden = forward_with(model, batch, lambda _, hidden: hidden)
+    hidden, _ = forward_with(model, batch, lambda inner, hidden: (hidden, head_of(inner)))
     layers: Any = cache.layers
     kept: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     _check_kept(causal_lm(model), kept)
