@@ -155,6 +155,22 @@ def test_a_model_to_compare_with_is_looked_at_too():
     assert head_inputs(tiny(), batch, at)[0].shape == (2, 16)
 
 
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])  # with a loss of its experts before its logits
+def test_a_call_for_a_tuple_is_looked_at_too(name):
+    batch = batch_for(name) | {"return_dict": False}
+    with pytest.raises(ConfigError, match=CHANGES):
+        logprobs(halved(TINY[name].build()), batch)
+    expected = logprobs(TINY[name].build(), batch_for(name))
+    torch.testing.assert_close(logprobs(TINY[name].build(), batch), expected)
+
+
+def test_a_configuration_for_tuples_is_looked_at_too():
+    model, batch = halved(TINY["gemma3-vision"].build()), batch_for("gemma3-vision")
+    model.config.return_dict = False
+    with pytest.raises(ConfigError, match=CHANGES):
+        logprobs(model, batch)
+
+
 def test_a_loss_function_that_is_not_called():
     """The sum of logits that are not there is 0: a loss without a word."""
 

@@ -103,9 +103,10 @@ def halved(model: Any) -> Any:
 
     @functools.wraps(whole)
     def forward(*args: Any, return_dict: bool | None = None, **kwargs: Any) -> Any:
-        output = whole(*args, **kwargs)
+        output = whole(*args, **kwargs, return_dict=True)
         output.logits = 0.5 * output.logits
-        return output.to_tuple() if return_dict is False else output
+        named = model.config.return_dict if return_dict is None else return_dict
+        return output if named else output.to_tuple()
 
     model.forward = forward
     return model

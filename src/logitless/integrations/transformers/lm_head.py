@@ -253,14 +253,16 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
 
 @contextmanager
 def captured(model: Any, forward: Callable[..., T], *args: Any, **kwargs: Any) -> Iterator[tuple[Tensor, T]]:
-    """(What the model's forward calls its head with, what it returns without logits).
+    """(What the model's forward calls its head with, what it returns without logits, never as a tuple).
 
     While it lasts, `through_head` and `head_of` raise ConfigError where the model changes its logits otherwise than its
     LMHead says.
     """
+    if "return_dict" in kwargs or not getattr(model.config, "return_dict", True):
+        kwargs["return_dict"] = True  # a tuple does not say which of it are the logits
     with capturing_hidden(model, probed=True) as seen:
         output = forward(*args, **kwargs)
-    with replaced(model, PROBE, (seen.probe, getattr(output, "logits", None))):  # None of a tuple
+    with replaced(model, PROBE, (seen.probe, getattr(output, "logits", None))):
         yield seen.hidden(), output
 
 
