@@ -6,11 +6,11 @@ import pytest
 import torch
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from logitless.errors import NotFiniteError, OptionError
+from logitless.errors import ConfigError, NotFiniteError, OptionError
 from logitless.integrations.trl.contract import settings_of
 from logitless.integrations.trl.forward import STATISTIC_OF, Fused, TokenOutput
 from logitless.integrations.trl.scores import Wanted
-from tests.support.integrations.tiny import TINY, batch_for
+from tests.support.integrations.tiny import TINY, batch_for, halved
 from tests.support.integrations.trl.runs import same
 
 OUTPUTS = tuple(STATISTIC_OF)
@@ -165,6 +165,22 @@ def test_nan_in_the_hidden_states():
         ours.model.norm.weight[3] = float("nan")
     with pytest.raises(NotFiniteError, match="hidden states: expected finite numbers, got a loss of NaN"):
         ours(**batch_for("llama"), fused_lm_head=True)
+
+
+def test_a_model_that_changes_its_logits_in_a_way_of_its_own():
+    model = TINY["llama"].build()
+    add_fused_lm_head(model)
+    on_the_pass(halved(model))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="LlamaForCausalLM changes its logits otherwise than by scale 1"):
+            model(**batch_for("llama"), fused_lm_head=True)
+
+
+def test_a_call_for_a_tuple_keeps_the_loss_of_the_experts():
+    ours, theirs = both("qwen3-moe")
+    batch = batch_for("qwen3-moe")
+    found, expected = ours(**batch, fused_lm_head=True, return_dict=False), theirs(**batch, fused_lm_head=True)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)
 
 
 def test_labels_are_needed():

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ...errors import OptionError
 from ...vocab.face import LMHead
 from ..transformers.bad_batches import Watch
-from ..transformers.lm_head import capturing_hidden, observe, through_head
+from ..transformers.lm_head import captured, observe, through_head
 from .contract import HOST, OUTPUT, Settings
 from .exact_kl import ExactKL
 from .replay import Replay, replayed_scores
@@ -102,9 +102,8 @@ class Fused:
         self.watch.before()
         with self.autocast():
             reference = None if self.exact is None else self.exact.reference(model, before, kwargs)
-            with capturing_hidden(model) as seen:
-                own = before(*args, **kwargs)
-            numbers = self._scores(model, seen.hidden(), targets, reference)
+            with captured(model, before, *args, **kwargs) as (hidden, own):
+                numbers = self._scores(model, hidden, targets, reference)
         self.watch.after(numbers["logprob"].detach().sum())
         if self.replay is not None:
             self.replay.put(numbers["logprob"][:, :width])
