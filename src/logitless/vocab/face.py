@@ -18,7 +18,7 @@ from .call.sampling_mask import SamplingMask
 from .call.validate import check_logits, divisor_of, flatten
 from .devices import capturing, default_budget, full_precision
 from .dtypes import compute_dtype, dtype_of, of_integers
-from .head.from_model import encodes, transforms_of
+from .head.from_model import encodes, transforms_of, transforms_of_model
 from .head.lm_head import LMHead, place
 from .head.low_rank import LowRank
 from .head.peft import unwrapped
@@ -95,6 +95,7 @@ __all__ = [
     "token_loss",
     "token_stats",
     "transforms_of",
+    "transforms_of_model",
     "unwrapped",
     "weighted",
     "with_lora",

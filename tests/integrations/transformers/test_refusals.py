@@ -11,6 +11,7 @@ import logitless
 from logitless.errors import ConfigError, OptionError
 from logitless.integrations.transformers.lm_head import forward_with, through_head
 from logitless.integrations.transformers.scoring import head_inputs
+from tests.support.allocations import trace_allocations
 from tests.support.integrations.tiny import TINY, batch_for, halved
 
 CHANGES = "changes its logits otherwise than by scale 1"
@@ -169,6 +170,30 @@ def test_a_configuration_for_tuples_is_looked_at_too():
     model.config.return_dict = False
     with pytest.raises(ConfigError, match=CHANGES):
         logprobs(model, batch)
+
+
+def test_a_transform_that_only_the_configuration_has_changed():
+    """What was found once holds for the head as it was."""
+
+    class Kept(transformers.Qwen3ForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = 0.5 * output.logits
+            return output
+
+    batch, config = batch_for(""), tiny().config
+    config.logits_scaling = 2.0
+    model = Kept(config)
+    assert logprobs(model, batch).shape == (2, 12)
+    model.config.logits_scaling = 1.0
+    with pytest.raises(ConfigError, match=f"Kept {CHANGES}"):
+        logprobs(model, batch)
+
+
+def test_hidden_states_for_a_head_of_ones_own_make_no_logits():
+    model, batch = halved(TINY["llama"].build(vocab=100_000)), {"input_ids": torch.ones(1, 2, dtype=torch.long)}
+    with torch.no_grad():
+        assert trace_allocations(lambda: logitless.hidden_states(model, batch)).largest < 4 * 100_000
 
 
 def test_a_loss_function_that_is_not_called():

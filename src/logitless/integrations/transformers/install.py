@@ -108,7 +108,7 @@ def _put(
         state.threshold = threshold
         return state
     state = Installed.of(model, loss, budget, smoothing, threshold)
-    VERIFIED.discard(model)  # it may have changed since
+    VERIFIED.pop(model, None)  # it may have changed since
     setattr(model, STATE, state)
     model.forward = MethodType(forward_like(type(model)), model)
     return state
@@ -151,7 +151,7 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """
     if not isinstance(batch, Mapping):
         raise DtypeError(f"batch: expected the model's inputs by name in a dict, got {type(batch).__name__}")
-    return forward_with(model, dict(batch), lambda _, hidden: hidden)
+    return forward_with(model, dict(batch), lambda _, hidden: hidden, probed=False)
 
 
 def _has_metrics(asked: bool | None, model: Any, loss: str) -> bool:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ...vocab.face import LMHead, unwrapped
+from ...vocab.face import LMHead, transforms_of_model, unwrapped
 
 T = TypeVar("T")
 
@@ -28,7 +28,8 @@ LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-VERIFIED: WeakSet[nn.Module] = WeakSet()  # models that are known to change their logits as their LMHead says
+# Models that are known to change their logits as their LMHead says, and the scale, softcap and rows that it said then.
+VERIFIED: WeakKeyDictionary[nn.Module, tuple[float, float | None, int | None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -147,7 +148,7 @@ def _within(module: nn.Module, forward: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T]) -> T:
+def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Tensor], T], probed: bool = True) -> T:
     """Runs the wrapped model on `batch` with another ending: `end(causal_lm, hidden)` in the place of head and loss.
 
     Dense equivalent:
@@ -157,12 +158,13 @@ def forward_with(model: nn.Module, batch: dict[str, Any], end: Callable[[Any, Te
     It runs within the forward of the model and all of its wrappers (DDP, FSDP, DeepSpeed, PEFT), so that parameters
     are gathered and gradients reduced; what torch.compile made of it is passed by. hidden: (B, T, H), what the head
     eats of the batch's own tokens, not of a soft prompt that PEFT puts before them. Labels in the batch are left out.
+    probed: as `captured`; needless where `end` asks for no LMHead.
     Raises ConfigError.
     """
     inner = causal_lm(model)
 
     def forward(*args: Any, **kwargs: Any) -> T:
-        with captured(inner, dense, *args, **kwargs) as (hidden, _):
+        with captured(inner, dense, *args, probed=probed, **kwargs) as (hidden, _):
             return end(inner, hidden[:, max(0, _length(kwargs) - _length(given)) :])
 
     given = {name: x for name, x in batch.items() if name not in LOSS_INPUTS}
@@ -237,7 +239,7 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
 
     probed: returns what `verify` compares, where nobody has yet.
     """
-    probed = probed and not (torch.compiler.is_compiling() or model in VERIFIED)
+    probed = probed and not (torch.compiler.is_compiling() or VERIFIED.get(model) == transforms_of_model(model))
     with alone(model):
         head = output_head(model)
         owner, name = next(
@@ -252,22 +254,24 @@ def capturing_hidden(model: Any, probed: bool = False) -> Iterator[HiddenCapture
 
 
 @contextmanager
-def captured(model: Any, forward: Callable[..., T], *args: Any, **kwargs: Any) -> Iterator[tuple[Tensor, T]]:
+def captured(
+    model: Any, forward: Callable[..., T], *args: Any, probed: bool = True, **kwargs: Any
+) -> Iterator[tuple[Tensor, T]]:
     """(What the model's forward calls its head with, what it returns without logits, never as a tuple).
 
-    While it lasts, `through_head` and `head_of` raise ConfigError where the model changes its logits otherwise than its
-    LMHead says.
+    While it lasts, and where probed, `through_head` and `head_of` raise ConfigError where the model changes its logits
+    otherwise than its LMHead says.
     """
     if "return_dict" in kwargs or not getattr(model.config, "return_dict", True):
         kwargs["return_dict"] = True  # a tuple does not say which of it are the logits
-    with capturing_hidden(model, probed=True) as seen:
+    with capturing_hidden(model, probed) as seen:
         output = forward(*args, **kwargs)
     with replaced(model, PROBE, (seen.probe, getattr(output, "logits", None))):
         yield seen.hidden(), output
 
 
 def verify(model: Any, head: LMHead, probe: Tensor | None, logits: Tensor | None) -> None:
-    """ConfigError where the model makes other logits of the probe than its LMHead does; once for a model."""
+    """ConfigError where the model makes other logits of the probe than its LMHead does; once for what that says."""
     if probe is None or logits is None:
         return
     z = head.scale * probe[..., : head.rows]
@@ -278,7 +282,7 @@ def verify(model: Any, head: LMHead, probe: Tensor | None, logits: Tensor | None
             f"{type(model).__name__} changes its logits otherwise than by scale {head.scale:g} and softcap "
             f"{head.softcap}: pass hidden_states and an LMHead of your own to linear_cross_entropy"
         )
-    VERIFIED.add(model)
+    VERIFIED[model] = transforms_of_model(model)
 
 
 @contextmanager

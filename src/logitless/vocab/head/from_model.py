@@ -83,7 +83,7 @@ def parts_of_model(module: nn.Module) -> ModelHead:
     layer = find()
     if layer is None:
         raise ConfigError(f"LMHead.of: {type(module).__name__} has no output head; load the ...ForCausalLM class")
-    scale, softcap, rows = _transforms(module)
+    scale, softcap, rows = transforms_of_model(module)
     _prepare(layer)
     weight, bias, adapters = parts_of(unwrapped(layer))
     rows = None if rows is None or rows >= weight.shape[0] else rows
@@ -143,7 +143,7 @@ def _origin(what: Any) -> str:
     return getattr(what, "__module__", "") or ""
 
 
-def _transforms(model: Any) -> tuple[float, float | None, int | None]:
+def transforms_of_model(model: Any) -> tuple[float, float | None, int | None]:
     """(scale, softcap, vocab_size) that the model's forward applies to its logits."""
     name, config = class_of(model).__name__, getattr(model, "config", None)
     if config is None:
