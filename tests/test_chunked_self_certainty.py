@@ -104,7 +104,9 @@ def test_memory_is_two_chunks_and_numbers_per_row(chunk_size, monkeypatch):
 @pytest.mark.parametrize(
     ("logits", "chunk_size", "error", "message"),
     [
-        (torch.zeros(3, 4, dtype=torch.int64), None, DtypeError, "logits must be floating point, got torch.int64"),
+        (torch.zeros(3, 4, dtype=torch.int64), None, DtypeError, "logits must .*, got torch.int64"),
+        ([[0.0, 1.0]], None, DtypeError, "logits must be a tensor of torch.float32 or .*, got list"),
+        (None, None, DtypeError, "logits must be a tensor of torch.float32 or .*, got NoneType"),
         (torch.zeros(()), None, ShapeError, r"logits must be \(..., V\)"),
         (torch.zeros(3, 0), None, ShapeError, r"at least one entry, got shape \(3, 0\)"),
         (torch.zeros(3, 4), 0, OptionError, "chunk_size is a positive number of vocabulary entries, got 0"),

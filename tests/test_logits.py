@@ -228,10 +228,16 @@ def test_errors_say_what_to_do():
     for bad in (-100, 37):
         with pytest.raises(LabelError, match=rf"\[0, 37\), got {bad}"):
             per_token_logps(logits, ids.index_fill(1, torch.tensor([2]), bad))
-    with pytest.raises(DtypeError, match=r"int64.*long\(\)"):
+    with pytest.raises(DtypeError, match=r"input_ids must be a tensor of torch.int64, got torch.float32: convert with"):
         per_token_logps(logits, ids.float())
-    with pytest.raises(DtypeError, match="floating point"):
+    with pytest.raises(DtypeError, match=r"input_ids must be a tensor of torch.int64, got list: convert with"):
+        per_token_logps(logits, ids.tolist())
+    with pytest.raises(DtypeError, match=r"input_ids must be a tensor of torch.int64, got ndarray"):
+        per_token_logps(logits, ids.numpy())
+    with pytest.raises(DtypeError, match=r"logits must be a tensor of torch.float32 or .*, got torch.int64"):
         per_token_logps(ids[..., None], ids)
+    with pytest.raises(DtypeError, match=r"logits must be a tensor of torch.float32 or .*, got ndarray"):
+        per_token_logps(logits.detach().numpy(), ids)
     with pytest.raises(OptionError, match="method"):
         per_token_logps(logits, ids, method="fast")  # type: ignore[arg-type]
     sizes = [{"method": "chunked", "chunk_size": size} for size in (0, 1.5, True, "2")]

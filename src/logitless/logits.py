@@ -23,6 +23,7 @@ SMALL_BYTES = 32 * 2**20
 # Scratch memory of "recompute": on a CPU what stays in its caches, elsewhere what keeps the device busy.
 TILE_BYTES = {"cpu": 4 * 2**20}
 TILE_BYTES_ELSEWHERE = 64 * 2**20
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def per_token_logps(
@@ -136,7 +137,7 @@ def chunked_self_certainty(
     and one small tile in backward. Raises ShapeError, DtypeError, OptionError, GradientError for a second derivative.
     Self-certainty: Kang et al., arXiv 2502.18581; as a reward: Zhao et al., arXiv 2505.19590.
     """
-    _check_floating(logits)
+    _check_tensor("logits", logits, *FLOATING)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"logits must be (..., V) with at least one entry, got shape {tuple(logits.shape)}")
     if chunk_size is None:
@@ -199,9 +200,8 @@ def _check(logits: Tensor, ids: Tensor, method: str, chunk_size: int | None) -> 
         raise OptionError(f"method must be auto, dense, loop, chunked or recompute, got {method!r}")
     if chunk_size is not None and (method != "chunked" or not _is_size(chunk_size)):
         raise OptionError(f"chunk_size is a positive number of rows for method='chunked', got {chunk_size!r}")
-    _check_floating(logits)
-    if ids.dtype != torch.int64:
-        raise DtypeError(f"input_ids must be int64, got {ids.dtype}: convert with `.long()`")
+    _check_tensor("logits", logits, *FLOATING)
+    _check_tensor("input_ids", ids, torch.int64)
     if logits.ndim == 0 or ids.shape != logits.shape[:-1]:
         raise ShapeError(
             f"input_ids must have the logits' shape without the vocabulary, {tuple(logits.shape[:-1])}, "
@@ -222,6 +222,9 @@ def _is_size(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
-def _check_floating(logits: Tensor) -> None:
-    if not logits.is_floating_point():
-        raise DtypeError(f"logits must be floating point, got {logits.dtype}")
+def _check_tensor(name: str, x: object, *dtypes: torch.dtype) -> None:
+    """Raise DtypeError where x is no tensor of one of these dtypes."""
+    got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    if got not in dtypes:
+        expected, way = " or ".join(map(str, dtypes)), f"`torch.as_tensor({name}, dtype={dtypes[0]})`"
+        raise DtypeError(f"{name} must be a tensor of {expected}, got {got}: convert with {way}")

@@ -62,7 +62,13 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
 
 def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one."""
-    return isinstance(x, Real) or hasattr(x, "__float__")
+    return hasattr(x, "__float__") and math.prod(getattr(x, "shape", ())) == 1
+
+
+def _shown(x: object) -> str:
+    """What errors say that they got: of an array that holds several numbers its shape."""
+    shape = getattr(x, "shape", ())
+    return f"shape {tuple(shape)}" if math.prod(shape) != 1 else repr(x)
 
 
 def check_reduction(reduction: str) -> None:
@@ -74,6 +80,6 @@ def check_reduction(reduction: str) -> None:
 def check_cross_entropy(label_smoothing: float, z_loss: float) -> None:
     """Raise OptionError for a weight of cross-entropy's extra terms that means nothing."""
     if not _holds_number(label_smoothing) or not 0 <= label_smoothing <= 1:
-        raise OptionError(f"label_smoothing: expected a number in 0..1, got {label_smoothing!r}")
+        raise OptionError(f"label_smoothing: expected a number in 0..1, got {_shown(label_smoothing)}")
     if not _holds_number(z_loss) or not 0 <= z_loss < math.inf:
-        raise OptionError(f"z_loss: expected a weight of 0 or more, got {z_loss!r}")
+        raise OptionError(f"z_loss: expected a weight of 0 or more, got {_shown(z_loss)}")

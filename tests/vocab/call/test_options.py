@@ -1,6 +1,7 @@
 """What a call refuses about its options: names, numbers, and statistics without what they need."""
 
 import re
+from functools import partial
 
 import numpy
 import pytest
@@ -101,6 +102,13 @@ def test_numbers_of_cross_entropy(name, got):
         call()
     else:
         refused(OptionError, call, f"{name}: expected a ", f"got {got!r}")
+
+
+@pytest.mark.parametrize("got", [torch.full((2, 300), 0.1), numpy.full((2, 300), 0.1)], ids=["tensor", "array"])
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "denominator"])
+def test_several_numbers_in_the_place_of_one(name, got):
+    call = partial(ll.linear_cross_entropy, HIDDEN, ll.LMHead(WEIGHT), LABELS, **{name: got})
+    refused(OptionError, call, f"{name}: expected ")
 
 
 def test_want_as_any_collection():

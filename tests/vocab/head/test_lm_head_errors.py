@@ -39,6 +39,14 @@ HEADS = {
     "negative softcap": (OptionError, {"softcap": -30.0}, ("softcap must be positive or None", "got -30.0")),
     "softcap of NaN": (OptionError, {"softcap": NAN}, ("softcap must be positive or None", "got nan")),
     "scale of NaN": (OptionError, {"scale": NAN}, ("scale", "got nan")),
+    "shard that is none": (OptionError, {"shard": 2}, ("shard must be a VocabShard or None", "got int")),
+    "adapters that are a tensor": (DtypeError, {"adapters": WEIGHT}, ("adapters must be a tuple", "got Tensor")),
+    "adapters in a list": (DtypeError, {"adapters": [None]}, ("adapters must be a tuple", "got list")),
+    "adapters that are none": (
+        DtypeError,
+        {"adapters": (None,)},
+        ("adapters must be a tuple", "got something else in it"),
+    ),
     "scale of None": (OptionError, {"scale": None}, ("scale", "got None")),
 }
 

@@ -152,9 +152,10 @@ def flatten_inputs(inputs: tuple[Tensor, ...], hidden: Tensor, per: str) -> tupl
 
 def divisor_of(denominator: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:  # ()
     """What divides a loss's sum, of a number or a tensor of one, whose value is not looked at."""
+    shape = tuple(getattr(denominator, "shape", ()))
+    if math.prod(shape) != 1:
+        raise OptionError(f"denominator: expected one number, got shape {shape}")
     if isinstance(denominator, Tensor):
-        if denominator.numel() != 1:
-            raise OptionError(f"denominator: expected one number, got shape {tuple(denominator.shape)}")
         return denominator.detach().reshape(())
     if not isinstance(denominator, Real) or not 0 < denominator < math.inf:
         raise OptionError(f"denominator: expected a positive number or a tensor of one, got {denominator!r}")

@@ -62,6 +62,9 @@ class LMHead:
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", quantised(self.weight))
         self._localise()
+        for name, kind in (("shard", VocabShard), ("sparse", SparseBackward)):
+            if not isinstance(x := getattr(self, name), kind | None):
+                raise OptionError(f"LMHead: {name} must be a {kind.__name__} or None, got {type(x).__name__}")
         _check_weight(self.weight, self.shard)
         _check_bias(self.bias, self.weight)
         _check_adapters(self.adapters, self.weight)
@@ -74,8 +77,6 @@ class LMHead:
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "softcap", None if self.softcap is None else float(self.softcap))
         _check_token_ids(self.token_ids, self.rows, self.weight)
-        if self.sparse is not None and not isinstance(self.sparse, SparseBackward):
-            raise OptionError(f"LMHead: sparse must be a SparseBackward or None, got {type(self.sparse).__name__}")
 
     @property
     def rows(self) -> int:
@@ -238,7 +239,7 @@ def _check_token_ids(ids: Tensor | None, rows: int, weight: Weight) -> None:
 
 def _check_adapters(adapters: tuple[LowRank, ...], weight: Weight) -> None:
     if not isinstance(adapters, tuple) or not all(isinstance(x, LowRank) for x in adapters):
-        got = type(adapters).__name__ if isinstance(adapters, LowRank) or not adapters else "something else"
+        got = "something else in it" if isinstance(adapters, tuple) else type(adapters).__name__
         raise DtypeError(f"LMHead: adapters must be a tuple of LowRank, got {got}; pass adapters=(LowRank(a, b),)")
     rows, width = weight.shape
     for x in adapters:
