@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algebra.rules import Order
-from ...errors import ConfigError, DtypeError, ShapeError
+from ...errors import ConfigError, ShapeError
 from ...sample import Noise, SampleRecord
 from ...sample.tokens import draw_tokens
 from ...vocab.face import LMHead, unwrapped
@@ -28,6 +28,7 @@ from .generation_options import (
     require,
     with_stop_strings,
 )
+from .inputs import check_by_name
 from .lm_head import alone, captured, causal_lm, output_head, replaced, standing_in, through_head
 
 OnStep = Callable[[SampleRecord], None]
@@ -77,8 +78,7 @@ def generate(
     Raises ConfigError, OptionError, ShapeError, DtypeError.
     Memory that grows with T: 40 + 8·keep bytes per token, and the cache.
     """
-    if not isinstance(inputs, Mapping):
-        raise DtypeError(f"inputs: expected the prompts by name in a dict, got {type(inputs).__name__}")
+    check_by_name("inputs", inputs)
     inner, whole = causal_lm(model), cast(Any, model)
     check_prompts(inner, inputs, options)
     check_rules(options, order)

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ...errors import ConfigError, DtypeError, OptionError
+from ...errors import ConfigError, OptionError
 from ...vocab.face import LMHead, encodes
 from .evaluation import Evaluation
+from .inputs import check_by_name
 from .installed import Installed, Method, check_loss, forward_like, is_installed
 from .lm_head import SHARDED, STATE, VERIFIED, adapter_configs, causal_lm, evaluating, forward_with, output_head
 from .masked import check_masked, is_masked
@@ -149,8 +150,7 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     model: wrapped or not (PEFT, DDP, FSDP, DeepSpeed); all of it runs but the head, under the caller's grad mode.
     batch: the model's inputs by name; labels are left out. Raises ConfigError, DtypeError. Memory: the body's own.
     """
-    if not isinstance(batch, Mapping):
-        raise DtypeError(f"batch: expected the model's inputs by name in a dict, got {type(batch).__name__}")
+    check_by_name("batch", batch)
     return forward_with(model, dict(batch), lambda _, hidden: hidden, probed=False)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import DtypeError, ShapeError
+from ...errors import DeviceError, ShapeError
 from ...sample import SampleRecord
 from ...vocab.face import LMHead, TokenStats, of_integers, token_stats
+from .inputs import check_by_name
 from .lm_head import evaluating, forward_with, head_of, through_head
 
 WANT = ("logprob", "label_logit", "rank", "logsumexp", "mean_logit", "entropy", "self_certainty")
@@ -31,7 +32,7 @@ def score(
     meanwhile; it may be wrapped or sharded. No gradient.
     Returns a SampleRecord (B, T) whose tokens are input_ids, drawn at temperature 1, as it were. A row's first token
     and padding are -1: nothing comes before them; put a begin-of-text token in front to score a first token.
-    Raises DtypeError, ShapeError, LabelError, OptionError, ConfigError. Price: the body and one GEMM.
+    Raises DtypeError, ShapeError, DeviceError, LabelError, OptionError, ConfigError. Price: the body and one GEMM.
     Memory: the body's own, slices within the budget (256 MiB unless given, up to 1 GiB on a GPU), and 40 + 8·keep bytes
     per token.
     """
@@ -89,8 +90,7 @@ def head_inputs(model: nn.Module, batch: dict[str, Any], at: tuple[Tensor, Tenso
 
 def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(ids (B, T), which of them are text (B, T))."""
-    if not isinstance(inputs, Mapping):
-        raise DtypeError(f"inputs: expected the text by name in a dict, got {type(inputs).__name__}")
+    check_by_name("inputs", inputs)
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if not of_integers(ids) or ids.dim() != 2:
         got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -101,6 +101,8 @@ def _checked(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return ids, torch.ones_like(ids, dtype=torch.bool)
     if tuple(mask.shape) != tuple(ids.shape):
         raise ShapeError(f"attention_mask: expected input_ids' shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    if mask.device != ids.device:
+        raise DeviceError(f"attention_mask is on {mask.device}, input_ids on {ids.device}; move one of them")
     return ids, mask.bool()
 
 
