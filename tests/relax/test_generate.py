@@ -113,6 +113,15 @@ def test_padding_and_company_change_nothing():
     assert both.soft.token[0].equal(alone.soft.token[0])
 
 
+def test_narrow_seeds_are_those_of_int64():
+    """Positions past 127 are counted, too."""
+    model = Tiny()
+    prompts, mask, seeds = batch()
+    sampling = Sampling(130, k=1, carry="none")
+    found = [generate(model.reader(), prompts, mask, x, sampling).soft.token for x in (seeds, seeds.to(torch.int8))]
+    assert found[0].equal(found[1])
+
+
 def kept_bytes(steps: int, vocab: int, **options) -> tuple[int, int]:
     """(bytes alive when generation returns, largest storage); the head and table frozen, as with adapters."""
     model = Tiny(vocab=vocab)

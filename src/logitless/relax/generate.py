@@ -183,7 +183,7 @@ def _steps(
     for t in range(sampling.steps):
         hidden, piece = _read_on(policy, embeds, whole[:, : mask.shape[1] + t], pieces, sampling.checkpoint)
         states.append(hidden[:, -1])
-        noise = Noise(seeds, torch.full_like(seeds, t))
+        noise = Noise(seeds, torch.full_like(seeds, t, dtype=torch.int64))
         soft = gumbel_topk(
             states[-1],
             policy.head(),

@@ -366,6 +366,16 @@ def test_bad_options(options, error, fragment):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("dtype", "length"), [(torch.int8, 130), (torch.uint8, 4), (torch.uint64, 4)], ids=str)
+def test_seeds_of_every_integer_dtype_are_those_of_int64(dtype, length):
+    """Positions past 127, which int8 cannot hold, are counted, too."""
+    model = tiny("llama", eos_token_id=None, max_position_embeddings=512, num_hidden_layers=1)
+    seeds = torch.tensor([3, 1, 127])
+    options = {"do_sample": True, "max_new_tokens": length, "keep": 0}
+    wide = generate(model, PROMPTS, seeds=seeds, **options).ids
+    assert torch.equal(generate(model, PROMPTS, seeds=seeds.to(dtype), **options).ids, wide)
+
+
 def test_bad_prompts():
     empty = {**PROMPTS, "attention_mask": PROMPTS["attention_mask"] * torch.tensor([[1], [1], [0]])}
     with pytest.raises(ShapeError, match="at least one token"):

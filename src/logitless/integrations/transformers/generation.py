@@ -64,7 +64,7 @@ def generate(
         model.generate(**inputs, **options)
 
     inputs: the prompts by name, as a tokenizer returns them, padded on the left; keep: the best entries that the
-    record holds; seeds: (B,) int64, each sequence's own noise, drawn from torch's generator unless given; with
+    record holds; seeds: (B,) integers, each sequence's own noise, drawn from torch's generator unless given; with
     num_return_sequences one for each of them; on_step: called with the record (B,) of each step as it comes, -1 where a
     sequence had ended; order: of top_k, top_p and min_p, as `sample_tokens`. options: `model.generate`'s own:
     max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id, stop_strings with tokenizer,
@@ -136,7 +136,7 @@ class Recorder:
             while model._has_unfinished_sequences(ended, in_step, input_ids.device):
                 step = input_ids.shape[1] - first
                 own = None if change is None else functools.partial(forward.changed, change, input_ids)
-                noise = Noise(seeds, torch.full_like(seeds, step))
+                noise = Noise(seeds, torch.full_like(seeds, step, dtype=torch.int64))
                 forward.options = {"rules": rules, "temperature": temperature, "noise": noise, "change": own, **kept}
                 if outputs is None:
                     outputs = model._prefill(input_ids, generation_config, given)
