@@ -372,10 +372,12 @@ def test_other_refusals():
     with pytest.raises(OptionError, match="got kl;"):
         ll.token_stats(ops.hidden, head, ops.labels, want=("kl",), reference=ops.reference)
     capped = operands((5,), softcap=3.0)
-    with pytest.raises(OptionError, match="got mean_logit"):
-        ll.linear_cross_entropy(
-            capped.hidden, with_sparse(capped, SparseBackward(0.1)), capped.labels, label_smoothing=0.1
-        )
+    given = capped.hidden, with_sparse(capped, SparseBackward(0.1)), capped.labels
+    expected = r"sparse: expected no label_smoothing, .* where the head has a softcap, got softcap=3\.0; leave out one"
+    with pytest.raises(OptionError, match=expected):
+        ll.linear_cross_entropy(*given, label_smoothing=0.1)
+    with pytest.raises(OptionError, match=expected):
+        ll.token_stats(*given, want=("self_certainty",))
     for wrong in (-0.1, 1.0, float("nan"), "1", False):
         with pytest.raises(OptionError, match="bound must be"):
             SparseBackward(wrong)

@@ -413,12 +413,15 @@ def check_sparse(call: Call) -> None:
     """Raise OptionError where a call's gradient cannot be bounded, or not made without waiting."""
     options = call.options
     wrong = [name for name in options.want if not STATISTICS[name].bases <= BOUNDED]
-    if call.head.softcap:  # the same coefficient for all entries is not the same behind it
-        wrong += [name for name in options.want if "zsum" in STATISTICS[name].sums]
     if wrong:
         raise OptionError(
             f"sparse: expected statistics whose gradient p bounds (logprob, logsumexp, entropy, ...), got "
             f"{', '.join(wrong)}; take these in a call of their own whose head has no sparse"
+        )
+    if call.head.softcap and "zsum" in sums_of(options.want):  # one coefficient of all entries is not one behind it
+        raise OptionError(
+            "sparse: expected no label_smoothing, mean_logit or self_certainty where the head has a softcap, got "
+            f"softcap={call.head.softcap}; leave out one of them, or give a head without sparse"
         )
     if call.shard is not None:
         raise OptionError("sparse: expected a whole head, got one that is sharded over ranks; pass a head without it")
