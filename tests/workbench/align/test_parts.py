@@ -231,8 +231,9 @@ class TestRewards:
         [
             {"method": "grpo", "rewards": "python_lines=0, repetition_guard=-0.0"},
             {"self_certainty_weight": 0.0, "repetition_guard": 0.0, "rewards": "python_lines=0"},
+            {"self_certainty_weight": 0.0, "rewards": "python_lines=0"},  # beside the guard, as without --rewards
         ],
-        ids=["grpo", "intuitor"],
+        ids=["grpo", "intuitor", "intuitor, guarded"],
     )
     def test_rewards_that_weigh_nothing_are_refused(self, options):
         with pytest.raises(OptionError, match=r"python_lines=0.*: expected a reward that weighs something"):

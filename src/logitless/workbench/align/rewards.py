@@ -47,17 +47,24 @@ def rewards_of(config: AlignConfig) -> list[tuple[Reward, float]]:
     weight = config.self_certainty_weight if config.method == "intuitor" else 0.0
     certainty = SelfCertaintyReward(micro_batch=config.batch_size, memory_budget=config.memory_budget_bytes)
     found: list[tuple[Reward, float]] = [(certainty, weight)]
+    rewarding = [weight]
     if config.guard_weight:
         found.append((repetition_guard, config.guard_weight))
+        # Intuitor's is there by default, and no reward by itself.
+        rewarding.append(0.0 if config.method == "intuitor" else config.guard_weight)
     given = config.kind.rewards if config.rewards is None else config.rewards
     named = {"repetition_guard"} if config.guard_weight else set()
     for part in given.split(","):
         if part.strip():
             name, number = _parse(part.strip(), named)
             found.append((_told_apart(name, [reward for reward, _ in found]), number))
+            rewarding.append(number)
             named.add(name)
-    if not any(weight for _, weight in found):
-        raise OptionError(f"--rewards {given}: expected a reward that weighs something, got a weight of 0 for each")
+    if not any(rewarding):
+        beside = " but the repetition guard" if config.guard_weight else ""
+        raise OptionError(
+            f"--rewards {given}: expected a reward that weighs something, got a weight of 0 for each{beside}"
+        )
     return found
 
 
