@@ -132,6 +132,25 @@ def test_a_statistic_that_was_not_asked_for():
         _ = stats.entropy
 
 
+@pytest.mark.parametrize("forwards", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))], ids=["jacfwd", "jvp"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        linear_cross_entropy,
+        lambda *args: linear_cross_entropy(*args, reduction="none"),
+        lambda *args: token_stats(*args).logprob,
+        lambda hidden, head, labels: linear_topk(hidden, head, 2).logits,
+    ],
+    ids=["loss", "losses", "statistics", "top-k"],
+)
+def test_forward_mode(forwards, call):
+    with pytest.raises(
+        GradientError, match=r"expected reverse mode, .*; use jax.vjp, jax.grad or jax.jacrev"
+    ) as caught:
+        forwards(lambda hidden: call(hidden, HEAD, LABELS))(jnp.asarray(HIDDEN))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("twice", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
 @pytest.mark.parametrize("call", [linear_cross_entropy, lambda *args: token_stats(*args).logprob.sum()])
 def test_a_second_derivative(twice, call):

@@ -1,6 +1,6 @@
 """The pass in JAX: losses, statistics, tokens and top-k entries of a head, without its logits. Depends on jax alone.
 
-Pure functions under jit, grad, vmap, while_loop and shard_map; one derivative. Arrays have any sizes.
+Pure functions under jit, grad, vmap, while_loop and shard_map; one derivative, in reverse mode. Arrays have any sizes.
 """
 
 from .head import LMHead

@@ -14,7 +14,7 @@ from ..algebra.options import check_cross_entropy, check_reduction
 from .call import Call, Options
 from .head import LMHead
 from .mesh import varies, varying
-from .passes.engine import Stats, cotangents, differentiable_once, loss_and_gradients, values
+from .passes.engine import Stats, cotangents, differentiable_once, in_reverse, loss_and_gradients, values
 from .stats import stats_of
 from .validate import check_denominator, check_known, check_same_on_all, checked_call
 
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         count = (call.tokens.labels != ignore_index).sum() if reduction == "mean" else 1
         divisor = jnp.maximum(count, 1).astype(call.compute_dtype)
     call = replace(call, tokens=varying(call.tokens, varies(divisor)))
-    return _loss(token_loss, call, 1 / lax.stop_gradient(divisor))
+    return in_reverse(_loss, token_loss, call, 1 / lax.stop_gradient(divisor))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ from ..algebra.stats import has_gradient
 from ..errors import OptionError
 from .call import Call, Options
 from .head import LMHead
-from .passes.engine import Stats, differentiable_once, gradients, values
+from .passes.engine import Stats, differentiable_once, gradients, in_reverse, values
 from .validate import checked_call
 
 
@@ -86,7 +86,7 @@ def token_stats(
     hidden, weight and bias; temperature and reference are constants. Ignored tokens get 0 and no gradient. Inside jit,
     where ids cannot be checked, an id outside of the vocabulary gives NaN (rank 0; as a candidate it leaves the tail as
     it is). 1 GEMM, 4 with gradients; one more per look at a reference.
-    Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative.
+    Raises ShapeError, DtypeError, LabelError, OptionError, and GradientError for a second derivative or forward mode.
     Memory: slices within the budget and O(N); in backward the gradients, the head's in fp32. Under `jax.vmap` all that
     for each example at once: give leading dimensions instead.
     """
@@ -142,7 +142,7 @@ def _shaped(stats: Stats, hidden: Array) -> Stats:
 def stats_of(call: Call) -> Stats:
     """The wanted statistics, (N, ...) each."""
     if call.tokens.hidden.shape[0]:
-        return _stats(call)
+        return in_reverse(_stats, call)
     shapes = jax.eval_shape(partial(values, save=False), _of_one_token(call))[0]
     return {name: jnp.zeros((0, *like.shape[1:]), like.dtype) for name, like in shapes.items()}
 

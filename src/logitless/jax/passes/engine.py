@@ -103,6 +103,22 @@ def _second_derivative(primals: Any, tangents: Any) -> Any:
     )
 
 
+def in_reverse(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) of a custom_vjp function, which has no forward mode.
+
+    Raises GradientError for `jax.jvp`; JAX itself raises inside jit, where a gradient begins in the same way.
+    """
+    try:
+        return function(*args)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise GradientError(
+            "logitless.jax: expected reverse mode, got forward mode (jax.jvp, jax.jacfwd), which is not supported; use "
+            "jax.vjp, jax.grad or jax.jacrev"
+        ) from error
+
+
 def statistics_of(chunk: Chunk, found: Accumulated) -> Stats:
     """The wanted statistics of a chunk."""
     call, options = chunk.call, chunk.options
