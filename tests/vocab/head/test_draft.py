@@ -7,6 +7,7 @@ import torch
 
 import logitless as ll
 from logitless.errors import DtypeError, OptionError, ShapeError
+from logitless.sample import SamplingMask
 from logitless.vocab.head.low_rank import LowRank
 from logitless.vocab.reference import dense_logits, dense_token_stats
 from tests.support.vocab.comparing import (
@@ -196,6 +197,28 @@ def test_all_entries_in_another_order_are_the_whole_vocabulary():
     assert (stats.reverse_kl_shared == stats.reverse_kl).all()
     assert stats.kl.abs().max() < 1e-12
     torch.testing.assert_close(stats.acceptance, torch.ones(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_over_sampling_masks_no_entry_is_lacked(labels, backend):
+    """Of a token's own few entries the draft has all, so the KL from the target is finite."""
+    ops, ids, options = drafted()
+    target_hidden, target = options["reference"]
+    ops.labels = ops.labels.clamp_min(0) if labels else None
+    entries = ops.labels.flatten() if labels else torch.arange(10)
+    mask = SamplingMask.of([[int(i), (int(i) + 3) % DRAFT, (int(i) + 7) % DRAFT] for i in entries])
+    own, want = ll.LMHead(target.weight[ids], target.bias[ids]), ("kl", "reverse_kl", "reverse_kl_shared", "jsd")
+    options = {"want": want, "sampling_mask": mask}
+    expected = dense_token_stats(ops.hidden, ops.head, ops.labels, reference=(target_hidden, own), **options)
+    draft = replace(ops.head, token_ids=ids)
+    stats = ll.token_stats(ops.hidden, draft, ops.labels, reference=(target_hidden, target), backend=backend, **options)
+    got = {name: getattr(stats, name) for name in want}
+    for name, x in got.items():
+        assert_near(x.detach(), expected[name].detach(), 1e-9, name)
+    up = cotangents_like(expected)
+    wanted = gradients(expected, ops.leaves, up)
+    for name, grad in gradients(got, ops.leaves, up).items():
+        assert_near_in_norm(grad, wanted[name], 2e-9, f"d {name}", floor=1e-10)
 
 
 def test_flop_are_counted_and_explained():

@@ -213,7 +213,13 @@ def _alongside(head: LMHead, reference: LMHead) -> slice:
 def _beside(call: Call, ref_hidden: Tensor, given: LMHead) -> Call:
     """The call with a reference, of which the rows that lie beside the head's own."""
     head, cast = call.head, call.options.autocast
-    reference, outside = _of_draft(head, given, call.options.want)
+    reference, outside = _of_draft(head, given)
+    outside = None if call.sampling_mask is not None else outside  # whose entries are all the head's
+    if outside is not None and "reverse_kl" in call.options.want:
+        raise OptionError(
+            "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want "
+            "reverse_kl_shared, over the entries that both have, or kl, acceptance or total_variation"
+        )
     rows, weight, lora_b = _alongside(head, reference), reference.weight_tensor, lora_b_of(reference)
     inputs = call.inputs._replace(
         ref_hidden=ref_hidden if cast is None else ref_hidden.to(cast),
@@ -230,7 +236,7 @@ def _beside(call: Call, ref_hidden: Tensor, given: LMHead) -> Call:
             adapters=tuple(replace(x, b=x.b.detach()[rows]) for x in reference.adapters),
             shard=head.shard,
         )
-    return replace(call, inputs=inputs, reference=reference, outside=outside if call.sampling_mask is None else None)
+    return replace(call, inputs=inputs, reference=reference, outside=outside)
 
 
 def _refuse_dtensors(**given: Any) -> None:
@@ -386,7 +392,7 @@ def _same(ids: Tensor, others: Tensor) -> bool:
     return ids.shape == others.shape and (unread or torch.equal(ids, others))
 
 
-def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[LMHead, LMHead | None]:
+def _of_draft(head: LMHead, reference: LMHead) -> tuple[LMHead, LMHead | None]:
     """The reference over the head's entries, and over those that it lacks, None where it has all."""
     ids, theirs = head.token_ids, reference.token_ids
     if theirs is not None and theirs is not ids and (ids is None or not _same(ids, theirs)):
@@ -400,13 +406,7 @@ def _of_draft(head: LMHead, reference: LMHead, want: tuple[str, ...]) -> tuple[L
         raise ConfigError(
             "reference: expected a whole head beside one with token_ids, got one sharded over ranks; give it whole"
         )
-    inside, outside = split(reference, ids)
-    if outside is not None and "reverse_kl" in want:
-        raise OptionError(
-            "want: reverse_kl is infinite where the head, with token_ids, lacks entries of the reference; want "
-            "reverse_kl_shared, over the entries that both have, or kl, acceptance or total_variation"
-        )
-    return inside, outside
+    return split(reference, ids)
 
 
 def check_sparse(call: Call) -> None:
