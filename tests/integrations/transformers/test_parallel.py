@@ -28,6 +28,7 @@ def test_a_head_that_transformers_splits(results, name):
     assert found["loss"][0] == pytest.approx(found["loss"][1], rel=ROUNDING)
     assert found["entropy"] <= 1e-5
     assert found["generated"]
+    assert found["unlike seeds"].endswith("the same torch.manual_seed where `generate` draws the seeds")
     assert {name: error for name, error in found["errors"].items() if not error <= ROUNDING} == {}
 
 

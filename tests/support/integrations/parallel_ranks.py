@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import logitless
+from logitless.errors import RankError
 from tests.support.integrations.launching import leave
 from tests.support.integrations.ranks import build, errors, expected, half, shard, step
 from tests.support.integrations.tiny import batch_for
@@ -38,11 +40,15 @@ def tensor_parallel(place: str, batch: dict[str, Tensor]) -> dict[str, Any]:
         entropies.append(logitless.token_stats(hidden, head, batch["labels"], want=("entropy",)).entropy)
         generated.append(each.generate(batch["input_ids"], max_new_tokens=4, do_sample=False))
     head = logitless.LMHead.of(model)
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RankError) as unlike:
+        logitless.generate(model, {"input_ids": batch["input_ids"]}, max_new_tokens=2, do_sample=True)
     return {
         "loss": [output.loss.item(), dense.item()],
         "head": [type(model.lm_head.weight).__name__, head.weight.shape[0], head.rows, output.logits is None],
         "entropy": (entropies[0] - entropies[1]).abs().max().item(),
         "generated": torch.equal(*generated),
+        "unlike seeds": str(unlike.value),
         "errors": errors(model, {name: p.grad for name, p in alone.named_parameters()}),
     }
 

@@ -151,7 +151,7 @@ def agree(facts: RankFacts) -> Layout:
         ("number of tokens", columns[8], SAME_TOKENS),
         ("number of tokens that count", columns[9], SAME_TOKENS),
         ("labels", columns[11], SAME_TOKENS),
-        (f"values of {GIVEN}", columns[12], "make the same call on every rank"),
+        (f"values of {GIVEN}", columns[12], SAME_VALUES),
     ]
     for name, values, hint in same:
         if len(set(values)) > 1:
@@ -168,6 +168,7 @@ def agree(facts: RankFacts) -> Layout:
 
 
 GIVEN = "temperature, candidates, token_ids, sampling_mask, class weights, noise and denominator"
+SAME_VALUES = "make the same call on every rank, after the same torch.manual_seed where `generate` draws the seeds"
 SAME_TOKENS = (
     "ranks that share a vocabulary compute the same tokens: gather them first, or, of a head that FSDP2 shards, call "
     "inside the head module's own forward"
