@@ -42,12 +42,32 @@ def rows() -> torch.Tensor:
     "rules", [pytest.param(r, marks=[pytest.mark.slow] * (i > 2), id=str(r)) for i, r in enumerate(RULES)]
 )
 def test_what_a_sort_gives(rules):
-    x = rows()
+    check(rows(), Rules(**rules))
+
+
+SMALL_RULES = [{"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.6, "min_p": 0.2, "order": "vllm"}]
+
+
+@pytest.mark.parametrize("v", [1, 8])
+@pytest.mark.parametrize("rules", SMALL_RULES, ids=str)
+def test_small_rows(rules, v):
+    """Of as many entries as a power of two: random, equal, with equal ones, and with one that is possible."""
+    x = torch.randn(4, v, dtype=torch.float64)
+    x[1] = 0.0
+    x[2] = x[2].round()
+    x[2, -1] = x[2].max()  # the last of equal ones
+    x[3, 1:] = -math.inf
+    check(x - x.amax(1, keepdim=True), Rules(**rules))
+
+
+def check(x: torch.Tensor, rules: Rules) -> None:
+    """What is kept of each row is the start of its sorted entries, of equal ones the first."""
     total = x.logsumexp(1)
     with jax.enable_x64(True):
-        run = jax.jit(jax.vmap(lambda x, total: kept(Rules(**rules), x, total)))
+        run = jax.jit(jax.vmap(lambda x, total: kept(rules, x, total)))
         got = np.asarray(run(jnp.asarray(x.numpy()), jnp.asarray(total.numpy())))
+    own = torch_rules.Rules(rules.top_k, rules.top_p, rules.min_p, rules.order)
     for row, lse, mask in zip(x, total, got, strict=True):
         values, order = row.sort(descending=True, stable=True)
-        count = int(torch_rules.Rules(**rules).prefix(values[None], lse[None]))
+        count = int(own.prefix(values[None], lse[None]))
         assert sorted(order[:count].tolist()) == np.flatnonzero(mask).tolist()

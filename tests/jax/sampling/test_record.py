@@ -1,0 +1,58 @@
+"""The record of `logitless.jax`: room for tokens that are yet to come, some of them, and another shape."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'logitless[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+
+from logitless.errors import OptionError  # noqa: E402
+from logitless.jax import SampleRecord  # noqa: E402
+from logitless.jax.sampling.record import names  # noqa: E402
+
+
+def numbered(shape: tuple[int, ...], keep: int) -> SampleRecord:
+    """A record with another number in each place."""
+    record = SampleRecord.empty(shape, keep=keep, vocab_size=9)
+    return jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), record)
+
+
+def test_nothing_is_written_yet():
+    record = SampleRecord.empty((2, 3), keep=4, vocab_size=9)
+    assert (record.token == -1).all()
+    assert (record.topk_ids == -1).all()
+    for name in set(names()) - {"token", "topk_ids"}:
+        x = getattr(record, name)
+        assert x.dtype == (jnp.int32 if name in ("rank", "n_kept") else jnp.float32), name
+        assert x.shape == ((2, 3, 4) if name == "topk_logits" else (2, 3)), name
+        assert not x.any(), name
+
+
+@pytest.mark.parametrize("keep", [0, 9])
+def test_as_many_entries_as_there_are(keep):
+    assert SampleRecord.empty((2,), keep=keep, vocab_size=9).topk_ids.shape == (2, keep)
+
+
+@pytest.mark.parametrize("keep", [-1, 10, True, 2.0])
+def test_more_entries_than_there_are(keep):
+    with pytest.raises(OptionError, match=r"keep: expected a whole number in 0\.\.9"):
+        SampleRecord.empty((2,), keep=keep, vocab_size=9)
+
+
+def test_one_step_is_written_and_read_and_the_others_stay():
+    whole, part = SampleRecord.empty((2, 3), keep=4, vocab_size=9), numbered((2,), 4)
+    written = whole.write((slice(None), 1), part)
+    for name in names():
+        found, want, before = (np.asarray(getattr(x, name)) for x in (written, part, whole))
+        np.testing.assert_array_equal(found[:, 1], want, err_msg=name)
+        np.testing.assert_array_equal(found[:, [0, 2]], before[:, [0, 2]], err_msg=name)
+        np.testing.assert_array_equal(getattr(written[:, 1], name), want, err_msg=name)
+
+
+def test_another_shape_of_the_tokens_leaves_their_entries_together():
+    record = numbered((2, 3), 4)
+    found = record.reshape(3, 2)
+    for name in names():
+        x = np.asarray(getattr(record, name))
+        np.testing.assert_array_equal(getattr(found, name), x.reshape(3, 2, *x.shape[2:]), err_msg=name)
