@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError, NotFiniteError
-from ..common.files import remove_whole, write_whole
+from ..common.files import remove_whole, strict_json, write_whole
 from .config import EvalConfig
 from .curves import Calibration, Spectrum
 
@@ -98,7 +98,7 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
 
     found: what simple_evaluate gives, with samples; folder: where the records were written as they came; beams: of
     generation, where a task does not say. Returns {certainty: {task: curves}, requests, cut_requests}. NotFiniteError
-    for a document whose scores are no numbers; an answer that the model holds impossible has a log-prob of -inf.
+    for a document whose scores are no numbers; null is the log-prob, -inf, of what the model holds impossible.
     """
     gathered = Gathered(folder)
     curves: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def conclude_answers(found: dict[str, Any], folder: Path, config: EvalConfig, be
                     if any(np.isnan(x[name]).any() for x in records for name in ("logprob", "confidence")):
                         what = f"the scores of document {sample['doc_id']} of task {task}"
                         raise NotFiniteError(f"--model {config.model}: {what} are not finite")
-                    file.writelines(json.dumps(record) + "\n" for record in records)
+                    file.writelines(strict_json(record) + "\n" for record in records)
                     counts["requests"] += len(sample["resps"]) * (about.get("repeats") or 1)
                     counts["cut_requests"] += sum(record["cut"] > 0 for record in records)
                     certainty.add(_rows(about["output_type"], sample, records))

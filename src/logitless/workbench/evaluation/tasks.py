@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...errors import ConfigError, DataError, OptionError, in_one_line
+from ...errors import ConfigError, DataError, NotFiniteError, OptionError, in_one_line
 from ...hashes import hash_of
 from ...integrations.transformers.lm_head import replaced
 from ...resident import peak_bytes, reset_peak
@@ -70,7 +70,7 @@ def _run_tasks(config: EvalConfig, tasks: list[Any], console: Console) -> dict[s
         sum_over_ranks(0)  # the folder is there
         reset_peak(device)
         begin = time.perf_counter()
-        with _taken_up(parts.folder, rank, console):
+        with _taken_up(parts, rank, console):
             found = _evaluated(config, model, tokenizer, tasks, parts.folder)
         if rank:
             return {}
@@ -138,8 +138,9 @@ def _manifest(config: EvalConfig, source: ModelSource, tokenizer: TextTokenizer)
 
 
 @contextmanager
-def _taken_up(folder: Path, rank: int, console: Console) -> Iterator[None]:
+def _taken_up(parts: Parts, rank: int, console: Console) -> Iterator[None]:
     """Gives the harness the answers that a killed run left, as whole records say them."""
+    folder = parts.folder
     gathered = Gathered(folder)
     if rank == 0 and gathered.damaged:
         lines = plural(gathered.damaged, "record")
@@ -148,6 +149,10 @@ def _taken_up(folder: Path, rank: int, console: Console) -> Iterator[None]:
     gathered.write_cache(cache)
     try:
         yield
+    except NotFiniteError:
+        if rank == 0:  # whose folder it is: asked again, the model would say the same
+            parts.remove()
+        raise
     finally:
         if not any(record_files(folder)):  # so that nothing stays of a run that was refused
             cache.unlink(missing_ok=True)
