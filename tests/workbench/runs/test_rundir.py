@@ -171,6 +171,15 @@ def test_a_run_that_was_killed_before_it_could_be_resumed_starts_again():
     assert claim(TrainConfig(output_dir=place), "any") == place
 
 
+def test_a_refused_run_takes_away_what_it_made_alone():
+    Path("own").mkdir()
+    Path("file").write_text("")
+    for place in ("own", "own/new/run", "runs/tiny", "file/run"):
+        with pytest.raises(OptionError), explained(claim(TrainConfig(output_dir=Path(place)), "any"), "train"):
+            raise OptionError("refused")
+        assert sorted(Path().rglob("*")) == [Path("file"), Path("own")], place
+
+
 def test_a_directory_that_cannot_be_written():
     Path("file").write_text("")
     with pytest.raises(OptionError, match="--output-dir file/run: Not a directory"):

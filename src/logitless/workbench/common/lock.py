@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -15,11 +17,15 @@ except ImportError:  # Windows: nothing is locked there
     fcntl = None
 
 LOCK_FILE = "run.lock"
-_held: dict[Path, IO[str]] = {}  # open files: the system keeps a lock for as long as its file is open
+# Open files, as the system keeps a lock for as long as its file is open; and the folders that were made for each.
+_held: dict[Path, tuple[IO[str], Sequence[Path]]] = {}
 
 
-def acquire(place: Path) -> bool:
-    """Whether the directory's lock was free; it is this process's then, until `release`. OptionError for no file."""
+def acquire(place: Path, made: Sequence[Path] = ()) -> bool:
+    """Whether the directory's lock was free; it is this process's then, until `release`. OptionError for no file.
+
+    made: folders that are there for the lock alone, innermost first, and go with it where nothing else lies in them.
+    """
     path = place / LOCK_FILE
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OptionError(f"{path}: expected a file, got a link, a folder, a device or a pipe: move it elsewhere")
@@ -34,18 +40,22 @@ def acquire(place: Path) -> bool:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-    _held[place.resolve()] = file
+    _held[place.resolve()] = file, [folder.absolute() for folder in made]
     return True
 
 
 def release(place: Path, keep_file: bool = False) -> None:
     """Gives the lock back, where this process holds it; `keep_file`: as a killed process leaves its file."""
-    file = _held.pop(place.resolve(), None)
-    if file is None:
+    held = _held.pop(place.resolve(), None)
+    if held is None:
         return
+    file, made = held
     if not keep_file and _is_at(file, place / LOCK_FILE):  # not another's, of a directory that was made anew
         (place / LOCK_FILE).unlink()
     file.close()
+    with suppress(OSError):  # something lies there
+        for folder in made:
+            folder.rmdir()
 
 
 def holder(place: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,7 +27,8 @@ class Interrupted(KeyboardInterrupt):
 def explained(place: Path, command: str) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
 
-    At its end, whichever that is, the directory is no longer locked, and is gone where nothing lies in it.
+    At its end, whichever that is, the directory is no longer locked, and is gone where it was made for a run that has
+    left nothing in it.
     """
     try:
         with interrupted_by_signals():
@@ -44,8 +45,6 @@ def explained(place: Path, command: str) -> Iterator[None]:
     finally:
         begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
         release(place, keep_file=begun)
-        with suppress(OSError):  # something lies there
-            place.rmdir()
 
 
 @contextmanager

@@ -193,11 +193,12 @@ def _is_apart(config: RunOptions, place: Path) -> bool:
 def _not_taken(place: Path) -> str:
     """Takes a directory for a new run, or says why it cannot be taken and what to do."""
     if not (place / RUN_FILE).exists():
+        made = [folder for folder in (place, *place.parents) if not folder.exists()]
         place.mkdir(parents=True, exist_ok=True)
         begun = (place / LOCK_FILE).exists()  # by a process that was killed: what lies there is its own
         if not begun and (found := [path.name for name in WRITTEN for path in place.glob(name)]):
             return f"{place} holds {found[0]}, which a run would replace: move it elsewhere"
-        if not acquire(place):
+        if not acquire(place, made):
             return f"{holder(place)} is writing to {place}: wait for its end"
         if not (place / RUN_FILE).exists():
             _remove_prepared(place)
