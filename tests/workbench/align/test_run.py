@@ -278,9 +278,11 @@ def test_a_finished_run_goes_on_with_more_steps(start, tmp_path):
     again = replace(stored(place, AlignConfig()), resume=place)
     with pytest.raises(OptionError, match="finished at step 2; raise --max-steps"):
         run(again, QUIET)
-    with pytest.raises(OptionError, match=r"--beta cannot change from None to 0\.5"):
+    with pytest.raises(OptionError, match=r"--beta cannot change from 0\.04 to 0\.5$"):
         run(replace(again, max_steps=3, beta=0.5), QUIET)
-    assert run(replace(again, max_steps=3), QUIET)["steps"] == 3
+    with pytest.raises(OptionError, match=r"--rewards cannot change from its default to python_lines$"):
+        run(replace(again, max_steps=3, rewards="python_lines"), QUIET)
+    assert run(replace(again, max_steps=3, beta=0.04), QUIET)["steps"] == 3
     assert [record["step"] for record in steps(place)] == [1, 2, 3]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ...algebra.rules import TEMPERATURES, Order, is_temperature
 from ...errors import OptionError
@@ -108,6 +108,10 @@ class AlignConfig(RunOptions):
         if self.lora_rank:
             return LORA_RATE
         return DEFAULT_MODEL_RATE if self.model == DEFAULT_MODEL else FULL_RATE
+
+    def value_of(self, name: str) -> Any:
+        own = {"beta": self.kl_weight, "repetition_guard": self.guard_weight, "learning_rate": self.rate}
+        return own[name] if name in own else super().value_of(name)
 
     def prompts_per_step(self, ranks: int) -> int:
         """Prompts whose completions an optimizer step learns from."""

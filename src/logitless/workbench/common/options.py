@@ -226,6 +226,11 @@ class RunOptions:
         """The fields that say what the run is, as JSON values; not where it lies or what one invocation asked for."""
         return {name: getattr(self, name) for name in kinds_of(self) if name not in INVOCATION}
 
+    def value_of(self, name: str) -> Any:
+        """What the run goes by where an option is not given, as far as its others say it; for people to read."""
+        value = getattr(self, name)
+        return "its default" if value in (None, "") else value
+
     def check_shared(self) -> None:
         """OptionError for the first value without a meaning, of the options of every run and of those with a check."""
         check_values(self)

@@ -101,6 +101,9 @@ class GradeConfig(RunOptions):
             return self.learning_rate
         return LORA_RATE if self.lora_rank else FULL_RATE
 
+    def value_of(self, name: str) -> Any:
+        return self.rate if name == "learning_rate" else super().value_of(name)
+
     def check(self) -> GradeConfig:
         """Itself, or OptionError for the first value without a meaning."""
         self.check_shared()

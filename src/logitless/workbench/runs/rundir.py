@@ -153,6 +153,14 @@ def discard_prepared(place: Path) -> None:
         place.rmdir()
 
 
+def differing(before: RunOptions, now: RunOptions) -> dict[str, tuple[Any, Any]]:
+    """The options in which two runs differ, and what each goes by; one that is given as it would be anyway is none."""
+    given = now.to_dict()
+    names = (name for name, value in before.to_dict().items() if given[name] != value)
+    values = {name: (before.value_of(name), now.value_of(name)) for name in names}
+    return {name: (was, is_now) for name, (was, is_now) in values.items() if was != is_now}
+
+
 def _begun(place: Path) -> dict[str, Any]:
     """What run.json says of the run in this directory; empty where none has begun."""
     path = place / RUN_FILE
@@ -222,10 +230,9 @@ def _continue(config: RunOptions, run: Path) -> Path:
         raise OptionError(f"--resume {run}: {holder(run)} is writing there; wait for its end")
     with ExitStack() as unless_it_can_go_on:
         unless_it_can_go_on.callback(release, run)
-        for name, value in config.to_dict().items():
-            if name not in RESUMABLE and value != before.to_dict()[name]:
-                option = f"--{name.replace('_', '-')}"
-                raise OptionError(f"--resume {run}: {option} cannot change from {before.to_dict()[name]} to {value}")
+        for name, (was, now) in differing(before, config).items():
+            if name not in RESUMABLE:
+                raise OptionError(f"--resume {run}: --{name.replace('_', '-')} cannot change from {was} to {now}")
         if other := strange_checkpoint(run):
             raise OptionError(f"--resume {run}: {strange(other)}")
         found = last_checkpoint(run)

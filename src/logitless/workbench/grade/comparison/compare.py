@@ -18,6 +18,7 @@ from ...runs.ending import explained
 from ...runs.examples import EXAMPLES_FILE, first_of
 from ...runs.rundir import (
     claim,
+    differing,
     discard_prepared,
     finished_within,
     prepared_for,
@@ -67,17 +68,16 @@ def run_all(config: GradeConfig, console: Console) -> dict[str, Any]:
 def _check_options(config: GradeConfig, whole: Path) -> None:
     """OptionError for an option that the numbers of a comparison depend on, and that is not what it began with."""
     before = stored(whole, config)
-    for name in _differing(before, config):
+    for name, (was, now) in _differing(before, config).items():
         raise OptionError(
-            f"--resume {whole}: --{name.replace('_', '-')} cannot change from {getattr(before, name)} to "
-            f"{getattr(config, name)} in a comparison: what is finished would be set against other runs; begin another"
+            f"--resume {whole}: --{name.replace('_', '-')} cannot change from {was} to {now} in a comparison: what is "
+            "finished would be set against other runs; begin another"
         )
 
 
-def _differing(one: GradeConfig, other: GradeConfig) -> list[str]:
-    """The options in which two runs differ, but for where their metrics go."""
-    values = other.to_dict()
-    return [name for name, value in one.to_dict().items() if name != "report_to" and values[name] != value]
+def _differing(before: GradeConfig, now: GradeConfig) -> dict[str, tuple[Any, Any]]:
+    """As `differing`, but for where their metrics go."""
+    return {name: values for name, values in differing(before, now).items() if name != "report_to"}
 
 
 def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dict[str, str], console: Console) -> None:
@@ -120,16 +120,16 @@ def _is_finished(whole: Path, place: Path) -> bool:
 def _check_part(whole: Path, place: Path, given: GradeConfig) -> None:
     """ConfigError for a run of other options, prompts or rewards than those of the comparison that it lies in."""
     try:
-        differing, prepared = _differing(stored(place, given), given), prepared_for(place)
+        changed, prepared = _differing(stored(place, given), given), prepared_for(place)
     except LogitlessError:
         raise ConfigError(
             f"{place / RUN_FILE} is damaged, or of another version: remove {place}, to run it again"
         ) from None
-    differing = [f"--{name.replace('_', '-')}" for name in differing]
-    differing += [name for name, known in prepared_for(whole).items() if prepared.get(name) != known]
-    if differing:
+    others = [f"--{name.replace('_', '-')}" for name in changed]
+    others += [name for name, known in prepared_for(whole).items() if prepared.get(name) != known]
+    if others:
         raise ConfigError(
-            f"{place} is of a run with another {differing[0]} than this comparison's: move it elsewhere, or remove "
+            f"{place} is of a run with another {others[0]} than this comparison's: move it elsewhere, or remove "
             "it, to run it again"
         )
 
