@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +42,9 @@ def stored(run: Path, default: Options) -> Options:
     """
     path = run / RUN_FILE
     if not path.exists():
-        raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE})")
+        remedy = f": what was ended before it could be resumed starts again with --output-dir {quote(str(run))}"
+        begun = (run / LOCK_FILE).exists()  # by a process that was killed, or that is about to write the rest
+        raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE}){remedy if begun else ''}")
     with readable(path, BEGIN_ANOTHER):
         schema = parsed(path).get("schema")
     try:
