@@ -24,7 +24,13 @@ FINITE = {"logsumexp": "model", "logprob": "model"}  # an impossible token leave
 
 
 def measure(config: EvalConfig, subject: Subject) -> Measure:
-    """Of the subject alone, or beside config.against. Raises LogitlessError where the two cannot be compared."""
+    """Of the subject alone, or beside config.against. Raises LogitlessError where the two cannot be compared.
+
+    OptionError for a rank that no token can have.
+    """
+    highest, most = max(config.top_k, default=0), subject.source.vocab_size
+    if highest > most:
+        raise OptionError(f"--top-k must be at most the vocabulary, here {most}, got {highest}")
     columns: dict[str, Any] = dict.fromkeys((*WANT, "confidence"), (np.float32, ()))
     columns["rank"] = (np.int32, ())
     if config.against is None:
