@@ -103,6 +103,13 @@ def test_rows_of_text_stay_text(tokenizer, tmp_path):
     assert remarks == []
 
 
+def test_documents_of_single_tokens_are_too_short(tokenizer, tmp_path):
+    silent = replace(tokenizer, encode=lambda texts: [[] for _ in texts])  # as of blanks, where a tokenizer splits there
+    said = "^--data .*: no token follows another in a training document: expected some of two tokens or more: give long"
+    with pytest.raises(DataError, match=said):
+        prepared(jsonl(tmp_path / "a.jsonl", [{"text": " "}] * 100), silent, tmp_path)
+
+
 def test_what_cannot_be_learned_from(tokenizer, tmp_path):
     question = {"messages": [{"role": "user", "content": "q"}]}
     with pytest.raises(DataError, match=r"bad.jsonl: row 1: no message of the assistant"):

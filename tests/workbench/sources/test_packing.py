@@ -26,8 +26,18 @@ def test_rows_are_full_and_restart():
     assert rows[1]["input_ids"].tolist() == second[1:5].tolist()
     assert rows[1]["position_ids"].tolist() == [0, 1, 2, 3]
     assert rows[1]["labels"].tolist() == [IGNORED, *second[2:5]]
+    assert rows.targets() == 5
     with pytest.raises(IndexError):
         rows[2]
+
+
+def test_tokens_that_the_loss_is_of_are_counted():
+    for lengths in ((5, 1, 13, 9, 2, 18), (1,) * 9, (2, 3, 2, 3)):
+        whole = Stream.of(docs(*lengths))
+        said = np.arange(len(whole.ids)) % 3 > 0
+        for stream in (whole, Stream(whole.ids, whole.starts, said)):
+            rows = PackedRows(stream, 4)
+            assert rows.targets() == sum(int((rows[i]["labels"] != IGNORED).sum()) for i in range(len(rows)))
 
 
 @pytest.mark.parametrize("loss", ["dense", "logitless"])

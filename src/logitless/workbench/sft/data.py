@@ -43,6 +43,12 @@ def prepare(
         kept, held, remarks = _of_chats(config, tokenizer, *chats)
     for stream in (kept, held):
         check_ids(stream, vocab_size)
+    if not PackedRows(kept, config.context_length).targets():
+        source = f"--data {config.data or 'stdlib'}" if teacher is None else f"--teacher {config.teacher}"
+        raise DataError(
+            f"{source}: no token follows another in a training document: expected some of two tokens or more: give "
+            "longer ones"
+        )
     known = {} if teacher is None else {TEACHER: np.array(teacher.record.identity)}
     write_whole(path, lambda temporary: _save(temporary, kept, held, known))
     return remarks

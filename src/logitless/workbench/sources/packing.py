@@ -68,6 +68,14 @@ class PackedRows(Dataset):
         """These rows without the last ones that would fill a step of `rows` only in part; all, where they fill none."""
         return PackedRows(self.stream, self.length, len(self) // rows * rows or len(self))
 
+    def targets(self) -> int:
+        """How many tokens of all rows the loss is of."""
+        count, said = self.rows * self.length, self.stream.said
+        counted = np.ones(count, bool) if said is None else said[:count].copy()
+        counted[:: self.length] = False
+        counted[self.stream.starts[self.stream.starts < count]] = False
+        return int(counted.sum())
+
     def __len__(self) -> int:
         return self.rows
 
