@@ -103,8 +103,15 @@ def test_rows_of_text_stay_text(tokenizer, tmp_path):
     assert remarks == []
 
 
+def test_a_table_of_conversations_without_rows(tokenizer, tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS)[:0], tmp_path / "a.parquet")
+    config = TrainConfig(data=str(tmp_path / "a.parquet"), context_length=24)
+    with pytest.raises(DataError, match=rf"^--data {tmp_path}/a.parquet: no rows in it: expected conversations, one"):
+        prepared(config, tokenizer, tmp_path)
+
+
 def test_documents_of_single_tokens_are_too_short(tokenizer, tmp_path):
-    silent = replace(tokenizer, encode=lambda texts: [[] for _ in texts])  # as of blanks, where a tokenizer splits there
+    silent = replace(tokenizer, encode=lambda texts: [[] for _ in texts])  # as one that splits at blanks has it
     said = "^--data .*: no token follows another in a training document: expected some of two tokens or more: give long"
     with pytest.raises(DataError, match=said):
         prepared(jsonl(tmp_path / "a.jsonl", [{"text": " "}] * 100), silent, tmp_path)

@@ -304,7 +304,10 @@ def _parquet(path: Path, remark: Remark) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
-        column = _text_column(file.schema_arrow.names, str(path))
+        columns = file.schema_arrow.names
+        if is_chat(columns) and not file.metadata.num_rows:
+            raise DataError(f"--data {path}: no rows in it: expected conversations, one or more")
+        column = _text_column(columns, str(path))
         batches = file.iter_batches(batch_size=256, columns=[column])
         yield from _strings((batch.column(0).to_pylist() for batch in batches), column, path, remark)
 
