@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from logitless.errors import ConfigError, LogitlessError
 from logitless.models.presets import preset
+from logitless.workbench.sources.chat import example
 from logitless.workbench.sources.corpus import standard_library
 from logitless.workbench.sources.tokenizer import chat_ids, pretrained, tekken
 from tests.support.workbench.damage import JSON
@@ -64,6 +65,10 @@ def test_a_word_without_an_id_is_one_line(tmp_path):
     assert tokenizer.encode(["a b a"]) == [[0, 1, 0]]
     with pytest.raises(ConfigError, match=rf"^the tokenizer at {tmp_path} cannot read this text: WordLevel error"):
         tokenizer.encode(["a c"])
+    with pytest.raises(ConfigError, match=rf"^document 73, 'b c': the tokenizer at {tmp_path} cannot read this text: "):
+        list(tokenizer.documents(["", "a b"] * 36 + ["b c", "c"]))
+    with pytest.raises(ConfigError, match=rf"^--data here: the tokenizer at {tmp_path} cannot read this text: "):
+        example({"prompt": "a", "completion": "c"}, tokenizer, "here")
     tokenizer.saved.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match=rf"^the tokenizer at {tmp_path} cannot read this text: WordLevel error"):
         chat_ids([{"role": "user", "content": "c"}], tokenizer.saved)

@@ -17,7 +17,7 @@ from ...errors import ConfigError, DataError
 from ...units import plural
 from .corpus import Row, unsaid
 from .packing import HELD_OUT_EVERY, Stream, one_in
-from .tokenizer import TemplateError, TextTokenizer, Tools, as_chat, as_marked_chat, reading
+from .tokenizer import TemplateError, TextTokenizer, Tools, UnreadError, as_chat, as_marked_chat, reading
 
 ASSISTANT = "assistant"
 OPEN_ROWS = 512  # that are looked through for room: all of them would take time that grows as a square
@@ -51,19 +51,19 @@ def example(row: Row, tokenizer: TextTokenizer, where: str, every: bool = False)
     """A row as an example, whose loss is of the assistant's tokens, or of every one.
 
     Raises DataError that says `where` for a row without an answer, or of another form; NotToldApart; TemplateError for
-    one that the template fails at.
+    one that the template fails at, UnreadError for one that the tokenizer does.
     """
     prompt, completion = row.get("prompt"), row.get("completion")
-    if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
-        found = _of_text(prompt, completion, tokenizer)
-        return replace(found, said=np.ones_like(found.said)) if every else found
-    messages = _messages(row, where)
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"--data {where}: no message of the assistant, whose tokens would count")
     try:
+        if "messages" not in row and isinstance(prompt, str) and isinstance(completion, str):
+            found = _of_text(prompt, completion, tokenizer)
+            return replace(found, said=np.ones_like(found.said)) if every else found
+        messages = _messages(row, where)
+        if not any(message["role"] == ASSISTANT for message in messages):
+            raise DataError(f"--data {where}: no message of the assistant, whose tokens would count")
         return _of_messages(messages, _tools(row, where), tokenizer, where, every)
-    except TemplateError as error:
-        raise TemplateError(f"--data {where}: {error}") from None
+    except (TemplateError, UnreadError) as error:
+        raise type(error)(f"--data {where}: {error}") from None
 
 
 def _messages(row: Row, where: str) -> list[dict[str, Any]]:

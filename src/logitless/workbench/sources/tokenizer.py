@@ -40,11 +40,23 @@ class TextTokenizer:
     opening: tuple[int, ...] = ()  # what the tokenizer puts before every text by itself: its begin-of-text id, or none
 
     def documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """Each non-empty document's ids with the opening before and the end-of-document id behind, (length,) uint32."""
-        kept = (text for text in texts if text)
+        """Each non-empty document's ids with the opening before and the end-of-document id behind, (length,) uint32.
+
+        Raises UnreadError that names the document.
+        """
+        kept = ((number, text) for number, text in enumerate(texts, 1) if text)
         while batch := list(islice(kept, 64)):
-            for ids in self.encode(batch):
+            for ids in self._encoded(batch):
                 yield np.array([*self.opening, *ids, self.eos_id], dtype=np.uint32)
+
+    def _encoded(self, batch: list[tuple[int, str]]) -> list[list[int]]:
+        try:
+            return self.encode([text for _, text in batch])
+        except UnreadError as error:
+            if len(batch) == 1:
+                number, text = batch[0]
+                raise UnreadError(f"document {number}, {text[:40]!r}: {error}") from None
+        return [ids for one in batch for ids in self._encoded([one])]
 
 
 def tekken() -> TextTokenizer:
