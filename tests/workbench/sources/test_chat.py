@@ -7,11 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer
 
 from logitless.errors import ConfigError, DataError
-from logitless.workbench.scoring.documents import Documents
 from logitless.workbench.sources.chat import Example, example, hold_out, packed, prompt_of
 from logitless.workbench.sources.corpus import is_chat, table
 from logitless.workbench.sources.packing import IGNORED, PackedRows
@@ -163,19 +161,6 @@ def test_tools_of_parquet_have_their_own_parameters_alone(place, tmp_path):
     for row, tools in zip(read, given, strict=True):
         text = tokenizer(place).saved.decode(example(row, with_tools, "here").ids.astype(int))
         assert json.loads(text[: text.index("<s>")]) == tools
-
-
-@pytest.mark.parametrize("form", ["parquet", "datasets"])
-def test_calls_of_arrow_have_their_own_arguments_alone(place, tmp_path, form):
-    calls = [{"function": {"name": name, "arguments": {of: "z"}}} for name, of in (("f", "x"), ("g", "y"))]
-    rows = [{"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
-    found = pa.Table.from_pylist([{"messages": [ASKED, SAID]}, *rows])
-    pq.write_table(found, tmp_path / "rows.parquet")
-    Dataset(found).save_to_disk(tmp_path / "rows")
-    path = tmp_path / ("rows" if form == "datasets" else "rows.parquet")
-    read = table(str(path))[0]
-    for some in (read, [piece.chat for piece in Documents(path, 64)]):
-        assert [row["messages"][1]["tool_calls"] for row in some] == [None, *([call] for call in calls)]
 
 
 @pytest.mark.parametrize("none", [None, [], "", "[]", "null"])

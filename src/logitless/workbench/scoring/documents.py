@@ -13,7 +13,7 @@ from ...errors import DataError
 from ...hashes import hash_of
 from ...printable import is_utf8
 from ..common.files import arrow_file
-from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_arrow, is_chat, of_arrow, splits
+from ..sources.corpus import TEXT_FIELDS, Row, arrow_rows, ending, first_line, is_arrow, is_chat, splits
 from ..sources.identity import text_files
 
 PIECE = 1 << 17  # characters of a document that are held and tokenised at a time
@@ -205,7 +205,7 @@ def _chats(batch: Any) -> Iterator[Chat | Problem]:
     """The rows of an arrow table, one by one: what is no text in one is not the others' problem."""
     for row in range(batch.num_rows):
         try:
-            yield Chat(of_arrow(batch.slice(row, 1).to_pylist()[0]))
+            yield Chat(batch.slice(row, 1).to_pylist()[0])
         except UnicodeDecodeError:
             yield Problem("not UTF-8 text")
 
@@ -225,7 +225,7 @@ def _table_rows(dataset: Any, where: str) -> Iterator[tuple[str, float, Any]]:
     """The rows of a `datasets` table, which stays on the disk."""
     if is_chat(dataset.column_names):
         for row, record in enumerate(dataset, 1):
-            yield f"{where}:{row}", row / len(dataset), Chat(of_arrow(record))
+            yield f"{where}:{row}", row / len(dataset), Chat(record)
         return
     name = next((n for n in TEXT_FIELDS if n in dataset.column_names), None)
     if name is None:

@@ -87,10 +87,17 @@ def _tools(row: Row, where: str) -> Tools:
     """What a row's conversation may call, often kept as JSON. Raises DataError that says `where`."""
     given: Any = row.get("tools")
     with suppress(ValueError, RecursionError):
-        given = json.loads(given or "null") if isinstance(given, str) else given
+        given = json.loads(given or "null") if isinstance(given, str) else _without_nulls(given)
     if given is None or (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
         return given or None  # templates announce tools where the list is empty, too
     raise DataError(f"--data {where}: tools: expected a list of objects, or JSON of one, got {str(given)[:40]!r}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without what is null: Arrow, which has one form for all rows, gives each tool the parameters of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def _of_text(prompt: str, completion: str, tokenizer: TextTokenizer) -> Example:

@@ -23,7 +23,6 @@ REMEDIES = {  # by what is no text in a message, and what it is
 CHATS_ALONE = "conversations are read from one .jsonl or .parquet file or datasets directory, with no text among them"
 SHORTEST = 4  # tokens of a prompt or continuation that is worth having
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-_TOOLS = ("tools", "tool_calls")  # of a row and of a message
 
 Row = dict[str, Any]  # prompt and continuation; a table's own columns
 Remark = Callable[[str], None]
@@ -127,21 +126,8 @@ def table(data: str | None) -> tuple[Iterable[Row], Iterable[Row] | None] | None
         return _parquet_rows(path), None
     if is_arrow(path):
         train, held = splits(path)
-        return arrow_rows(map(of_arrow, train), path), None if held is None else arrow_rows(map(of_arrow, held), path)
+        return arrow_rows(map(dict, train), path), None if held is None else arrow_rows(map(dict, held), path)
     return None
-
-
-def of_arrow(value: Any) -> Any:
-    """A row of a table, whose tools and calls of them have no nulls: Arrow has one form for those of all rows."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(x) if name in _TOOLS else of_arrow(x) for name, x in value.items()}
-    return [of_arrow(x) for x in value] if isinstance(value, list) else value
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
-    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def is_chat(columns: Iterable[str]) -> bool:
@@ -317,7 +303,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     with readable_rows(path, "parquet file"), pq.ParquetFile(arrow_file(path)) as file:
         for batch in file.iter_batches(batch_size=256):
-            yield from map(of_arrow, batch.to_pylist())
+            yield from batch.to_pylist()
 
 
 def arrow_rows(rows: Iterable[Any], path: Path) -> Iterator[Any]:
