@@ -13,7 +13,6 @@ from logitless.cli.train import parse
 from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.summary import show
-from tests.support.workbench.micro import micro_model
 from tests.support.workbench.units import assert_one_unit
 
 
@@ -197,14 +196,6 @@ def test_a_failed_start_does_not_occupy_its_directory(micro, tmp_path, unmeasure
     place = tmp_path / "run"
     assert main(arguments(micro, place, "--data", write(tmp_path / "d" / "a.txt", "short"))) == 2
     assert main(arguments(micro, place)) == 0
-
-
-def test_a_model_that_is_refused_leaves_nothing_behind(micro, tmp_path, unmeasured, capsys):
-    model = Path(shutil.copytree(micro.model.parent, tmp_path / "model"))
-    micro_model().half().save_pretrained(model)
-    assert main(arguments(micro, tmp_path / "run", "--model", model)) == 2
-    assert "its weights are of float16, in which a run diverges" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_needs_no_data_that_it_has_read(micro, tmp_path, unmeasured, capsys):

@@ -162,13 +162,13 @@ def test_inputs_are_never_among_what_is_replaced(option, place):
             claim(TrainConfig(output_dir=Path(place), **{option: path}), "any")
 
 
-def test_a_run_that_fails_before_it_has_begun_takes_away_what_it_prepared():
+def test_a_run_that_was_killed_before_it_could_be_resumed_starts_again():
+    """Here by a failure on the way, and then without: its own files are no others'."""
     place = claim(TrainConfig(output_dir=Path("run")), "any")
     (place / "rows.jsonl").write_text("")
-    (place / "mine").write_text("")
     with pytest.raises(ValueError, match="such"), explained(place, "train"):
         raise ValueError("such")
-    assert [path.name for path in place.iterdir()] == ["mine"]
+    assert claim(TrainConfig(output_dir=place), "any") == place
 
 
 def test_a_refused_run_takes_away_what_it_made_alone():
@@ -280,11 +280,10 @@ def test_a_reward_is_trained_anew_as_a_whole(change, name):
 
 def test_what_a_killed_process_prepared_is_not_taken_by_other_options():
     """Killed before its run had begun: prompts, a reward and half of its tokens lie there, and its lock's file."""
-    place = Path("run")
-    (place / "reward").mkdir(parents=True)
-    (place / LOCK_FILE).touch()
+    place = claim(TrainConfig(output_dir=Path("run")), "any")
+    release(place, keep_file=True)
+    (place / "reward").mkdir()
     (place / "prompts.jsonl").write_text("{}")
-    (place / "step_memory.json").write_text("{}")
     (place / ".tokens.npz.abc.tmp").mkdir()
     (place / ".mine.tmp").write_text("")
     with pytest.raises(ConfigError, match=r"expected run.json\): what was ended .* again with --output-dir run$"):

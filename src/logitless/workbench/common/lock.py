@@ -44,18 +44,13 @@ def acquire(place: Path, made: Sequence[Path] = ()) -> bool:
     return True
 
 
-def is_held(place: Path) -> bool:
-    """Whether the directory's lock is this process's."""
-    return place.resolve() in _held
-
-
-def release(place: Path) -> None:
-    """Gives the lock back, where this process holds it."""
+def release(place: Path, keep_file: bool = False) -> None:
+    """Gives the lock back, where this process holds it; `keep_file`: as a killed process leaves its file."""
     held = _held.pop(place.resolve(), None)
     if held is None:
         return
     file, made = held
-    if _is_at(file, place / LOCK_FILE):  # not another's, of a directory that was made anew
+    if not keep_file and _is_at(file, place / LOCK_FILE):  # not another's, of a directory that was made anew
         (place / LOCK_FILE).unlink()
     file.close()
     with suppress(OSError):  # something lies there

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .lock import LOCK_FILE
 
 RUN_FILE = "run.json"  # what makes a directory a run's
-SUMMARY_FILE, METRICS_FILE, STEP_MEMORY_FILE = "summary.json", "metrics.jsonl", "step_memory.json"
-TABLES = (METRICS_FILE, SUMMARY_FILE, STEP_MEMORY_FILE, "completions.json")
+SUMMARY_FILE, METRICS_FILE = "summary.json", "metrics.jsonl"
+TABLES = (METRICS_FILE, SUMMARY_FILE, "step_memory.json", "completions.json")
 PICTURES = ("loss.png", "memory.png", "align.png", "comparison.png", "comparison.html")
 # What a run prepares before its first step, and goes on with when it is resumed.
 TOKENS_FILE, ROWS_FILE, PROMPTS_FILE, REWARD = PREPARED = ("tokens.npz", "rows.jsonl", "prompts.jsonl", "reward")

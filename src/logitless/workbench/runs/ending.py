@@ -11,13 +11,12 @@ from typing import Any
 from ...errors import DataError
 from ..common.files import read_object
 from ..common.launch import launched, launched_ranks
-from ..common.lock import is_held, release
+from ..common.lock import release
 from ..common.options import code_named
 from ..common.signals import interrupted_by_signals
 from ..common.space import OutOfSpace, room_wanted
-from ..common.written import RUN_FILE
+from ..common.written import RUN_FILE, WRITTEN
 from .checkpoints import discard_unfinished, last_checkpoint
-from .rundir import remove_prepared
 
 
 class Interrupted(KeyboardInterrupt):
@@ -29,7 +28,7 @@ def explained(place: Path, command: str) -> Iterator[None]:
     """Turns an interruption and a full disk into one line that says how to go on; no whole checkpoint is lost.
 
     At its end, whichever that is, the directory is no longer locked, and is gone where it was made for a run that has
-    left nothing in it. What was prepared for a run that has not begun is taken away.
+    left nothing in it.
     """
     try:
         with interrupted_by_signals():
@@ -44,9 +43,8 @@ def explained(place: Path, command: str) -> Iterator[None]:
             discard_unfinished(place)
         raise OutOfSpace(f"{wanted}, then {how_to_go_on(place, command)}") from error
     finally:
-        if is_held(place) and not (place / RUN_FILE).exists():
-            remove_prepared(place)
-        release(place)
+        begun = not (place / RUN_FILE).exists() and any(any(place.glob(name)) for name in WRITTEN)
+        release(place, keep_file=begun)
 
 
 @contextmanager

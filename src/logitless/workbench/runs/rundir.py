@@ -27,7 +27,7 @@ from ..common.lock import LOCK_FILE, acquire, holder, release
 from ..common.options import RESUMABLE, Options, RunOptions, from_dict
 from ..common.sealed import hashes_of, read_sealed, write_sealed
 from ..common.space import room_wanted
-from ..common.written import OWN, PREPARED, RUN_FILE, STEP_MEMORY_FILE, SUMMARY_FILE, WRITTEN
+from ..common.written import OWN, PREPARED, RUN_FILE, SUMMARY_FILE, WRITTEN
 from ..sources.converted import is_packed, packed_name
 from .checkpoints import check_whole, discard_unfinished, last_checkpoint, strange, strange_checkpoint
 
@@ -147,12 +147,13 @@ def record_finished(whole: Path, name: str, files: dict[str, str]) -> None:
     write_sealed(whole / RUN_FILE, {**begun, "finished": {**begun.get("finished", {}), name: files}})
 
 
-def remove_prepared(place: Path) -> None:
-    """Takes away what was prepared for a run that never began, maybe by other options."""
-    remove_all_leftovers(place, OWN)
-    for path in (place / name for name in (*PREPARED, STEP_MEMORY_FILE)):
-        if path.exists():
-            remove_whole(path)
+def discard_prepared(place: Path) -> None:
+    """Takes away what was prepared in a directory for a run that does not begin, and the directory if it is empty."""
+    if acquire(place):
+        _remove_prepared(place)
+        release(place)
+    with suppress(OSError):  # something else lies there
+        place.rmdir()
 
 
 def differing(before: RunOptions, now: RunOptions) -> dict[str, tuple[Any, Any]]:
@@ -211,10 +212,18 @@ def _not_taken(place: Path) -> str:
         if not acquire(place, made):
             return f"{holder(place)} is writing to {place}: wait for its end"
         if not (place / RUN_FILE).exists():
-            remove_prepared(place)
+            _remove_prepared(place)
             return ""
         release(place)
     return f"{place} holds a run already: --resume {place} continues it"
+
+
+def _remove_prepared(place: Path) -> None:
+    """Takes away what a killed process prepared for a run that never began, maybe by other options."""
+    remove_all_leftovers(place, OWN)
+    for path in (place / name for name in PREPARED):
+        if path.exists():
+            remove_whole(path)
 
 
 def _continue(config: RunOptions, run: Path) -> Path:

@@ -29,7 +29,7 @@ from ..common.device import device_of
 from ..common.files import read_lines, read_object, readable, write_json
 from ..common.plots import plot_loss, plot_memory
 from ..common.say import say
-from ..common.written import METRICS_FILE, STEP_MEMORY_FILE, SUMMARY_FILE, TOKENS_FILE
+from ..common.written import METRICS_FILE, SUMMARY_FILE, TOKENS_FILE
 from ..runs.callbacks import AfterLastStep, GentleStop, HeldOut, OwnCheckpoints, Records
 from ..runs.checkpoints import last_checkpoint
 from ..runs.ending import explained, how_to_go_on, whence
@@ -123,8 +123,6 @@ def _placed(config: TrainConfig, place: Path, found: Found, console: Console) ->
     align_tokens(model, found.tokenizer)
     budget, threshold = config.memory_budget_bytes, config.loss_threshold_bytes
     install(model, loss=config.loss_on_ranks, memory_budget=budget, threshold=threshold)
-    if not config.resume:  # a run whose model is refused has not begun
-        first(lambda: _record(config, place, found))
     weights = train_steps(parts, model)
     return _conclude(parts, model, weights, step_memory) if main else {}
 
@@ -166,10 +164,9 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
             say(console, f"{what if teacher is None else f'reading {teacher.record.path}'} ...")
             for remark in prepare(config, tokenizer, source.vocab_size, tokens, teacher):
                 say(console, remark)
-        if config.resume:
-            _record(config, place, found)
+        record(config, place, layout.data, files_of("model", source) | ({} if teacher is None else teacher.inputs()))
         check_teacher(tokens, teacher)
-        return ranks_at_start(place) if config.resume else layout.data
+        return ranks_at_start(place)
 
     per_step = config.batch_size * config.gradient_accumulation_steps * first(prepared)
     given = replace(config, gradient_accumulation_steps=accumulation(per_step, config.batch_size, layout.data))
@@ -177,15 +174,9 @@ def _set_up(config: TrainConfig, place: Path, found: Found, console: Console) ->
     return Run(given, place, source, tokenizer, train.whole_steps(per_step), held_out, console, layout, teacher)
 
 
-def _record(config: TrainConfig, place: Path, found: Found) -> None:
-    """`record` with all that tells the model and the teacher from others."""
-    inputs = files_of("model", found.source) | ({} if found.teacher is None else found.teacher.inputs())
-    record(config, place, found.layout.data, inputs)
-
-
 def _step_memory(parts: Run) -> dict[str, Any]:
     """What one step needs, logitless and dense; before training, while the memory is free. Measured once per run."""
-    path = parts.place / STEP_MEMORY_FILE
+    path = parts.place / "step_memory.json"
     if parts.teacher is not None:
         return {method: {"not_measured": "its loss is a teacher's"} for method in METHODS}
     if path.exists():

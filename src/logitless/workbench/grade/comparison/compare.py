@@ -19,6 +19,7 @@ from ...runs.examples import EXAMPLES_FILE, first_of
 from ...runs.rundir import (
     claim,
     differing,
+    discard_prepared,
     finished_within,
     prepared_for,
     record,
@@ -94,6 +95,8 @@ def _one(config: GradeConfig, whole: Path, method: str, seed: int, left_out: dic
     try:
         run_one(given, console, whole)
     except TooLargeError as error:
+        if not begun:
+            discard_prepared(place)
         left_out[method] = str(error)
         say(console, f"{method} is left out: {error}")
         return
