@@ -9,13 +9,14 @@ from PIL import Image
 
 from bench import in_turn, scaling, train_step
 from bench.cases import Shape
-from bench.cpu import calls_in_columns, columns, cores, slices
+from bench.cpu import bf16_tiles, calls_in_columns, columns, cores, levels, slices
 from bench.harness import THREADS, read_lines
 from docs.tables.cpu import slices as slices_page
 from docs.tables.cpu import train_step as step_page
 from docs.tables.scaling import scaling as scaling_page
 from logitless.algebra import costs
 from logitless.vocab.backends.eager import backend
+from logitless.vocab.backends.eager.weights import weights_grad
 from logitless.workbench.sft.config import TrainConfig
 from tests.support.switches import put_back
 from tests.support.workbench.micro import micro_corpus, micro_directory
@@ -123,6 +124,38 @@ def test_calls_are_timed_in_columns_and_in_rows(tmp_path, monkeypatch, capsys):
     assert not any(place in str(r) for r in others for place in ("near_ratio", "far_ratio"))
     assert asked.count(True) == asked.count(False) > 0
     assert "kl, 64 tokens, eager: cores that moved" in capsys.readouterr().out
+
+
+def test_a_bf16_head_is_timed_with_tiles_and_without(tmp_path, capsys):
+    bf16_tiles.main(
+        ["--shapes", "70x32x300", "--rounds", "1", "--threads", "1", "--out", str(tmp_path / "tiles.jsonl")]
+    )
+    (found,) = read_lines(tmp_path / "tiles.jsonl")
+    assert list(found["ns"]) == ["values, tiles", "values, fp32", "loss, tiles", "loss, fp32", "plain"]
+    assert min(found["ns"].values()) > 0
+    assert found["error"]["plain"] > 1e-3 > 1e-5 > found["error"]["values, tiles"]
+    assert "70x32x300: values, tiles" in capsys.readouterr().out
+
+
+def test_a_loss_is_timed_with_a_level_and_with_maxima(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(levels, "TOKENS", 64)
+    monkeypatch.setattr(levels, "HIDDEN", 8)
+    monkeypatch.setattr(levels, "WHOLE_WIDTH", 100)
+    asked = []
+
+    def seen(*given):
+        asked.append(backend.holds_weights is levels.no)
+        weights_grad(*given)
+
+    monkeypatch.setattr(backend, "weights_grad", seen)
+    levels.main(
+        ["--tokens", "32", "--vocab", "300", "--rounds", "1", "--threads", "1", "--out", str(tmp_path / "levels.jsonl")]
+    )
+    (found,) = read_lines(tmp_path / "levels.jsonl")
+    assert set(found["ratios"]) == {"bare", "maxima, exp2", "maxima, exp", "level, exp2", "level, exp"}
+    assert asked
+    assert not any(asked)
+    assert "32 tokens, 1 threads: bare 1.000" in capsys.readouterr().out
 
 
 def test_operations_are_timed_by_where_the_cores_lie(tmp_path, monkeypatch, capsys):

@@ -40,8 +40,8 @@ def test_a_caller_who_asked_for_it_keeps_it(asked, matmul):
     assert torch.get_float32_matmul_precision() == asked
 
 
-@pytest.mark.parametrize("before", ["none", "ieee", "bf16"])
-def test_bf16_products_are_put_back_even_after_an_error(before):
+@pytest.mark.parametrize(("before", "while_it_lasts"), [("none", "bf16"), ("ieee", "ieee"), ("bf16", "bf16")])
+def test_bf16_products_are_put_back_even_after_an_error(before, while_it_lasts):
     with put_back():
         onednn: Any = torch.backends.mkldnn
         onednn.matmul.fp32_precision = before
@@ -54,7 +54,7 @@ def test_bf16_products_are_put_back_even_after_an_error(before):
 
         with pytest.raises(ValueError, match="inside"):
             stop()
-        assert seen == ["bf16"]
+        assert seen == [while_it_lasts]
         assert onednn.matmul.fp32_precision == before
         with bf16_products(False):
             assert onednn.matmul.fp32_precision == before
@@ -82,3 +82,15 @@ def test_both_ways_of_exp_are_float64s(fast, monkeypatch):
     assert exp_into(x, into) is into
     torch.testing.assert_close(into.double(), right, rtol=4e-6, atol=1e-38, equal_nan=True)
     assert torch.equal(exp_(x.clone()).nan_to_num(-1), into.nan_to_num(-1))
+
+
+def test_threads_that_overlap_leave_the_switch_as_it_was():
+    with put_back():
+        onednn: Any = torch.backends.mkldnn
+        onednn.matmul.fp32_precision = "none"
+        first, second = bf16_products(True), bf16_products(True)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert onednn.matmul.fp32_precision == "none"

@@ -76,25 +76,25 @@ def has_bf16_tiles(x: Tensor) -> bool:
 
 @cache
 def _multiplies_tiles() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return torch.backends.mkldnn.is_available() and known is not None and known()
 
 
 @contextmanager
 def bf16_products(wanted: bool) -> Iterator[None]:
     """fp32 products on a CPU from operands rounded to bf16, which loses nothing of numbers that are.
 
-    The switch is the whole process's, as that of `tf32_products`.
+    The switch is the whole process's, as that of `tf32_products`. Whoever has set it keeps what was set.
     """
-    matmul: Any = torch.backends.mkldnn  # whose types lack `matmul`
-    matmul = matmul.matmul
-    before = matmul.fp32_precision if wanted else None
-    if wanted:
-        matmul.fp32_precision = "bf16"
+    onednn: Any = torch.backends.mkldnn  # whose types lack `matmul`
+    changes = wanted and onednn.matmul.fp32_precision == "none"
+    if changes:
+        onednn.matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        if wanted:
-            matmul.fp32_precision = before
+        if changes:  # even after another thread has: what both have found
+            onednn.matmul.fp32_precision = "none"
 
 
 def has_autocast(device_type: str) -> bool:

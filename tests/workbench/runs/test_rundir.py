@@ -286,7 +286,7 @@ def test_what_a_killed_process_prepared_is_not_taken_by_other_options():
     (place / "prompts.jsonl").write_text("{}")
     (place / ".tokens.npz.abc.tmp").mkdir()
     (place / ".mine.tmp").write_text("")
-    with pytest.raises(ConfigError, match=r"expected run.json\): what was ended .* again with --output-dir run$"):
+    with pytest.raises(ConfigError, match=r"expected run.json\); if no process .* again with --output-dir run$"):
         claim(TrainConfig(resume=place), "any")
     assert claim(TrainConfig(output_dir=place), "any") == place
     assert sorted(path.name for path in place.iterdir()) == [".mine.tmp", LOCK_FILE]

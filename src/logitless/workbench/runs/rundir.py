@@ -42,7 +42,7 @@ def stored(run: Path, default: Options) -> Options:
     """
     path = run / RUN_FILE
     if not path.exists():
-        remedy = f": what was ended before it could be resumed starts again with --output-dir {quote(str(run))}"
+        remedy = f"; if no process is writing there, start it again with --output-dir {quote(str(run))}"
         begun = (run / LOCK_FILE).exists()  # by a process that was killed, or that is about to write the rest
         raise ConfigError(f"--resume {run}: no run in this directory (expected {RUN_FILE}){remedy if begun else ''}")
     with readable(path, BEGIN_ANOTHER):

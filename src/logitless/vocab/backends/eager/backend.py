@@ -14,7 +14,7 @@ from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, T
 from ....algebra.stats import Coefficients
 from ...call.call import Call
 from ...devices import bf16_products
-from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised
+from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised, p_alone
 from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
 from . import sets
 from .formulas import RATIO, SURE, Form, Moves, add_slice, logits_grad, second_shares, without_maximum
@@ -43,7 +43,7 @@ class Running(Form):
             self.state.a_ref = z.clone() if "qe" in chunk.sums else None
         if "tail" in chunk.sums:
             self.state.m_tail, self.state.s_tail = z + EMPTY, z.clone()
-        self.steady = may_be_steady(chunk, self.state)
+        self.steady = may_be_steady(chunk)
         self.zsum = z.clone() if chunk.sums_logits else None
         self.topk = TopK(z, chunk.top_k) if chunk.top_k else None
         self.widths = chunk.policy.widths
@@ -97,6 +97,7 @@ class Running(Form):
                 self.state.rest += new
                 tile.m = self.state.m
                 return self.state, SliceMass(self.state.m, new, None)
+            self.steady = False  # where it was too low once, it may be again
             self.chunk.policy.logits(self.w, tile.v, tile.z)
             self.chunk.mask(tile)
         out, mass = add_slice(self.state, tile.z, tile.z_ref, *peaks(tile), self.label, self)
@@ -220,8 +221,10 @@ class EagerBackend(Backend):
             return 0
         n, h = call.inputs.hidden.shape
         tokens = min(n, slices.tokens)
-        shares = share_count(tokens, slices.width, call.compute, call.inputs.hidden.device)
-        return shares * tokens * h * call.compute.itemsize
+        beside = share_count(tokens, slices.width, call.compute, call.inputs.hidden.device)
+        if p_alone(call) and call.inputs.hidden.device.type == "cpu":  # their sum, and scaled hidden states
+            beside += 2
+        return beside * tokens * h * call.compute.itemsize
 
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
         sums = {name: torch.zeros_like(totals.m) for name in SECOND_LOOK if name in chunk.sums}

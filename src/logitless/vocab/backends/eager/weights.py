@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....algebra.online_softmax import Accumulation, Totals
+from ....algebra.online_softmax import Totals
 from ...devices import bf16_products
 from ..base import Chunk, Gradients
 from ..logits import add_product, exp_, product
 from .threads import collect, shares_of, sums
 
 MOST = 4096.0  # what a slice's weights may add up to: those of equal logits do to less, a level far too low to more
-STEADY = {"m", "rest"}  # the sums that do not ask where a slice's maximum lies
+STEADY = {"zsum"}  # the sums, beside the weights', that do not ask for a slice's maximum
 
 
-def may_be_steady(chunk: Chunk, state: Accumulation) -> bool:
+def may_be_steady(chunk: Chunk) -> bool:
     """Whether a chunk's weights can do without the maximum of each slice: where asking for a number does not wait."""
-    return _on_cpu(chunk) and {name for name, _ in state.items()} == STEADY
+    return _on_cpu(chunk) and chunk.sums <= STEADY
 
 
 def weigh(z: Tensor, level: Tensor) -> Tensor | None:
@@ -31,7 +31,7 @@ def weigh(z: Tensor, level: Tensor) -> Tensor | None:
 
 
 def holds_weights(chunk: Chunk) -> bool:
-    """Whether `weights_grad` is for this chunk: a CPU's operands are as precise as the weights' products."""
+    """Whether `weights_grad` is for this chunk: a CPU's operands and weights are of one dtype."""
     return _on_cpu(chunk) and bool(chunk.materialised) and chunk.materialised[0].m is not None
 
 
@@ -44,7 +44,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     tokens = [None if x is None else torch.zeros_like(x) for x, _ in grads.pairs]
     adding = [shares_of(x, chunk.slices.width) for x in tokens]
     factors = chunk.policy.factors
-    scaled = [factor.tokens * scale for factor in factors]
+    scaled = [None if y is None else f.tokens * scale for f, (_, y) in zip(factors, grads.pairs, strict=False)]
     for tile in chunk.materialised:
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
@@ -55,7 +55,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
             with bf16_products(factor.in_tiles):
                 if into is not None:
                     add_product(tile.z, part, into)
-                if entries is not None:
+                if entries is not None and own is not None:
                     put = product if begins and entries is grads.weight else add_product
                     put(tile.z.t(), own, entries[tile.v])
     for (into, _), total, shares in zip(grads.pairs, tokens, adding, strict=True):
