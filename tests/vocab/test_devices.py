@@ -65,12 +65,12 @@ def test_bf16_products_are_put_back_even_after_an_error(before, while_it_lasts):
 )
 def test_an_intel_processor_has_a_fast_exp(named, fast, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: named)
-    devices._is_intel.cache_clear()
+    devices.is_intel.cache_clear()
     try:
         assert exp_is_fast(torch.zeros(1)) == (fast and torch.backends.mkl.is_available())
         assert not exp_is_fast(torch.zeros(1, device="meta"))
     finally:
-        devices._is_intel.cache_clear()
+        devices.is_intel.cache_clear()
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -62,7 +62,7 @@ def check_ignore_index(ignore_index: int, bits: int = 64) -> None:
 
 def _holds_number(x: object) -> bool:
     """Whether x is one, or an array that holds one."""
-    return hasattr(x, "__float__") and math.prod(getattr(x, "shape", ())) == 1
+    return isinstance(x, Real) or (hasattr(x, "__float__") and math.prod(getattr(x, "shape", ())) == 1)
 
 
 def _shown(x: object) -> str:

@@ -22,11 +22,12 @@ def full_precision(device_type: str) -> AbstractContextManager[Any]:
 
 def exp_is_fast(x: Tensor) -> bool:
     """Whether its device computes exp in less time than exp2: an Intel processor does, by MKL."""
-    return x.device.type == "cpu" and _is_intel() and torch.backends.mkl.is_available()
+    return x.device.type == "cpu" and is_intel() and torch.backends.mkl.is_available()
 
 
 @cache
-def _is_intel() -> bool:
+def is_intel() -> bool:
+    """Whether this machine's processor is Intel's."""
     try:
         named = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -173,7 +173,7 @@ def test_divergences_are_spread_as_dense_ones(evaluated):
     for name in ("kl", "reverse_kl", "jsd"):
         for share, found in summary["divergences"][name].items():
             exact = np.quantile(column(dense, name), float(share), method="inverted_cdf")
-            assert found == pytest.approx(exact, rel=1e-5 if share == "1" else 0.02), (name, share)
+            assert found == pytest.approx(exact, rel=3e-5 if share == "1" else 0.02), (name, share)
 
 
 def test_context_is_counted_in_doublings(evaluated):

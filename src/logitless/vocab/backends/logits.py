@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...algebra.online_softmax import MASK
 from ..call.rows_of_reference import RowsOfReference
-from ..devices import bf16_products, exp_is_fast, has_bf16_tiles
+from ..devices import bf16_products, exp_is_fast, has_bf16_tiles, is_intel
 from ..head.lm_head import LMHead, place
 from ..head.quantised import Weight, plain
 from ..sizing import current_sizing
@@ -357,10 +357,11 @@ def product_in_columns(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 def _faster_in_columns(a: Tensor, out: Tensor) -> bool:
     """Whether a CPU multiplies some rows with many columns so slowly in rows that a transposition pays.
 
-    docs/decisions/0040
+    docs/decisions/0040, and 0048 for Intel's, which does not
     """
     some = len(a) in SOME and a.shape[1] >= LONG and out.shape[1] > PIECE
-    return some and out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+    plain = out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+    return some and plain and not is_intel()
 
 
 def add_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -229,7 +229,9 @@ class RunOptions:
     def value_of(self, name: str) -> Any:
         """What the run goes by where an option is not given, as far as its others say it; for people to read."""
         value = getattr(self, name)
-        return "its default" if value is None else value or "none"
+        if value == "":
+            return "none"
+        return "its default" if value is None else value
 
     def check_shared(self) -> None:
         """OptionError for the first value without a meaning, of the options of every run and of those with a check."""

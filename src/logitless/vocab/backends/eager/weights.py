@@ -31,8 +31,9 @@ def weigh(z: Tensor, level: Tensor) -> Tensor | None:
 
 
 def holds_weights(chunk: Chunk) -> bool:
-    """Whether `weights_grad` is for this chunk: a CPU's operands and weights are of one dtype."""
-    return _on_cpu(chunk) and bool(chunk.materialised) and chunk.materialised[0].m is not None
+    """Whether `weights_grad` is for this chunk: where a CPU's operands are of the weights' dtype."""
+    held = bool(chunk.materialised) and chunk.materialised[0].m is not None
+    return held and _on_cpu(chunk) and all(f.dtype == chunk.policy.compute for f in chunk.policy.factors)
 
 
 def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> None:
@@ -49,7 +50,7 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
         if grads.bias is not None:
-            grads.bias[tile.v] += torch.mv(tile.z.t(), scale[:, 0])
+            grads.bias[tile.v] += torch.mul(tile.z, scale, out=chunk.scratch.take("w", tile.z)).sum(0)
         w = chunk.policy.operand(tile.v)
         for factor, part, own, into, (_, entries) in zip(factors, w, scaled, adding, grads.pairs, strict=False):
             with bf16_products(factor.in_tiles):
