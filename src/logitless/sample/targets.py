@@ -68,7 +68,8 @@ def read_targets(path: str | Path) -> Iterator[TeacherTargets]:
     """
     record = TeacherRecord(path)
     if record.kind != "topk":
-        raise DataError(f"{path}: expected best entries, got hidden states: score with --keep 1 or more")
+        remedy = "score without --store hidden, or read it with TeacherRecord"
+        raise DataError(f"{path}: expected best entries, got hidden states: {remedy}")
     start = [] if record.bos is None else [record.bos]
     unread = 1 - len(start)  # a first token without another before it: the student is asked for none there
     for first, token, scored in record.documents():

@@ -285,7 +285,8 @@ def test_what_was_written_is_read_however_it_is_grouped(written, tmp_path, kind)
 
 
 def test_hidden_states_are_no_targets(written):
-    with pytest.raises(DataError, match=r"bf16.parquet: expected best entries, got hidden states: score with --keep 1"):
+    message = r"bf16.parquet: expected best entries, got hidden .*: score without --store hidden, or .* TeacherRecord"
+    with pytest.raises(DataError, match=message):
         next(read_targets(written / "bf16.parquet"))
 
 
