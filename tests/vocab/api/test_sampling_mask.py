@@ -274,6 +274,8 @@ def test_under_torch_compile():
     def logprob(hidden):
         return ll.token_stats(hidden, ops.head, ops.labels, sampling_mask=mask).logprob * 2
 
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a sampling_mask, .* break the graph"):
+        torch.compile(logprob, backend="eager", fullgraph=True)(ops.hidden)
     torch.testing.assert_close(torch.compile(logprob, backend="eager")(ops.hidden), logprob(ops.hidden))
 
 
