@@ -1,6 +1,7 @@
 """A tiny Llama on the modules of Python's own library, trained by torchtitan without logits.
 
-    torchrun --nproc-per-node 2 -m torchtitan.train --module examples.torchtitan_tiny --config tiny
+    torchrun --nproc-per-node 2 -m torchtitan.train --module examples.torchtitan_tiny --config tiny \
+        --training.disable_cuda_graphs
 
 What differs from any other configuration of torchtitan is `loss=`. Any of its own takes the same loss by
 `--override.imports logitless.integrations.torchtitan.streamed`.

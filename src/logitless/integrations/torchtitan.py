@@ -1,6 +1,6 @@
 """torchtitan's loss from hidden states: the logits of no chunk of the sequence are made.
 
-    torchrun -m torchtitan.train --module llama3 --config llama3_8b \
+    torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \
         --override.imports logitless.integrations.torchtitan.streamed
 
 Works with torchtitan 0.3: its trainer hands the output head to a `ChunkedLossWrapper`, and this is one.
