@@ -59,14 +59,15 @@ def question_of(arguments: tuple[Any, ...]) -> tuple[str, Any]:
 class LogitlessLM(HFLM):
     """`HFLM` that asks its model for the log-prob and rank of the continuations' tokens, and for nothing else.
 
-    It takes HFLM's arguments; memory_budget, what slices of the logits may take ("256MiB" unless given); over_ranks,
-    whether the ranks of a process group that was joined share the documents, each with a model that it was given; and
-    records, a file for the log-prob, rank, entropy and confidence of every token that was scored or generated, with
-    RANK in its name where there are several. Its answers are HFLM's to rounding. Contexts that several continuations
-    share are computed once (logits_cache=False: each on its own). batch_size="auto" finds the largest batch whose body
-    fits; on a CPU, which has no such limit, it is about 8,192 tokens. Generation is HFLM's own; with records its tokens
-    are drawn without logits, but for beams. Raises ConfigError for an encoder-decoder and for a tokenizer without a
-    token to begin texts with, DataError for a continuation without a token or longer than the model sees.
+    It takes HFLM's arguments; memory_budget, what slices of the logits may take ("256MiB" unless given, up to "1GiB" on
+    a GPU); over_ranks, whether the ranks of a process group that was joined share the documents, each with a model that
+    it was given; and records, a file for the log-prob, rank, entropy and confidence of every token that was scored or
+    generated, with RANK in its name where there are several. Its answers are HFLM's to rounding. Contexts that several
+    continuations share are computed once (logits_cache=False: each on its own). batch_size="auto" finds the largest
+    batch whose body fits; on a CPU, which has no such limit, it is about 8,192 tokens. Generation is HFLM's own; with
+    records its tokens are drawn without logits, but for beams. Raises ConfigError for an encoder-decoder and for a
+    tokenizer without a token to begin texts with, DataError for a continuation without a token or longer than the model
+    sees.
     """
 
     def __init__(

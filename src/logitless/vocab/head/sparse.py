@@ -18,9 +18,11 @@ class SparseBackward:
     Dense equivalent, for the slices of `width` vocabulary entries of one token, its label apart:
 
         p = z.softmax(-1)
-        mass, order = p.split(width).sum().sort()  # of each slice
-        p[order[mass.cumsum(0) <= bound]] = 0      # in the gradient, not in the loss
-        dz = c * p           # c: the coefficient of p in dL/dz, -upstream for logprob
+        slices = p.split(width)  # views: what is set to 0 in them is so in p
+        mass, order = torch.stack([x.sum() for x in slices]).sort()
+        for i in order[mass.cumsum(0) <= bound]:
+            slices[i].zero_()  # in the gradient, not in the loss
+        dz = c * p  # c: the coefficient of p in dL/dz, -upstream for logprob
 
     The products of backward shrink to the tokens that each slice still has. Values, and the gradient's terms of the
     label, the best entries and candidates, are exact. With m the mass that token i leaves out, s = scale/temperature:
