@@ -8,6 +8,7 @@ from logitless.algebra.costs import (
     ALIGNED,
     FUSED_WIDTH,
     MIB,
+    Price,
     aligned,
     copied,
     dense_loss_bytes,
@@ -47,6 +48,12 @@ TRAINED = {"hidden_grad": True, "weight_grad": True, "bias_grad": False}
 def test_prices(want, grads, loss, method, gemms):
     price = price_of(want, loss=loss, **grads)
     assert (price.method, price.gemms) == (method, gemms)
+
+
+def test_bases_that_cancel_are_recomputed_where_they_would_be_rounded():
+    assert price_of(("reverse_kl",), rounds=False, **FROZEN) == Price("basis", 4, ("p", "q"))
+    assert price_of(("reverse_kl",), rounds=True, **FROZEN) == Price("recompute", 5)
+    assert price_of(("kl",), rounds=True, **FROZEN).method == "basis"
 
 
 def test_softcapped_mean_logit_is_recomputed():

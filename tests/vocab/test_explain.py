@@ -120,6 +120,19 @@ def test_threads_that_add_up_in_sums_of_their_own():
     assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "method"),
+    [("meta", torch.bfloat16, "recompute"), ("meta", torch.float32, "basis"), ("cpu", torch.bfloat16, "basis")],
+    ids=str,
+)
+def test_what_rounds_a_reverse_kls_weights_recomputes(device, dtype, method):
+    """A device that multiplies operands of 16 bits as they are; a CPU widens them."""
+    hidden, weight = (torch.empty(n, 16, dtype=dtype, device=device) for n in (8, 99))
+    head = ll.LMHead(weight)
+    said = ll.explain(hidden.requires_grad_(), head, want=("reverse_kl",), reference=(hidden.detach(), head))
+    assert said.price.method == method
+
+
 def test_why_a_backend_that_nobody_named(monkeypatch):
     """Where eager alone serves the call, and where the caller asked for it."""
     ops = operands((N,), H, V, dtype=torch.float32)

@@ -11,8 +11,9 @@ import torch
 import logitless as ll
 from logitless.vocab.backends import logits
 from logitless.vocab.backends.logits import Factor
+from logitless.vocab.reference import dense_token_stats
 from tests.support.switches import put_back
-from tests.support.vocab.comparing import EVERYTHING, assert_near_in_norm, operands
+from tests.support.vocab.comparing import EVERYTHING, Operands, assert_near_in_norm, operands
 
 ONEDNN: Any = torch.backends.mkldnn
 pytestmark = pytest.mark.skipif(not ONEDNN.is_available(), reason="this torch has no oneDNN")
@@ -91,6 +92,22 @@ def test_gradients_are_no_worse_than_plain_bf16s(loss, trained, tiles):
         right = exact.leaves[name].grad
         most = (plain.leaves[name].grad.double() - right).norm() / right.norm()
         assert_near_in_norm(leaf.grad.double(), right, float(most), name)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_a_reference_near_by_leaves_reverse_kls_gradient_its_digits(backend, tiles):
+    """At KL 1e-4 p - q is a hundredth of p: weights rounded to bf16 would lose a tenth of it."""
+    x = operands((64,), 96, 4096, dtype=torch.bfloat16, bias=False).training("hidden")
+    near = x.weight.float() * (1 + 0.005 * torch.randn(x.weight.shape))
+    x.ref = Operands(x.hidden.detach(), near, None, None)
+    exact = x.to(torch.float64)
+    own = ll.token_stats(x.hidden, x.head, want=("reverse_kl",), reference=x.reference, backend=backend).reverse_kl
+    own.mean().backward()
+    right = dense_token_stats(exact.hidden, exact.head, None, want=("reverse_kl",), reference=exact.reference)
+    right["reverse_kl"].mean().backward()
+    assert 5e-5 < own.mean() < 2e-4
+    assert set(tiles) == {True, False}  # logits, and sums of weights
+    assert (x.hidden.grad.double() - exact.hidden.grad).norm() < 3e-3 * exact.hidden.grad.norm()
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])

@@ -41,8 +41,12 @@ def _multiplies_wide(device_type: str) -> bool:
 
 def operand_dtype(hidden: Tensor, weight: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """The dtype that the GEMM's operands have: their own where products come out in fp32, else the compute dtype."""
-    low = hidden.dtype == weight and hidden.dtype in (torch.bfloat16, torch.float16)
-    return hidden.dtype if low and has_out_dtype(hidden.device.type) else compute
+    return hidden.dtype if are_half(hidden, weight) and has_out_dtype(hidden.device.type) else compute
+
+
+def are_half(hidden: Tensor, weight: torch.dtype) -> bool:
+    """Whether both operands have 16 bits, the same ones."""
+    return hidden.dtype == weight and weight in (torch.bfloat16, torch.float16)
 
 
 def logits_grad_dtype(operand: torch.dtype, compute: torch.dtype) -> torch.dtype:
