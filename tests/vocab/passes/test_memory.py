@@ -93,6 +93,19 @@ def test_converted_slices_are_there_once(dtype, want):
     assert trace_allocations(step).peak <= 1.1 * 2**20
 
 
+def test_a_losss_converted_slices_are_there_once():
+    """Those of its gradient, too, which weights that stay are multiplied by."""
+    ops = operands((64,), 256, V, dtype=torch.bfloat16).training("hidden")
+
+    def step():
+        loss = ll.linear_cross_entropy(ops.hidden, ops.head, ops.labels, memory_budget=2**20, backend="eager")
+        return backward([loss], ops)
+
+    step()
+    said = ll.explain(ops.hidden, ops.head, ops.labels, loss=True, memory_budget=2**20, backend="eager")
+    assert trace_allocations(step).peak <= 1.1 * 2**20 + said.gradient_bytes
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("trainable", TRAINABLE, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])

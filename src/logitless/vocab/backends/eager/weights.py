@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....algebra.online_softmax import Totals
 from ...devices import bf16_products
-from ..base import Chunk, Gradients
+from ..base import Chunk, Gradients, Tile
 from ..logits import add_product, exp_, product
 from .threads import collect, shares_of, sums
 
@@ -44,27 +44,34 @@ def weights_grad(chunk: Chunk, totals: Totals, p: Tensor, grads: Gradients) -> N
     begins = grads.begins(grads.weight)
     tokens = [None if x is None else torch.zeros_like(x) for x, _ in grads.pairs]
     adding = [shares_of(x, chunk.slices.width) for x in tokens]
-    factors = chunk.policy.factors
-    scaled = [None if y is None else f.tokens * scale for f, (_, y) in zip(factors, grads.pairs, strict=False)]
+    pairs = zip(chunk.policy.factors, grads.pairs, strict=False)
+    scaled = [None if y is None else f.tokens * scale for f, (_, y) in pairs]
     for tile in chunk.materialised:
         if tile.m is not None and tile.m is not level:
             tile.z.mul_(torch.exp(tile.m - level)[:, None])
         if grads.bias is not None:
             grads.bias[tile.v] += torch.mul(tile.z, scale, out=chunk.scratch.take("w", tile.z)).sum(0)
-        w = chunk.policy.operand(tile.v)
-        for factor, part, own, into, (_, entries) in zip(factors, w, scaled, adding, grads.pairs, strict=False):
-            with bf16_products(factor.in_tiles):
-                if into is not None:
-                    add_product(tile.z, part, into)
-                if entries is not None and own is not None:
-                    put = product if begins and entries is grads.weight else add_product
-                    put(tile.z.t(), own, entries[tile.v])
+        _add_products(chunk, tile, scaled, adding, grads, begins)
     for (into, _), total, shares in zip(grads.pairs, tokens, adding, strict=True):
         collect(shares, total)
         if into is not None and total is not None:
             into.addcmul_(total, scale)
     if begins and grads.weight is not None:
         grads.weight[chunk.policy.head.local_rows :].zero_()
+
+
+def _add_products(
+    chunk: Chunk, tile: Tile, scaled: list[Tensor | None], adding: list[Tensor | None], grads: Gradients, begins: bool
+) -> None:
+    """A slice's weights times the head into `adding`, and times `scaled` tokens; a converted slice goes at the end."""
+    parts = chunk.policy.factors, chunk.policy.operand(tile.v), scaled, adding, grads.pairs
+    for factor, part, own, into, (_, entries) in zip(*parts, strict=False):
+        with bf16_products(factor.in_tiles):
+            if into is not None:
+                add_product(tile.z, part, into)
+            if entries is not None and own is not None:
+                put = product if begins and entries is grads.weight else add_product
+                put(tile.z.t(), own, entries[tile.v])
 
 
 def _on_cpu(chunk: Chunk) -> bool:
