@@ -120,6 +120,24 @@ def test_threads_that_add_up_in_sums_of_their_own():
     assert taken[1] - taken[0] == pytest.approx(said[1] - said[0], rel=0.02)
 
 
+@not_interpreted
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("hidden", "weight")], ids=str)
+def test_what_forming_a_gradient_takes_beside_it(trained, loss):
+    """Few entries, so that slices are small beside a chunk's hidden states: each tensor of their size shows."""
+    ops = operands((256,), 1024, 128, dtype=torch.float32, bias=False).training(*trained)
+    call, options = (ops.hidden, ops.head), {"want": ("logsumexp",), "backend": "eager"}  # no label's rows
+    with put_back():
+        torch.set_num_threads(1)
+        said = ll.explain(*call, loss=loss, **options)
+        step = partial(forward_and_backward, ops, call, options, loss)
+        step()
+        taken = trace_allocations(step).peak
+    own = ("hidden" in trained) * said.slices.tokens * 1024 * 4  # a chunk's part of the gradient
+    predicted = said.gradient_bytes + said.saved_bytes + own
+    assert predicted <= taken <= predicted + said.buffer_bytes + 256 * 64
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "method"),
     [("meta", torch.bfloat16, "recompute"), ("meta", torch.float32, "basis"), ("cpu", torch.bfloat16, "basis")],

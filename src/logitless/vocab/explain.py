@@ -228,8 +228,8 @@ def _traffic(call: Call, needs: Needs, slices: Slices) -> Traffic:
 def _gradient_bytes(call: Call, price: Price, needs: Needs, slices: Slices) -> int:
     """Sums in the compute dtype, and their copies in the parameters' own dtypes where those are narrower.
 
-    Of a weight without the first where one product, or one scatter, is all of its gradient; with what hidden states'
-    takes while it is formed, slice by slice.
+    Of a weight without the first where one product, or one scatter, is all of its gradient; with what forming them,
+    slice by slice, takes beside.
     """
     i, itemsize = call.inputs, call.compute.itemsize
     by_slices = price.skips and call.options.backend != quack_support.NAME
@@ -244,4 +244,4 @@ def _gradient_bytes(call: Call, price: Price, needs: Needs, slices: Slices) -> i
         if wanted and x is not None:
             parts = weight_gradient_bytes(x.shape[0], x.shape[1:].numel(), x.itemsize)
             total += x.nbytes if once and x is i.weight else sum(parts)
-    return total + (backend.bytes_beside(call, slices) if backend is not None and needs.hidden else 0)
+    return total + (0 if backend is None else backend.bytes_beside(call, price, needs, slices))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...algebra.costs import DEQUANTISED, Slices, copied, slices_of, sparse_slices, tiles_of
+from ...algebra.costs import DEQUANTISED, Price, Slices, copied, slices_of, sparse_slices, tiles_of
 from ...algebra.online_softmax import Accumulation, Totals, finish
 from ...algebra.stats import (
     DENSE,
@@ -28,7 +28,7 @@ from ...algebra.stats import (
     put_second_look,
     sums_of,
 )
-from ..call.call import Call, Inputs
+from ..call.call import Call, Inputs, Needs
 from ..call.sampling_mask import Places, SamplingMask
 from ..head.lm_head import LMHead
 from ..head.quantised import Weight
@@ -177,8 +177,8 @@ class Backend(ABC):
         width = i.hidden.shape[1] + (0 if i.lora_b is None else i.lora_b.shape[1])
         return sparse_slices(found, options.sparse.width, vocab_size, width, compute.itemsize)
 
-    def bytes_beside(self, call: Call, slices: Slices) -> int:
-        """What forming hidden states' gradient, slice by slice, takes beside the slices and the gradient itself."""
+    def bytes_beside(self, call: Call, price: Price, needs: Needs, slices: Slices) -> int:
+        """What forming the gradients, slice by slice, takes beside the slices and the gradients themselves."""
         return 0
 
     def demand(self, call: Call, gradient: bool = False) -> dict[str, int]:

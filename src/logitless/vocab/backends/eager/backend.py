@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....algebra.costs import Slices, read_in_columns
+from ....algebra.costs import Price, Slices, read_in_columns
 from ....algebra.online_softmax import EMPTY, MASK, SECOND_LOOK, Accumulation, Totals
 from ....algebra.stats import Coefficients
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...devices import bf16_products
 from ..base import Backend, Chunk, Gradients, Partial, SliceMass, Tile, is_dense, normalised, p_alone
 from ..logits import GivenLogits, Operands, add_product, exp_, exp_into, logits_grad_dtype, product
@@ -217,14 +217,15 @@ class EagerBackend(Backend):
         topk = None if run.topk is None else run.topk.flush()
         return Partial(run.state, partial(normalised, run.products, run.state), run.zsum, topk)
 
-    def bytes_beside(self, call: Call, slices: Slices) -> int:
+    def bytes_beside(self, call: Call, price: Price, needs: Needs, slices: Slices) -> int:
         if call.options.sparse is not None:
             return 0
         n, h = call.inputs.hidden.shape
         tokens = min(n, slices.tokens)
-        beside = share_count(tokens, slices.width, call.compute, call.inputs.hidden.device)
-        if p_alone(call) and call.inputs.hidden.device.type == "cpu":  # their sum, and scaled hidden states
-            beside += 2
+        shares = share_count(tokens, slices.width, call.compute, call.inputs.hidden.device)
+        weighed = price.materialised and p_alone(call) and call.inputs.hidden.device.type == "cpu"
+        # of weights that stayed a sum for hidden states, and hidden states that are scaled for the head
+        beside = needs.hidden * (shares + weighed) + needs.weight * weighed
         return beside * tokens * h * call.compute.itemsize
 
     def second_sums(self, chunk: Chunk, totals: Totals) -> dict[str, Tensor]:
