@@ -197,8 +197,9 @@ def test_what_does_not_fit_is_one_clear_line():
     head = make_head()
     with pytest.raises(ShapeError, match="one LMHead for all depths or 3, one for each, got 2"):
         multi_token_cross_entropy(hiddens, [head] * 2, labels)
-    with pytest.raises(DtypeError, match="or one for each depth, got Linear"):
-        multi_token_cross_entropy(hiddens, [nn.Linear(H, V)] * 3, labels)  # pyright: ignore[reportArgumentType]
+    for wrong in (nn.Linear(H, V), [nn.Linear(H, V)] * 3):
+        with pytest.raises(DtypeError, match="or one for each depth, got Linear"):
+            multi_token_cross_entropy(hiddens, wrong, labels)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match="at least one depth"):
         multi_token_cross_entropy([], head, labels)
     with pytest.raises(ShapeError, match=r"at depth 1, got \(2, 8, 8\) beside labels \(2, 9\)"):

@@ -6,7 +6,7 @@ loss, each = multi_token_cross_entropy([hidden, *of_modules], head, input_ids, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def _checked(
     k = len(hiddens)
     if k == 0:
         raise ShapeError("hiddens: expected at least one depth, got none")
-    heads = [head] * k if isinstance(head, LMHead) else list(head)
+    heads = list(head) if isinstance(head, Iterable) else [head] * k
     if not all(isinstance(each, LMHead) for each in heads):
         got = next(type(each).__name__ for each in heads if not isinstance(each, LMHead))
         raise DtypeError(f"head: expected an LMHead, or one for each depth, got {got}; use LMHead.of")
