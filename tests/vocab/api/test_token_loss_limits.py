@@ -169,6 +169,7 @@ def test_operands_and_inputs_are_never_written_to(backend):
     assert_same([x.detach() for x in leaves_of(ops, inputs)], before, 0.0)
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("ignored", [True, False])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0}], ids=str)

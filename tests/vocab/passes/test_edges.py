@@ -23,6 +23,7 @@ BUDGETS = [None, 60_000]
 FINITE_WHERE_IMPOSSIBLE = ("logprob", "logsumexp", "entropy", "max_logit", "sum_sq_prob", "rank")
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("impossible", [[3], [0, 502], list(range(400)), list(range(50, 503)), list(range(1, 502))])
@@ -71,6 +72,7 @@ MASKS = [-30.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf]
 MASKED = {"first": [0], "last": [502], "head": range(250), "tail": range(250, 503), "some": range(0, 503, 5)}
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
 @pytest.mark.parametrize("budget", [None, 4_000])
 def test_divergences_of_masked_heads(masked, budget, backend):
@@ -260,6 +262,7 @@ def test_labels_at_both_ends(label, budget, dtype, backend):
     compare(ops, ALONE, memory_budget=budget, backend=backend)
 
 
+@pytest.mark.slow_on("triton")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("spread", [300.0, 1e4])
 def test_extreme_logits(spread, budget, backend):

@@ -177,9 +177,9 @@ def test_kl_of_heads_far_apart_in_many_slices(seed, backend):
         torch.testing.assert_close(getattr(got, name).double(), value, rtol=2e-6, atol=3e-5)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [None, 100_000])
 def test_kl_of_a_policy_equal_to_its_reference(budget, backend):
-    ops = near_policy(0.0)
+    ops = near_policy(0.0, n=6)
     want = ("kl", "reverse_kl", "jsd", "kl_mixture", "reverse_kl_mixture")
     got = stats_of(ops, want, backend, budget)
     for name in want:
