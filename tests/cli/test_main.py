@@ -3,7 +3,10 @@
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import cache
 from importlib.metadata import PackageNotFoundError
+from io import StringIO
 from itertools import pairwise
 
 import pytest
@@ -189,33 +192,39 @@ def test_a_defect_is_not_hidden(monkeypatch):
         main(["train"])
 
 
-@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["align", "--method", "all"]])
-def test_help_says_what_is_left_out_in_words(command, monkeypatch, capsys):
+@cache
+def help_of(command: str) -> list[str]:
+    """The lines of a command's help in a terminal of 100 columns."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        patch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as stop:
+            main([*command.split(), "--help"])
+    assert not stop.value.code
+    return out.getvalue().splitlines()
+
+
+each_help = pytest.mark.parametrize("command", [*COMMANDS, "align --method all"])
+
+
+@each_help
+def test_help_says_what_is_left_out_in_words(command):
     """No option shows Python's None, or a default twice, and what has to be given is said to be required."""
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit):
-        main([*command, "--help"])
-    out = capsys.readouterr().out
-    text = " ".join(line.strip("│ ") for line in out.splitlines())
+    text = " ".join(line.strip("│ ") for line in help_of(command))
     assert "None" not in text
     assert "(default: )" not in text
     options = re.split(r" (?=--[a-z-]+[ ,])", text)
     assert len(options) > 3
     assert [option for option in options if "Default: " in option and "(default: " in option] == []
     (data,) = [option for option in options if option.startswith("--data STR")] or [""]
-    assert data.endswith("(required)") is (command == ["score"])
+    assert data.endswith("(required)") is (command == "score")
 
 
-@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["align", "--method", "all"]])
-def test_help_is_wrapped_where_a_line_is_full(command, monkeypatch, capsys):
+@each_help
+def test_help_is_wrapped_where_a_line_is_full(command):
     """No line is longer than the terminal, and none within a sentence ends where the next word would have fitted."""
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert not stop.value.code
-    lines = capsys.readouterr().out.splitlines()
+    lines = help_of(command)
     assert max(map(len, lines)) <= 100
-    assert any(line.startswith(f"usage: logitless {command[0]}") for line in lines)
+    assert any(line.startswith(f"usage: logitless {command.split()[0]}") for line in lines)
     rows = [line.strip("│").rstrip() for line in lines if line.startswith("│")]
     for row, following in pairwise(rows):
         told, more = row.strip(), following.strip()
