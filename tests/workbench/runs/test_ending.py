@@ -1,14 +1,33 @@
-"""What ends a run from outside: a terminal that closes."""
+"""What ends a run from outside: signals, a terminal that closes."""
 
 import os
 import pty
 import signal
 
+import pytest
 from rich.console import Console
 
-from logitless.workbench.common.signals import interrupted_by_signals
+from logitless.workbench.common.signals import STOPPING, interrupted_by_signals
 from logitless.workbench.runs.callbacks import GentleStop
 from tests.support.forked import begin
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_step_is_finished_unless_a_signal_comes_twice(number):
+    def outside(*_: object) -> None:
+        """What stands there before a run, and after it."""
+
+    before = signal.signal(number, outside)
+    try:
+        with GentleStop(Console(quiet=True)) as stop:
+            stop.stepping = True
+            signal.raise_signal(number)
+            assert stop.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        assert signal.getsignal(number) is outside
+    finally:
+        signal.signal(number, before)
 
 
 def on_a_terminal() -> int:
