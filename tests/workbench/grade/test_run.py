@@ -31,7 +31,7 @@ from logitless.workbench.grade.data import (
     texts_of,
     train_classifier,
 )
-from logitless.workbench.grade.method import Method, Task, gradient_variance
+from logitless.workbench.grade.method import Method, Outcome, Task, gradient_variance
 from logitless.workbench.grade.methods import Reinforce, method_of
 from logitless.workbench.grade.models import SoftReward
 from logitless.workbench.grade.run import run, show
@@ -398,6 +398,30 @@ def test_the_score_function_has_no_bias(small):
     mean = sum(share * found[r] for share, r in zip(p.tolist(), rewards.tolist(), strict=True))
     assert len({round(r, 6) for r in found}) == 4
     torch.testing.assert_close(mean, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
+
+
+def test_the_baseline_is_a_decayed_mean_of_what_was_gained_and_is_taken_off(small):
+    config = of(small, "baseline", method="reinforce", beta=0.5, baseline_decay=0.75)
+    model = micro_model(initializer_range=0.2).eval()
+    reward = SoftReward.of(AutoModelForSequenceClassification.from_pretrained(small.reward), 259, 1)
+    method = Reinforce(Task(config, model, model, reward, 259, 2))
+    batch = batch_of([[5, 6, 7]], torch.tensor([1]), 0, 12, model.device)
+
+    def slope() -> torch.Tensor:
+        model.zero_grad()
+        outcome = method.backward(batch, 1.0)
+        gain = outcome.rewards[0] - 0.5 * outcome.kls[0]
+        return model.model.norm.weight.grad / (gain - (method.baseline or 0.0))  # the log-probability's: KL has none
+
+    first = slope()
+    method.learn([Outcome([1.0, 3.0], [2.0, 0.0], 1.0), Outcome([2.0], [4.0], 1.0)])
+    assert method.baseline == pytest.approx((0.0 + 3.0 + 0.0) / 3)
+    torch.testing.assert_close(slope(), first)
+    method.learn([Outcome([5.0], [0.0], 1.0)])
+    assert method.baseline == pytest.approx(0.75 * 1.0 + 0.25 * 5.0)
+    again = Reinforce(method.task)
+    again.load(json.loads(json.dumps(method.state())))
+    assert again.baseline == method.baseline
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])
