@@ -5,6 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.logits import chunked_self_certainty, per_token_logps
+from tests.support.vocab.comparing import assert_near, assert_near_in_norm
 
 
 @pytest.mark.parametrize("offset", [0, 1_000, 10**8])
@@ -13,11 +14,17 @@ def test_an_offset_takes_no_digits(offset, backend):
     labels, names = torch.arange(12), ("logprob", "entropy", "sum_sq_prob")
     head = ll.LMHead(torch.cat([z.T, torch.full((700, 1), float(offset))], 1))
     hidden = torch.cat([torch.eye(12), torch.ones(12, 1)], 1).requires_grad_()
-    expected = z.double().log_softmax(-1)[labels, labels]
+    exact = z.double().requires_grad_()
+    logp = exact.log_softmax(-1)
+    expected = {"logprob": logp[labels, labels], "entropy": -(logp.exp() * logp).sum(-1)}
+    expected["sum_sq_prob"] = logp.exp().square().sum(-1)
     got = ll.token_stats(hidden, head, labels, want=names, memory_budget=30_000, backend=backend)
-    torch.testing.assert_close(got.logprob.double(), expected, rtol=1e-6, atol=1e-6)
     loss = ll.linear_cross_entropy(hidden, head, labels, reduction="none", backend=backend)
-    torch.testing.assert_close(-loss.double(), expected, rtol=1e-6, atol=1e-6)
+    for name, found in [*((name, getattr(got, name)) for name in names), ("logprob", -loss)]:
+        assert_near(found, expected[name], 1e-6, name)
+        (ours,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        (theirs,) = torch.autograd.grad(expected[name].sum(), exact, retain_graph=True)
+        assert_near_in_norm(ours[:, :12], theirs @ z.double().T, 2e-6, f"d {name}", floor=5e-6)
 
 
 @pytest.mark.parametrize("method", ["dense", "recompute"])
