@@ -67,6 +67,7 @@ def test_what_does_not_exist_is_read_nowhere(label, begun):
 
 def test_a_callers_rows_are_asked_for_once(begun):
     ops, asked = operands((N,), H, V, dtype=torch.float64), []
+    ops.labels[[0, 4]] = -100  # where a guess would be wrong
 
     def rows(tokens, entries):
         asked.append(tokens)
@@ -75,6 +76,7 @@ def test_a_callers_rows_are_asked_for_once(begun):
         )
 
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
+    assert begun == [N - 2]
     guessed = len(asked)
     calls.GUESSING = ()
     ll.token_stats(ops.hidden, ops.head, ops.labels, want=("kl",), reference=rows)
