@@ -79,25 +79,28 @@ def hard_tokens(ids: Tensor) -> SoftTokens:
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_the_reward_of_one_hot_tokens_is_the_classifiers_own(kind):
+@pytest.mark.parametrize(("labels", "label"), [(2, 0), (2, 1), (2, None), (1, 0), (1, None)])
+def test_the_reward_of_one_hot_tokens_is_the_classifiers_own(kind, labels, label):
+    """Its label's probability: without a label the second's, or that of the only one."""
     torch.manual_seed(0)
     if kind == "decoder":
-        model = Qwen3ForSequenceClassification(Qwen3Config(vocab_size=VOCAB, num_labels=2, **WIDTH))
+        model = Qwen3ForSequenceClassification(Qwen3Config(vocab_size=VOCAB, num_labels=labels, **WIDTH))
     else:
         model = BertForSequenceClassification(
             BertConfig(
                 vocab_size=VOCAB,
-                num_labels=2,
+                num_labels=labels,
                 **{k: v for k, v in WIDTH.items() if k not in ("num_key_value_heads", "head_dim")},
             )
         )
-    reward = SoftReward.of(randomised(model), VOCAB, 1)
+    reward = SoftReward.of(randomised(model), VOCAB, label)
     ids = torch.randint(8, VOCAB, (3, 6))
     lengths = torch.tensor([6, 4, 1])
     alive = torch.arange(6) < lengths[:, None]
     found = reward(hard_tokens(ids), alive)
     for i, length in enumerate(lengths.tolist()):
-        exact = model(input_ids=ids[i : i + 1, :length]).logits.softmax(-1)[0, 1]
+        logits = model(input_ids=ids[i : i + 1, :length]).logits[0]
+        exact = logits[0].sigmoid() if labels == 1 else logits.softmax(-1)[1 if label is None else label]
         torch.testing.assert_close(found[i], exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(reward.of_ids(ids, alive), found)
     assert not any(p.requires_grad for p in model.parameters())

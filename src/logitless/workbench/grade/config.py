@@ -42,8 +42,8 @@ class GradeConfig(RunOptions):
     reward_model: str | None = None
     """A sequence classifier of the same vocabulary, a local directory or hub id. Default: one that tells prose from
     code, trained first on files of the standard library that no prompt comes from."""
-    reward_label: int = 1
-    """The reward is the probability of this label of the classifier."""
+    reward_label: int | None = None
+    """The reward is the probability of this label of the classifier. Default: 1, or 0 where it has one label alone."""
     token_reward: str | None = None
     """In the place of a reward model, a rule: module:function, which gives a number for the text of one token. The
     reward is its mean over a continuation's tokens."""
@@ -116,7 +116,7 @@ class GradeConfig(RunOptions):
         require(self.variance_samples >= 0, "variance_samples", "0 or more", self.variance_samples)
         if self.token_reward is not None and self.reward_model is not None:
             raise OptionError("--token-reward stands in the place of --reward-model: give one of them")
-        require(self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
+        require(self.reward_label is None or self.reward_label >= 0, "reward_label", "0 or more", self.reward_label)
         if self.seeds > 1 and self.method != "all":
             raise OptionError(f"--seeds is of --method all, got it with --method {self.method}: give --seed, or all")
         return self

@@ -151,11 +151,14 @@ class SoftReward(Reward):
     label: int
 
     @classmethod
-    def of(cls, model: Any, vocab_size: int, label: int) -> SoftReward:
-        """Raises ConfigError for a label that the model does not have."""
+    def of(cls, model: Any, vocab_size: int, label: int | None) -> SoftReward:
+        """label: None for 1, or 0 of a model with one label. Raises ConfigError for one that the model does not have."""
         model.requires_grad_(False).eval()
-        if not 0 <= label < model.config.num_labels:
-            raise ConfigError(f"--reward-label {label}: the reward model has labels 0..{model.config.num_labels - 1}")
+        last = model.config.num_labels - 1
+        if label is None:
+            label = min(1, last)
+        if not 0 <= label <= last:
+            raise ConfigError(f"--reward-label {label}: the reward model has labels 0..{last}: give one of them")
         return cls(table_of(model, vocab_size), model, label)
 
     def of_rows(self, rows: Tensor, alive: Tensor) -> Tensor:
