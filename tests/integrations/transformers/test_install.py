@@ -369,7 +369,8 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = own(**batch).loss, ours(**batch).loss
     assert found.item() == pytest.approx(expected.item(), rel=2e-3)
-    found.backward()
+    exact, found = gradients(own, lambda: expected), gradients(ours, lambda: found)
+    assert_same_gradients(found, exact, rtol=0, floor=2**-5)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from logitless.algebra.costs import gemm_flop
 from logitless.errors import GradientError
 from logitless.vocab.head.low_rank import LowRank
 from tests.support.allocations import trace_allocations
-from tests.support.vocab.comparing import EVERYTHING, Operands, operands
+from tests.support.vocab.comparing import EVERYTHING, Operands, assert_near_in_norm, operands
 from tests.support.vocab.measuring import measure, not_interpreted
 
 N, H, V, R = 96, 48, 8192, 6
@@ -201,17 +201,21 @@ def test_checkpointing_draws_the_same_masks_again(what, reentrant):
 
 @pytest.mark.parametrize("what", ["cross_entropy", "token_stats", "token_loss"])
 def test_autocast_rounds_the_head_and_not_the_adapter(what):
-    module = Adapted(what)
+    module, (x, labels) = Adapted(what), batch()
+    module.body = nn.Identity()
+    leaves = [x.requires_grad_(), *trained(module)]
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = torch.tanh(module.body(batch()[0]))
-        loss = module(*batch())
-        grads = torch.autograd.grad(loss, trained(module))  # backward too may run under autocast
-    assert {loss.dtype, *(g.dtype for g in grads)} == {torch.float32}
-    rounded = Adapted(what)
+        loss = module(x, labels)
+        found = torch.autograd.grad(loss, leaves)  # backward too may run under autocast
+    assert {loss.dtype, *(g.dtype for g in found)} == {torch.float32}
+    rounded = Adapted(what).double()
     rounded.body = nn.Identity()
-    rounded.lm_head.weight.data = module.lm_head.weight.bfloat16().float()
-    x = torch.atanh(hidden.float().clamp(-0.999, 0.999)).detach()
-    torch.testing.assert_close(loss, rounded(x, batch()[1]), rtol=2e-4, atol=2e-4)
+    rounded.lm_head.weight.data = module.lm_head.weight.bfloat16().double()
+    y = torch.atanh(torch.tanh(x).bfloat16().double()).detach().requires_grad_()
+    expected = rounded(y, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=5e-7, atol=5e-7)
+    for grad, want in zip(found, torch.autograd.grad(expected, [y, *trained(rounded)]), strict=True):
+        assert_near_in_norm(grad, want, 2**-7)
 
 
 def test_second_derivatives_are_refused(backend):
