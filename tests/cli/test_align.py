@@ -11,6 +11,7 @@ from logitless.cli.main import main
 from logitless.errors import OptionError
 from logitless.workbench.align.config import AlignConfig
 from tests.support.workbench.micro import line_corpus, micro_model
+from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
 
 
@@ -22,7 +23,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         "--repetition-guard 0.5 --lora-rank 4 --memory-budget 1GiB --seed 5 --dtype bfloat16 --device cpu "
         "--report-to wandb --output-dir o --json j"
     )
-    assert parse(given.split()) == AlignConfig(
+    whole = AlignConfig(
         method="grpo",
         model="m",
         data="d",
@@ -49,7 +50,11 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         output_dir=Path("o"),
         json=Path("j"),
     )
-    assert parse(["--top-p", "0.9", "--min-p", "0.1"]) == AlignConfig(top_p=0.9, min_p=0.1)  # not with --exact-kl
+    cut = AlignConfig(top_p=0.9, min_p=0.1, order="vllm", self_certainty_weight=0.9)
+    assert parse(given.split()) == whole
+    apart = "--top-p 0.9 --min-p 0.1 --order vllm --self-certainty-weight 0.9"  # not with --exact-kl, nor of grpo
+    assert parse(apart.split()) == cut
+    assert at_default(whole, cut) == set()
 
 
 def test_the_command_line_overrides_a_file(tmp_path):

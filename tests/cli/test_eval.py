@@ -11,6 +11,7 @@ from logitless.cli.main import main
 from logitless.cli.options import parse
 from logitless.workbench.evaluation.config import EvalConfig
 from tests.support.workbench.micro import micro_directory, micro_model
+from tests.support.workbench.options import at_default
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line():
         bins=4,
     )
     assert parse(EvalConfig, prog="x", description=command.DESCRIPTION, arguments=given.split()) == expected
+    assert at_default(expected) == set()
 
 
 @pytest.mark.parametrize("words", ["eval", "score"])

@@ -1,6 +1,7 @@
 """`logitless score` from its command line: the summary, JSON, one line for bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from logitless.cli.main import main
 from logitless.cli.options import parse
 from logitless.workbench.scoring.config import ScoreConfig
 from tests.support.workbench.micro import micro_directory, micro_model
+from tests.support.workbench.options import at_default
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,12 @@ def corpus(tmp_path) -> Path:
 def test_every_option_of_the_dataclass_is_one_of_the_command_line():
     given = (
         "--model m --data d --out o --documents l --keep 3 --context-length 64 --stride 8 --bos yes --batch-tokens 9 "
-        "--memory-budget 1GiB --dtype bfloat16 --device cpu --json j"
+        "--memory-budget 1GiB --dtype bfloat16 --device cpu --json j --store hidden --hidden-dtype fp8"
     )
     expected = ScoreConfig("m", "d", 64, 8, "yes", 9, "1GiB", "bfloat16", "cpu", Path("j"), Path("o"), Path("l"), 3)
+    expected = replace(expected, store="hidden", hidden_dtype="fp8")
     assert parse(ScoreConfig, prog="x", description=score.DESCRIPTION, arguments=given.split()) == expected
+    assert at_default(expected) == set()
 
 
 def test_a_summary_for_people_and_for_machines(micro_scored, corpus, tmp_path, capsys, monkeypatch):

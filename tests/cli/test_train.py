@@ -13,6 +13,7 @@ from logitless.cli.train import parse
 from logitless.workbench.runs.ending import how_to_go_on
 from logitless.workbench.sft.config import TrainConfig
 from logitless.workbench.sft.summary import show
+from tests.support.workbench.options import at_default
 from tests.support.workbench.units import assert_one_unit
 
 
@@ -29,7 +30,7 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         "--tensor-parallel 1 --context-parallel 1 "
         "--seed 5 --dtype bfloat16 --device cpu --output-dir o --json j"
     )
-    assert parse(given.split()) == TrainConfig(
+    whole = TrainConfig(
         model="small",
         data="d",
         context_length=64,
@@ -53,6 +54,29 @@ def test_every_option_of_the_dataclass_is_one_of_the_command_line(tmp_path):
         output_dir=Path("o"),
         json=Path("j"),
     )
+    taught = (
+        "--teacher t --distill-tail tail-aware --distill-tail-weight 3 --distill-top-k 5 --distill-weight 0.5 "
+        "--distill-temperature 2 --teacher-ids i --loss-on all --report-to wandb"
+    )
+    student = TrainConfig(
+        teacher="t",
+        distill_tail="tail-aware",
+        distill_tail_weight=3.0,
+        distill_top_k=5,
+        distill_weight=0.5,
+        distill_temperature=2.0,
+        teacher_ids="i",
+        loss_on="all",
+        report_to="wandb",
+    )
+    others = {
+        "--teacher t --distill-loss reverse": TrainConfig(teacher="t", distill_loss="reverse"),
+        "--tensor-parallel 2 --context-parallel 2": TrainConfig(tensor_parallel=2, context_parallel=2),
+        "--loss-threshold 1GB": TrainConfig(loss_threshold="1GB"),
+    }
+    meant = {given: whole, taught: student, **others}
+    assert {words: parse(words.split()) for words in meant} == meant
+    assert at_default(*meant.values()) == set()
 
 
 def test_the_command_line_overrides_a_file(tmp_path):
