@@ -49,7 +49,7 @@ SLOW = [
 
 @pytest.mark.parametrize(("make", "log", "near"), [pytest.param(runs.grpo, "kl", 1e-6, id="grpo"), *SLOW])
 def test_an_adapter_on_the_head_of_every_trainer(untied, make, log, near):
-    """The reference is the adapter as it was at first: rewards and KL begin at 0, and leave it only through the head."""
+    """The reference is the adapter as it was at first: rewards and KL begin at 0, and leave it by the head alone."""
     model = adapted(untied)
     with adapted_head(model):
         trainer = make(untied, model, max_steps=2)

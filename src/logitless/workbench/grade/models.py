@@ -152,7 +152,7 @@ class SoftReward(Reward):
 
     @classmethod
     def of(cls, model: Any, vocab_size: int, label: int | None) -> SoftReward:
-        """label: None for 1, or 0 of a model with one label. Raises ConfigError for one that the model does not have."""
+        """label: None for 1, or 0 of a model with one. Raises ConfigError for a label that the model does not have."""
         model.requires_grad_(False).eval()
         last = model.config.num_labels - 1
         if label is None:
