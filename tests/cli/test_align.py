@@ -82,17 +82,6 @@ def test_a_method_of_a_file_may_be_anything(method, tmp_path, capsys):
     assert "--method must be one of intuitor, grpo" in capsys.readouterr().err
 
 
-def test_help_needs_no_torch():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\nfrom logitless.cli.main import main\n"
-        "try:\n    main(['align', '--help'])\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("options", "prepared"),
     [
