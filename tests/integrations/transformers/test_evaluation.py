@@ -84,6 +84,16 @@ def test_a_metric_of_ones_own_from_statistics(tmp_path):
     assert found["eval_shape"] == 1
 
 
+def test_a_metric_of_ones_own_keeps_its_name(tmp_path):
+    """Also `accuracy`, which is ours where nobody else gives one."""
+    made = built(tmp_path)
+    logitless.install(made)
+    made.compute_metrics = lambda seen: {"accuracy": 2.0}
+    found = made.evaluate()
+    assert found["eval_accuracy"] == 2
+    assert 0 < found["eval_top_5_accuracy"] < 1
+
+
 def test_batches_of_unlike_lengths(tmp_path):
     """A Trainer pads what it gathers with -100, which is no rank and no log-prob."""
     made = built(tmp_path, per_device_eval_batch_size=1)

@@ -73,7 +73,8 @@ class Evaluation:
         outer, self.sums = self.sums, [0.0] * 5  # one that evaluates within compute_metrics
         try:
             out = own(*given, metric_key_prefix=metric_key_prefix, **more)
-            out.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self.metrics().items()})
+            for name, value in self.metrics().items():
+                out.metrics.setdefault(f"{metric_key_prefix}_{name}", value)  # one of compute_metrics keeps its name
         finally:
             self.sums = outer
         return out
