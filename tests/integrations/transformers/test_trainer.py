@@ -99,6 +99,21 @@ def test_installed_before_the_trainer_and_resumed(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("config", [None, {"rope": False}, {"fused_linear_cross_entropy": True}], ids=str)
+def test_ligers_own_forward_is_refused(tmp_path, config):
+    """It comes over ours when training begins; its kernels of layers do not."""
+    made = trainer(tmp_path, TINY["qwen3-tied"].build(), use_liger_kernel=True, label_smoothing_factor=0.2)
+    made.args.liger_kernel_config = config
+    before = dict(vars(made)), dict(vars(made.model))
+    with pytest.raises(ConfigError, match=r"set liger_kernel_config=\{'fused_linear_cross_entropy': False\}") as caught:
+        logitless.install(made)
+    assert "\n" not in str(caught.value)
+    assert (dict(vars(made)), dict(vars(made.model))) == before
+    logitless.install(made, loss="dense")
+    made.args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    logitless.install(made)
+
+
 def test_a_trainer_of_trl_has_an_adapter_of_its_own():
     kind = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer", "model": None, "compute_loss": None})
     with pytest.raises(ConfigError, match=r"TRL's SFTTrainer: use logitless.integrations.trl.install"):

@@ -148,6 +148,14 @@ def gkd_of(place):
     return GKDTrainer(runs.micro(place), teacher_model=runs.micro(place), args=args, **runs.common(place, talk))
 
 
+@pytest.mark.parametrize("name", ["cpo", "orpo"])
+def test_ligers_own_forward_is_refused(place, name):
+    with pytest.raises(ConfigError, match=r"set liger_kernel_config=\{'fused_linear_cross_entropy': False\}"):
+        install(TRAINERS[name](place, use_liger_kernel=True))
+    install(TRAINERS[name](place, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False}))
+    install(gkd(place, use_liger_kernel=True))  # which leaves it out by itself
+
+
 def test_uninstall(place):
     trainer = orpo(place)
     before = dict(vars(trainer)), dict(vars(trainer.model))

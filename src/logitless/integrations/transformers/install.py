@@ -20,7 +20,7 @@ from .installed import Installed, Method, check_loss, forward_like, is_installed
 from .lm_head import SHARDED, STATE, VERIFIED, adapter_configs, causal_lm, evaluating, forward_with, output_head
 from .masked import check_masked, is_masked
 from .multi_token import NAME, MultiToken, attach, attached
-from .trainer import follow, give_back, is_trainer, smoother_of, take_over, trainers_of
+from .trainer import check_kernels, follow, give_back, is_trainer, smoother_of, take_over, trainers_of
 
 
 def install(
@@ -64,7 +64,7 @@ def install(
     measured = _has_metrics(metrics, model, loss)
     trainer, model = (model, model.model) if is_trainer(model) else (None, model)
     inner = causal_lm(model)
-    _check(model, inner)
+    _check(model, inner, trainer if loss != "dense" else None)
     state: Installed | None = inner.__dict__.get(STATE)
     smoothing, lent = _smoothing(label_smoothing, state, loss, trainer)
     _attach(inner, multi_token, loss, smoothing)
@@ -180,9 +180,11 @@ def _check_options(
         raise OptionError("label_smoothing: the dense loss is the model's own and has none, use loss='logitless'")
 
 
-def _check(wrapped: nn.Module, model: Any) -> None:
-    """ConfigError unless the model's loss is a cross-entropy of what its one output head returns."""
+def _check(wrapped: nn.Module, model: Any, trainer: Any) -> None:
+    """ConfigError unless the model's loss is a cross-entropy of what its one output head returns, and stays so."""
     _check_prompt(wrapped)
+    if trainer is not None:
+        check_kernels(trainer.args)
     name = type(model).__name__
     head: Any = output_head(model)
     if encodes(model.config):

@@ -82,6 +82,17 @@ def follow(trainer: Any, model: Any, install: Callable[[Any], None]) -> None:
     _put_into(trainer, "call_model_init", call_model_init)
 
 
+def check_kernels(arguments: Any) -> None:
+    """ConfigError where `train` lets Liger put a forward of its own into the model, over the one that is installed."""
+    if not getattr(arguments, "use_liger_kernel", False):
+        return
+    if (arguments.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise ConfigError(
+            "use_liger_kernel: expected kernels of layers alone, got Liger's loss too, whose forward replaces ours; "
+            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
+
+
 def smoother_of(trainer: Any) -> Any:
     """The label smoother of a Trainer, also where it is in our hands."""
     kept: Kept | None = None if trainer is None else trainer.__dict__.get(KEPT)

@@ -16,6 +16,7 @@ from ...models.positions import reach
 from ...vocab.face import LMHead, encodes, explain
 from ..transformers.evaluation import Evaluation
 from ..transformers.lm_head import causal_lm, output_head, replaced
+from ..transformers.trainer import check_kernels
 from .contract import FUSED_TRAINERS, ROLLOUT_TRAINERS, Settings, kind_of, only_own_loss, own_loss, require, settings_of
 from .distillation import distillation_loss, gkd_loss
 from .exact_kl import ExactKL
@@ -296,6 +297,7 @@ def _exact_kl(trainer: Any, kind: str) -> ExactKL:
 
 
 def _pairs(trainer: Any, kind: str, policy: Any, wanted: Wanted) -> Installed:
+    check_kernels(trainer.args)  # the trainers with a fused head see to it themselves
     fused = Fused(policy.forward, Settings(), wanted, pair_means=functools.partial(mean_logits, kind))
     forward = Change(policy, "forward", fused.method(policy), fused)
     return Installed([forward, Change(trainer, "concatenated_forward", pairs_forward(trainer, kind))])
