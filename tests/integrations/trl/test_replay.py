@@ -142,6 +142,21 @@ def test_metrics_say_how_far_the_trainer_is_from_the_sampler(trainer):
     assert found["sampling/k3"][-1] == pytest.approx(math.expm1(0.5) - 0.5, abs=1e-5)
 
 
+def test_the_least_and_the_largest_ratio_are_those_of_all_ranks(place, monkeypatch):
+    trainer = runs.grpo(place, beta=0.0, top_p=TOP_P)
+    install(trainer, replay=True, corrected=True)
+    gather = trainer.accelerator.gather
+    # two ranks, with ratios of 1 here and of 3 there
+    monkeypatch.setattr(
+        trainer.accelerator, "gather", lambda x: torch.cat([gather(x).flatten(), 3 * gather(x).flatten()])
+    )
+    rollouts(trainer)
+    found = {
+        name: trainer._metrics["train"][f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")
+    }
+    assert {name: x[-1] for name, x in found.items()} == pytest.approx({"min": 1, "mean": 2, "max": 3}, abs=1e-4)
+
+
 def test_tokens_of_which_nothing_is_known_are_refused(trainer):
     install(trainer, replay=True)
     batch = rollouts(trainer)

@@ -174,8 +174,8 @@ class Replay:
         )
         ratios = out[RATIO] if out[RATIO].shape[1] == 1 else out[RATIO][mask.bool()]
         ratios = ratios if ratios.numel() else ratios.new_zeros(1)  # of no token, as TRL has it
-        for name, value in (("min", ratios.min()), ("mean", ratios.mean()), ("max", ratios.max())):
-            self._metric(f"sampling/importance_sampling_ratio/{name}", value)
+        for name, over in (("min", torch.min), ("mean", torch.mean), ("max", torch.max)):
+            self._metric(f"sampling/importance_sampling_ratio/{name}", over(ratios), over)
 
     def _log(self, inputs: dict[str, Any]) -> None:
         mask = inputs["completion_mask"].bool()
@@ -184,9 +184,10 @@ class Replay:
         self._metric("sampling/k1", -gap.sum() / count)
         self._metric("sampling/k3", (torch.expm1(gap) - gap).sum() / count)
 
-    def _metric(self, name: str, value: Tensor) -> None:
+    def _metric(self, name: str, value: Tensor, over_ranks: Callable[[Tensor], Tensor] = torch.mean) -> None:
         mode = "train" if self.trainer.model.training else "eval"
-        self.trainer._metrics[mode][name].append(self.trainer.accelerator.gather(value.float()).mean().item())
+        of_ranks = self.trainer.accelerator.gather(value.float())
+        self.trainer._metrics[mode][name].append(over_ranks(of_ranks).item())
 
 
 def replayed_scores(
