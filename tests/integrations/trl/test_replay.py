@@ -275,6 +275,15 @@ def test_taken_back(trainer):
     assert replay.SETS not in rollouts(trainer)
 
 
+def gmpo(place):
+    """Whose loss reads no ratio."""
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    args = GMPOConfig(**runs.options(place, num_generations=4, max_completion_length=8))
+    return GMPOTrainer(str(place), reward_funcs=runs.vowels, args=args, **runs.common(place, runs.prompts()))
+
+
+@pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
@@ -299,6 +308,7 @@ def test_taken_back(trainer):
             "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False",
         ),
         (runs.rloo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got RLOOTrainer"),
+        (gmpo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got GMPOTrainer"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(place, made, options, message):

@@ -16,6 +16,7 @@ from ...sample import SampleRecord, SamplingMask
 from ...vocab.face import LMHead
 from ..transformers.generation import Recorder
 from ..transformers.lm_head import replaced
+from .contract import own_loss
 from .scores import IGNORED, Wanted, scores
 
 KEPT = 512  # entries of a token's set that a record holds where the trainer has no top_k
@@ -217,7 +218,7 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
             "replay: expected top_k, top_p and min_p alone, got suppress_tokens, as TRL sets them for a model with "
             "images; leave replay out"
         )
-    if corrected and not hasattr(trainer, "vllm_importance_sampling_mode"):
+    if corrected and not own_loss(trainer, "GRPOTrainer"):
         raise OptionError(f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}")
     if corrected and not trainer.vllm_importance_sampling_correction:
         raise OptionError(
