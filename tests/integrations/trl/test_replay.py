@@ -283,6 +283,18 @@ def gmpo(place):
     return GMPOTrainer(str(place), reward_funcs=runs.vowels, args=args, **runs.common(place, runs.prompts()))
 
 
+# options of generation that draw otherwise than by temperature, top_k, top_p and min_p
+UNLIKE = {
+    "do_sample": False,
+    "min_new_tokens": 2,
+    "bad_words_ids": [[7]],
+    "no_repeat_ngram_size": 2,
+    "sequence_bias": [[[7], -1.0]],
+    "typical_p": 0.9,
+    "num_beams": 2,
+}
+
+
 @pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
 @pytest.mark.parametrize(
     ("made", "options", "message"),
@@ -291,11 +303,11 @@ def gmpo(place):
         (runs.grpo, {"exact_kl": True}, "replay: exact_kl is of the whole row"),
         (runs.grpo, {"top_k": 3}, "replay: top_k is of the whole row"),
         (runs.grpo, {"order": "vlm"}, "order: expected .*, got 'vlm'"),
-        (partial(runs.grpo, repetition_penalty=1.2), {}, "got a repetition_penalty, which moves logits"),
+        (partial(runs.grpo, repetition_penalty=1.2), {}, "got repetition_penalty=1.2; leave one of the two out"),
         (
             partial(runs.grpo, generation_kwargs={"repetition_penalty": 1.2}),
             {},
-            "got a repetition_penalty, which moves logits",
+            "got repetition_penalty=1.2; leave one of the two out",
         ),
         (
             partial(runs.rloo, generation_kwargs={"suppress_tokens": [7]}),
@@ -309,6 +321,15 @@ def gmpo(place):
         ),
         (runs.rloo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got RLOOTrainer"),
         (gmpo, {"corrected": True}, "corrected: expected GRPO's importance ratio in the loss, got GMPOTrainer"),
+        (
+            partial(runs.grpo, temperature=1.0, generation_kwargs={"temperature": 0.7}),
+            {},
+            "replay: expected completions sampled at the temperature of 1.0 that scores them, got 0.7",
+        ),
+        *(
+            (partial(runs.grpo, generation_kwargs={name: value}), {}, f"replay: expected .*, got {name}=")
+            for name, value in UNLIKE.items()
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(place, made, options, message):

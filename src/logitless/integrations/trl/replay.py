@@ -20,6 +20,14 @@ from .contract import own_loss
 from .scores import IGNORED, Wanted, scores
 
 KEPT = 512  # entries of a token's set that a record holds where the trainer has no top_k
+# options of generation that draw otherwise than by top_k, top_p and min_p, but at the value beside them
+UNLIKE: dict[str, Any] = {
+    "num_beams": 1,
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "min_length")),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "min_new_tokens", "top_h")),
+    **dict.fromkeys(("no_repeat_ngram_size", "penalty_alpha", "sequence_bias", "watermarking_config")),
+}
 SETS, SAMPLED, RATIO = "sampled_from", "sampling_per_token_logps", "importance_sampling_ratio"
 
 
@@ -210,20 +218,37 @@ def check_replayable(trainer: Any, corrected: bool) -> None:
     for name in ("tools", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(f"replay: expected completions that the policy sampled alone, got {name}; leave one out")
-    asked = trainer.generation_config
-    if asked.repetition_penalty not in (None, 1.0):
-        raise ConfigError("replay: expected top_k, top_p and min_p alone, got a repetition_penalty, which moves logits")
-    if asked.suppress_tokens:
-        raise ConfigError(
-            "replay: expected top_k, top_p and min_p alone, got suppress_tokens, as TRL sets them for a model with "
-            "images; leave replay out"
-        )
+    _check_sampling(trainer.generation_config, trainer.temperature)
     if corrected and not own_loss(trainer, "GRPOTrainer"):
         raise OptionError(f"corrected: expected GRPO's importance ratio in the loss, got {type(trainer).__name__}")
     if corrected and not trainer.vllm_importance_sampling_correction:
         raise OptionError(
             "corrected: expected GRPO's importance ratio in the loss, got vllm_importance_sampling_correction=False, "
             "which leaves it out; leave one of them out"
+        )
+
+
+def _check_sampling(asked: Any, temperature: float) -> None:
+    """Raises ConfigError where generation draws otherwise than by rules that are recorded, or than is scored."""
+    if asked.suppress_tokens:
+        raise ConfigError(
+            "replay: expected top_k, top_p and min_p alone, got suppress_tokens, as TRL sets them for a model with "
+            "images; leave replay out"
+        )
+    for name, plain in UNLIKE.items():
+        value = getattr(asked, name, None)
+        if value and value != plain:
+            raise ConfigError(
+                f"replay: expected top_k, top_p and min_p alone, got {name}={value!r}; leave one of the two out"
+            )
+    if not asked.do_sample:
+        raise ConfigError(
+            f"replay: expected completions that are sampled, got do_sample={asked.do_sample}; leave it out"
+        )
+    if asked.temperature != temperature:
+        raise ConfigError(
+            f"replay: expected completions sampled at the temperature of {temperature} that scores them, got "
+            f"{asked.temperature} in generation_kwargs; set the trainer's temperature instead"
         )
 
 
