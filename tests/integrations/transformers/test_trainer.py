@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import logitless
-from logitless.errors import ConfigError
+from logitless.errors import ConfigError, OptionError
 from tests.support.allocations import largest_allocation
 from tests.support.integrations.tiny import TINY, assert_same_gradients, gradients
 
@@ -175,6 +175,20 @@ def test_smoothing_survives_changes_of_options(tmp_path):
     logitless.install(made, loss="dense")
     assert made.label_smoother is not None
     assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_smoothings_are_refused(tmp_path):
+    made = trainer(tmp_path, TINY["qwen3-tied"].build(), label_smoothing_factor=0.2)
+    before = dict(vars(made)), dict(vars(made.model))
+    for other in (0.0, 0.1):
+        with pytest.raises(
+            OptionError, match=f"label_smoothing: expected the Trainer's own, 0.2, got {other}; leave it"
+        ):
+            logitless.install(made, label_smoothing=other)
+    assert (dict(vars(made)), dict(vars(made.model))) == before
+    logitless.install(made, label_smoothing=0.2)
+    with pytest.raises(OptionError, match=r"label_smoothing: expected the Trainer's own, 0.2, got 0.1"):
+        logitless.install(made, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

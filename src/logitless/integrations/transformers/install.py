@@ -79,6 +79,11 @@ def _smoothing(given: float | None, state: Installed | None, loss: str, trainer:
     """The label smoothing, and whether it is a Trainer's: its own, else what is given, else what it was."""
     smoother = None if loss == "dense" else smoother_of(trainer)
     if smoother is not None:
+        if given not in (None, smoother.epsilon):
+            raise OptionError(
+                f"label_smoothing: expected the Trainer's own, {smoother.epsilon}, got {given}; leave it to "
+                "label_smoothing_factor"
+            )
         return float(smoother.epsilon), True
     if given is not None or state is None or loss == "dense":
         return float(given or 0.0), False
