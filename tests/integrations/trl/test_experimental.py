@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import ConfigError, OptionError
@@ -154,6 +155,36 @@ def test_ligers_own_forward_is_refused(place, name):
         install(TRAINERS[name](place, use_liger_kernel=True))
     install(TRAINERS[name](place, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False}))
     install(gkd(place, use_liger_kernel=True))  # which leaves it out by itself
+
+
+class Logits(TorchDispatchMode):
+    """Whether both operands of each product that makes logits are numbers of bf16, however they are multiplied."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        self.entries, self.rounded = entries, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "mm" and args[1].shape[1] == self.entries:
+            self.rounded.append(all(torch.equal(x, x.bfloat16().to(x.dtype)) for x in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo", "gkd"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_heads_are_multiplied_in_the_trainers_precision(place, name, prepared):
+    """Also where accelerate has prepared the model before us."""
+    trainer = TRAINERS[name](place, bf16=True, max_steps=1)
+    if prepared:
+        trainer.train()
+    install(trainer)
+    if not prepared:
+        trainer.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    with Logits(trainer.model.config.vocab_size) as made:
+        trainer.compute_loss(trainer.model, batch)
+    assert len(made.rounded) > 1
+    assert all(made.rounded)
 
 
 def test_uninstall(place):

@@ -109,7 +109,8 @@ def gkd_loss(trainer: Any, memory_budget: int | None) -> Callable[..., Any]:
             def compute(head: LMHead, hidden: Tensor, mask: Tensor) -> Tensor:
                 return divergence(head, hidden, mask, teacher, trainer.beta, memory_budget=memory_budget)[0]
 
-            return through_head(own, compute, hidden[:, :-1], mask)
+            with trainer.accelerator.autocast():  # that of the models' forwards ended with them
+                return through_head(own, compute, hidden[:, :-1], mask)
 
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return forward_with(model, batch, end) / count

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,9 +254,12 @@ def _fused_forward(
     settings = settings_of(model.forward)
     names = tuple(dict.fromkeys(("logprob", *(STATISTIC_OF[name] for name in settings.outputs), *asked.statistics)))
     wanted = Wanted(names, settings.temperature, asked.top_k, asked.memory_budget, only_logprob, equal_weights)
-    # a model that accelerate has prepared runs its forward in autocast: what comes to lie outside does the same
-    autocast = trainer.accelerator.autocast if "_original_forward" in vars(model) else nullcontext
-    return Fused(model.forward, settings, wanted, autocast)
+    return Fused(model.forward, settings, wanted, _autocast(trainer, model))
+
+
+def _autocast(trainer: Any, model: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """A model that accelerate has prepared runs its forward in autocast: what comes to lie outside does the same."""
+    return trainer.accelerator.autocast if "_original_forward" in vars(model) else nullcontext
 
 
 def _gradients(trainer: Any, kind: str) -> tuple[bool, bool]:
@@ -298,7 +301,9 @@ def _exact_kl(trainer: Any, kind: str) -> ExactKL:
 
 def _pairs(trainer: Any, kind: str, policy: Any, wanted: Wanted) -> Installed:
     check_kernels(trainer.args)  # the trainers with a fused head see to it themselves
-    fused = Fused(policy.forward, Settings(), wanted, pair_means=functools.partial(mean_logits, kind))
+    fused = Fused(
+        policy.forward, Settings(), wanted, _autocast(trainer, policy), pair_means=functools.partial(mean_logits, kind)
+    )
     forward = Change(policy, "forward", fused.method(policy), fused)
     return Installed([forward, Change(trainer, "concatenated_forward", pairs_forward(trainer, kind))])
 
