@@ -1,6 +1,7 @@
 """Metrics of a Trainer's evaluation from statistics, against the logits that it would gather."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from accelerate.utils.operations import get_data_structure, get_shape, listify
 from transformers import Trainer
 
 import logitless
-from logitless.errors import ConfigError, OptionError
+from logitless.errors import ConfigError, LabelError, OptionError
 from logitless.integrations.transformers.evaluation import Predictions
+from logitless.integrations.transformers.lm_head import STATE
+from logitless.integrations.transformers.multi_token import MedusaHeads
 from tests.integrations.transformers.test_trainer import VOCAB, data, trainer
 from tests.support.allocations import largest_allocation
 from tests.support.integrations.tiny import TINY
@@ -116,6 +119,28 @@ def test_what_accelerate_says_of_predictions():
     assert get_shape(kept) == get_shape(given)
     assert listify(kept) == {"rank": [[1, 0]], "logprob": [[-0.5, 0.0]]}
     assert get_data_structure(kept) == get_data_structure(given)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["trainer", "model"])
+@pytest.mark.parametrize("how", ["causal", "smoothed", "multi-token", "uncounted", "of axolotl"])
+def test_a_batch_without_a_token_that_counts_is_none_of_an_evaluation(tmp_path, how, whole):
+    """transformers' loss of it is NaN, which a Trainer leaves out; our own is an error in training alone."""
+    smoothing = 0.2 if how == "smoothed" and whole else 0.0
+    made = built(tmp_path, per_device_eval_batch_size=2, label_smoothing_factor=smoothing)
+    made.model_accepts_loss_kwargs = how != "uncounted"  # as of Gemma 3 with images
+    more = {"multi_token": MedusaHeads(made.model, 1)} if how == "multi-token" else {}
+    logitless.install(made if whole else made.model, **more)
+    if how == "of axolotl":
+        made.model.__dict__[STATE].empty = math.nan
+    rows = made.eval_dataset
+    expected = made.evaluate(rows)
+    empty = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in rows[:2]]
+    found = made.evaluate([*rows, *empty])
+    same = ("eval_loss", *(f"eval_{name}" for name in NAMES if whole))
+    assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, rel=1e-5)
+    batch = {name: torch.stack([row[name] for row in empty]) for name in empty[0]}
+    with pytest.raises(LabelError) if how != "of axolotl" else nullcontext():
+        made.model(**batch)
 
 
 WANTING_LOGITS = {

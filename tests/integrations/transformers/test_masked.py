@@ -139,6 +139,9 @@ def test_a_part_without_labelled_tokens():
     loss.backward()
     assert loss.item() == 0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():  # an evaluation goes on, with the loss of transformers'
+        assert all(model(**batch, **given).loss.isnan() for given in ({}, {"num_items_in_batch": 0}))
+        assert model(**batch, num_items_in_batch=7).loss == 0
 
 
 def test_auto_is_dense_where_the_logits_fit():

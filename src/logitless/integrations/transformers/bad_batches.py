@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,29 @@ class Watch:
 def check_counts(targets: Tensor, ignore_index: int, items: Tensor | float | None) -> None:
     """LabelError where no token of the whole batch counts: `items` of all its parts, or this part where that is None.
 
-    A part without a token is right where others have some: gradient accumulation, other ranks. The pass reads on the
-    host which labels count, so that this waits for nothing more.
+    Only where gradients are asked for: an evaluation goes on, with what `or_empty` gives. A part without a token is
+    right where others have some: gradient accumulation, other ranks. The pass reads on the host which labels count, so
+    that this waits for nothing more.
     """
-    if torch.compiler.is_compiling() or bool((targets != ignore_index).any()):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or bool((targets != ignore_index).any()):
         return
     if items is None or float(items) == 0:
         raise LabelError(
             f"labels: expected a token that counts, got {targets.numel()} targets of {ignore_index}; drop the batch, "
             "or pass num_items_in_batch, as Trainer does, if it is a part of a larger one"
         )
+
+
+def or_empty(
+    loss: Tensor, targets: Tensor, ignore_index: int, items: Tensor | float | None, empty: float | None
+) -> Tensor:
+    """The loss, or `empty` where no token of the whole batch counts; None: NaN in an evaluation, as transformers' is.
+
+    Trainer leaves that out of its eval_loss.
+    """
+    if empty is None and torch.is_grad_enabled():
+        return loss
+    counts = (targets != ignore_index).any().to(loss.device)
+    if items is not None:
+        counts = counts | (torch.as_tensor(items, device=loss.device) != 0).any()
+    return torch.where(counts, loss, math.nan if empty is None else empty)

@@ -44,7 +44,7 @@ def install(
     on and its loss function streams them. Calls without labels, with logits_to_keep, and `generate` are as before.
     With labels, `use_cache` is off unless given: a cache makes transformers forget the mask of packed documents.
     A part of a batch without a token that counts has loss 0 with a live graph. A batch without one is a LabelError,
-    hidden states with NaN are a NotFiniteError (on a GPU at the next call, so that this one need not wait).
+    without gradients NaN; hidden states with NaN are a NotFiniteError (on a GPU at the next call, without a wait).
     Of a masked language model (BERT, ModernBERT, XLM-R, ...) only labelled tokens meet the head's matrix.
     model: a causal, masked or vision-language transformers model, also wrapped by PEFT, DDP, FSDP or torch.compile, or
     a transformers Trainer, whose label smoothing is then logitless too. loss: "logitless", "dense", or "auto": dense

@@ -16,7 +16,7 @@ from ...algebra.costs import logits_bytes
 from ...errors import ConfigError, DtypeError
 from ...multi_token import multi_token_cross_entropy
 from ...vocab.face import LMHead, default_budget, linear_cross_entropy
-from .bad_batches import Watch, check_counts
+from .bad_batches import Watch, check_counts, or_empty
 from .lm_head import (
     STATE,
     HiddenCapture,
@@ -182,7 +182,8 @@ def _masked(model: Any, state: Installed, dense: Callable[..., Any], given: dict
     full = dense(**given, return_dict=True)
     check_counts(targets, IGNORED, items)
     mean = state.mean and not state.smoothing  # Trainer's label smoother does divide by what it counted
-    full["loss"] = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
+    loss = _loss(model, state, seen, full.logits, targets, IGNORED, items, mean)
+    full["loss"] = or_empty(loss, targets, IGNORED, items, state.empty)
     return full
 
 
@@ -202,17 +203,17 @@ def _causal_loss(
     """transformers' ForCausalLMLoss of the hidden states that were captured at the head."""
     seen.gave_loss = True
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-    if shift_labels is None and state.empty is None:  # shifted before: so that sequences could be cut
+    part = shift_labels is not None  # shifted before: so that sequences could be cut
+    if not part and state.empty is None:
         check_counts(targets, ignore_index, num_items_in_batch)
     further = attached(model)
     if further is None:
         loss = _loss(model, state, seen, logits, targets, ignore_index, num_items_in_batch)
-        if state.empty is None or num_items_in_batch is not None:
-            return loss
-        return torch.where((targets != ignore_index).any().to(loss.device), loss, state.empty)
-    first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
-    options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
-    return _with_further(model, state, seen, logits, further, text_of(given), targets, labels, first, options)
+    else:
+        first, labels = (1, labels) if shift_labels is None else (0, shift_labels)
+        options = {"ignore_index": ignore_index, "denominator": _denominator(num_items_in_batch)}
+        loss = _with_further(model, state, seen, logits, further, text_of(given), targets, labels, first, options)
+    return loss if part else or_empty(loss, targets, ignore_index, num_items_in_batch, state.empty)
 
 
 def _with_further(
