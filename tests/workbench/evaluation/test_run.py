@@ -351,6 +351,21 @@ def test_documents_are_not_written_over(micro, tmp_path):
     options(micro, tmp_path, tmp_path / "texts").check()
 
 
+@pytest.mark.parametrize(("data", "out"), [("corpus", "."), ("corpus/texts", "corpus"), ("corpus", "corpus")])
+def test_the_folder_may_be_the_texts_own_or_above_it(micro, tmp_path, monkeypatch, data, out):
+    """No document was found there; what an unfinished run has written is none of its documents."""
+    monkeypatch.chdir(tmp_path)
+    Path(data).mkdir(parents=True)
+    Path(data, "a.txt").write_text("abc")
+    given = options(micro, Path(data), Path(out))
+    with monkeypatch.context() as stopped:
+        stopped.setattr("logitless.workbench.scoring.summary.write_json", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(replace(given, json=Path(out, "e.json")))
+    assert run(given)["documents"] == 1
+    assert json.loads(Path(out, "documents.jsonl").read_text())["name"] == f"{data}/a.txt"
+
+
 def test_texts_of_one_token_have_nothing_to_evaluate(micro, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=r"no token to score in 2 documents; .*a.jsonl:2: empty"):

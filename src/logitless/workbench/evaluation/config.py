@@ -58,8 +58,7 @@ class EvalConfig(TextOptions):
         if self.against == "":
             raise OptionError("--against must be a name or a path, got nothing")
         check_no_folder(self.json, self.folder)
-        outputs = {"out": tuple(self.folder / name for name in FILES), "json": self.json}
-        self.check_files(self.folder, (*FILES, "*.parts"), outputs, against=self.against)
+        self.check_files(self.folder, (*FILES, "*.parts"), self.outputs(), against=self.against)
         return self
 
     def _check_tasks(self) -> None:
@@ -87,8 +86,8 @@ class EvalConfig(TextOptions):
     def place(self) -> Path:
         return self.folder / (SUMMARY if self.tasks else TOKENS)
 
-    def outputs(self) -> dict[str, Path | None]:
-        return {"out": self.folder, "json": self.json}
+    def outputs(self) -> dict[str, Any]:
+        return {"out": tuple(self.folder / name for name in FILES), "json": self.json}
 
     def deciding(self) -> dict[str, Any]:
         decided = super().deciding()

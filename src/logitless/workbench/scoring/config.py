@@ -93,13 +93,13 @@ class TextOptions:
         """The parquet file to write, a row per token."""
         raise NotImplementedError
 
-    def outputs(self) -> dict[str, Path | None]:
-        """The files and folders that are written, by the names of their options."""
+    def outputs(self) -> dict[str, Any]:
+        """The files that are written, one, several or None, by the names of their options."""
         raise NotImplementedError
 
     def written(self) -> list[Path]:
-        """The files that are written, those in folders too; standard output is none."""
-        return [path for path in (self.place, *self.outputs().values()) if path is not None and str(path) != "-"]
+        """The files that are written; standard output is none."""
+        return [path for _, path in each_path(self.outputs()) if str(path) != "-"]
 
     def deciding(self) -> dict[str, Any]:
         """The options that decide what the rows hold: an unfinished run goes on with the same ones only."""
@@ -140,7 +140,7 @@ class ScoreConfig(TextOptions):
         """Where the head of hidden states goes."""
         return self.place.with_name(f"{self.place.name.removesuffix('.parquet')}.head.safetensors")
 
-    def outputs(self) -> dict[str, Path | None]:
+    def outputs(self) -> dict[str, Any]:
         head = {"out's head": self.head_place} if self.store == "hidden" else {}
         return {"out": self.place, "documents": self.documents, "json": self.json, **head}
 

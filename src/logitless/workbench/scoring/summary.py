@@ -74,7 +74,7 @@ def finished(config: TextOptions, parts: Parts, summary: dict[str, Any]) -> dict
     if config.json is not None and str(config.json) != "-":
         remove_leftovers(config.json)
         write_json(config.json, summary)
-    with stoppable(lambda: f"the run has ended, and all of it is in {config.outputs()['out']}"):
+    with stoppable(lambda: f"the run has ended, and all of it is in {summary['out']}"):
         parts.remove()
     return summary
 
