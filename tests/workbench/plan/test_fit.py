@@ -170,6 +170,27 @@ def test_reasons_tell_sizes_apart(needed, allowed, said):
     assert beyond(needed, allowed, "GiB", "loss") == said
 
 
+@pytest.mark.parametrize(
+    ("size", "said", "quarter"),
+    [
+        (4 << 30, "4096MiB", "1024MiB"),
+        (8 * 10**9, "8000MB", "2000MB"),
+        (7_999_900_000, "7999900kB", "1999975kB"),
+        (7_999_999_999, "7999999999", "1999999999"),
+    ],
+)
+def test_a_budget_is_said_to_the_byte(size, said, quarter):
+    """It was cut to whole MiB, and called as it was asked for."""
+    long = replace(SMALL_GPU, batch_size=1, response_length=2**15, lora_rank=16, gradient_checkpointing=True)
+    found = []
+    for gib in (8, 12, 24):
+        fits = fit(replace(long, memory_budget=size, gpu_bytes=gib * GIB))["conservative"]
+        found += [row for row in (fits.reasons if fits else ()) if row[0] == "memory-budget"]
+    assert ("memory-budget", said, "as asked") in found
+    (why,) = (why for _, value, why in found if value == quarter)
+    assert why.startswith(f"{said} would need ")
+
+
 def test_rollouts_are_split_when_their_cache_is_too_large():
     wish = replace(INTUITOR, batch_size=512, gpu_bytes=48 * GIB)
     result = fit(wish)["conservative"]

@@ -135,7 +135,7 @@ def _own(command: str, model: str | None, setting: Setting, parts: list[str], *s
         words.append("--gradient-checkpointing")
     if setting.lora_rank:
         words.append(f"--lora-rank {setting.lora_rank}")
-    words.append(f"--memory-budget {_size(setting.memory_budget)} --dtype bfloat16")
+    words.append(f"--memory-budget {to_the_byte(setting.memory_budget)} --dtype bfloat16")
     return " ".join(words)
 
 
@@ -152,8 +152,12 @@ def _surplus(setting: Setting) -> int:
     return made - setting.batch_size * setting.responses_per_prompt
 
 
-def _size(count: int) -> str:
-    return f"{count >> 20}MiB" if count % (1 << 20) == 0 else str(count)
+def to_the_byte(count: int) -> str:
+    """A size as --memory-budget takes it, without rounding."""
+    for name, size in (("MiB", 1 << 20), ("MB", 10**6), ("kB", 10**3)):
+        if count % size == 0:
+            return f"{count // size}{name}"
+    return str(count)
 
 
 def trl(setting: Setting) -> str | None:

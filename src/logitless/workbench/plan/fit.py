@@ -8,6 +8,7 @@ from itertools import product
 
 from ...units import format_bytes, one_unit, plural
 from .algorithms import ROLLOUT
+from .commands import to_the_byte
 from .plan import Plan, plan
 from .setting import Setting, ceil_div
 
@@ -220,6 +221,6 @@ def _row_reasons(found: Setting, wish: Setting, unless: Callable[..., str]) -> I
             more = _above(found.rollout_batch, mine)
             why = f"{more} {unless(rollout_batch=more)}"
         yield "rollout-batch", str(found.rollout_sequences), why
-    budget = found.memory_budget >> 20
-    smaller = f"{wish.memory_budget >> 20} MiB {unless(memory_budget=wish.memory_budget)}"
-    yield "memory-budget", f"{budget}MiB", "as asked" if found.memory_budget == wish.memory_budget else smaller
+    smaller = f"{to_the_byte(wish.memory_budget)} {unless(memory_budget=wish.memory_budget)}"
+    budget = to_the_byte(found.memory_budget)
+    yield "memory-budget", budget, "as asked" if found.memory_budget == wish.memory_budget else smaller
