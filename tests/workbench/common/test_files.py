@@ -219,12 +219,12 @@ OUTPUTS = {
     "sample": ["--json", "--html", "--parquet"],
 }
 INPUTS = {
-    "train": "--data",
-    "align": "--data",
-    "score": "--data",
-    "eval": "--data",
-    "sample": "--prompt-file",
-    "plan": "--model",
+    "train": ("--data", "--teacher-ids"),
+    "align": ("--data",),
+    "score": ("--data",),
+    "eval": ("--data",),
+    "sample": ("--prompt-file",),
+    "plan": ("--model",),
 }
 
 
@@ -276,8 +276,8 @@ def test_no_command_begins_what_it_could_not_write(command, tmp_path, capsys):
     calls += [
         [*needed, first, same, other, same] for first in OUTPUTS[command] for other in OUTPUTS[command] if first < other
     ]
-    if command in INPUTS:
-        both = [INPUTS[command], str(tmp_path / "input")]
+    for read in INPUTS.get(command, ()):
+        both = [read, str(tmp_path / "input")]
         calls += [[*both, option, str(tmp_path / "input")] for option in OUTPUTS[command]]
     for call in calls:
         assert main([command, *call]) == 2, call

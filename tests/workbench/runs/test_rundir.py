@@ -149,7 +149,7 @@ def test_json_is_no_folder_that_the_run_writes_into():
 
 
 @pytest.mark.parametrize("place", ["run", "link"])
-@pytest.mark.parametrize("option", ["model", "data", "teacher"])
+@pytest.mark.parametrize("option", ["model", "data", "teacher", "teacher_ids"])
 def test_inputs_are_never_among_what_is_replaced(option, place):
     """Nor where a killed run has left its lock, so that what lies there might be its own."""
     Path("run").mkdir()
@@ -157,8 +157,9 @@ def test_inputs_are_never_among_what_is_replaced(option, place):
     Path("run/model").symlink_to("../elsewhere")
     Path("link").symlink_to("run")
     Path("elsewhere").mkdir()
+    given = option.replace("_", "-")
     for path in ("run/model", "elsewhere", "run/model/part", "run/tokens.npz"):
-        with pytest.raises(OptionError, match=rf"--{option} {path} is among what the run itself writes into {place}"):
+        with pytest.raises(OptionError, match=rf"--{given} {path} is among what the run itself writes into {place}"):
             claim(TrainConfig(output_dir=Path(place), **{option: path}), "any")
 
 

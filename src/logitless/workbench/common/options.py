@@ -216,7 +216,8 @@ class RunOptions:
 
     def inputs(self) -> dict[str, Any]:
         """The paths that are read, by the names of their options; None where they are not given."""
-        return {name: getattr(self, name, None) for name in ("model", "reward_model", "data", "teacher", "config")}
+        names = ("model", "reward_model", "data", "teacher", "teacher_ids", "config")
+        return {name: getattr(self, name, None) for name in names}
 
     @property
     def memory_budget_bytes(self) -> int:
