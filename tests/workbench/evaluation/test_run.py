@@ -394,6 +394,15 @@ def test_the_page_counts_documents_with_a_score_and_shows_any_perplexity(micro, 
     assert not re.search(r"\d{1,3}(,\d{3}){4}", shown)
 
 
+@pytest.mark.parametrize(("ratio", "said"), [(3.2e-7, "3.2e-07"), (0.99996, "0.99996"), (1.0000314, "1.00003")])
+def test_the_page_says_the_ratio_as_the_table_does(evaluated, ratio, said):
+    """Its tile had four decimals: 0.0000 of a small one, and 1.0000 of one that the table tells from 1."""
+    summary, *_ = evaluated
+    shown = page({**summary, "compared": {**summary["compared"], "perplexity_ratio": ratio}})
+    assert f'ratio of perplexities</p><p class="number">{said}<' in shown
+    assert f"ours is {said} times that" in shown
+
+
 if __name__ == "__main__":
     import sys
 

@@ -14,7 +14,7 @@ from ..common.files import remove_leftovers, strict_json, write_text
 from ..scoring.summary import legible, measured_rows
 from .charts import Axis, Chart
 from .config import SUMMARY, EvalConfig
-from .report import metric_value, metrics_of, rows_of_tasks, scored_documents, table_rows
+from .report import metric_value, metrics_of, ratio_value, rows_of_tasks, scored_documents, table_rows
 
 ASSETS = Path(__file__).with_name("assets")
 ROOM = 1.08  # of an axis above the highest number
@@ -91,7 +91,7 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if "compared" in summary:
         found = summary["compared"]
-        ratio, theirs = metric_value(found["perplexity_ratio"]), legible(found["perplexity"])
+        ratio, theirs = ratio_value(found["perplexity_ratio"]), legible(found["perplexity"])
         tiles += [
             ("KL", f"{found['kl']:.4g}", "nats per token, from the model to the other"),
             ("same best entry", f"{found['agreement']:.2%}", "of tokens"),

@@ -107,7 +107,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _compared_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     compared, spread = summary["compared"], summary["divergences"]
-    ratio = f"{legible(compared['perplexity'])}, ours is {compared['perplexity_ratio']:.6g} times that"
+    ratio = f"{legible(compared['perplexity'])}, ours is {ratio_value(compared['perplexity_ratio'])} times that"
     rows = [(f"against {summary['options']['against']}", f"perplexity {ratio}")]
     for name, title in zip(DIVERGENCES, ("KL", "reverse KL", "JSD"), strict=True):
         middle, most = spread[name]["0.99"], spread[name]["1"]
@@ -148,6 +148,11 @@ def metrics_of(found: dict[str, Any]) -> Iterator[tuple[str, float, float | None
 def metric_value(value: float) -> str:
     """A metric's value, a perplexity of any size too."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def ratio_value(ratio: float) -> str:
+    """A ratio of perplexities, with digits that tell one near 1 from 1."""
+    return f"{ratio:.6g}"
 
 
 def _table_of_tasks(tasks: dict[str, Any]) -> Table:
