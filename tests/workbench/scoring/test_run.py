@@ -370,6 +370,18 @@ def test_nothing_to_score(micro, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "folder"]
 
 
+def test_nothing_to_score_leaves_what_documents_names_as_it_was(micro, tmp_path):
+    """A file of another run was replaced and then removed, and so was a device."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "old.jsonl").write_text("old")
+    (tmp_path / "device").symlink_to("/dev/null")  # which is not removed, as no link to it is
+    for name in ("old.jsonl", "device"):
+        with pytest.raises(DataError, match="no token to score"):
+            run(config(micro, tmp_path / "a.jsonl", tmp_path / "a.parquet", documents=tmp_path / name))
+    assert (tmp_path / "old.jsonl").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "device", "old.jsonl"]
+
+
 def test_a_run_that_is_refused_leaves_nothing(micro, tmp_path):
     """Not even what another model, which it would then have to agree with, is held against."""
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')

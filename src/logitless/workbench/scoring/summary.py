@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -111,21 +112,20 @@ def merged(
     if count == 0:
         parts.remove()
         raise DataError(f"--data {config.data}: no document in it; expected text, .jsonl or .parquet")
+
+    def merge(lines: Path | None = None) -> None:
+        with nullcontext() if lines is None else lines.open("w", encoding="utf-8") as sums.lines:
+            parts.merge(count, metadata, sums)
+        if not sums.total["scored"]:  # said here, so that the lines do not take the place of what lies there
+            parts.remove()
+            config.place.unlink()
+            raise _without_scores(config, sums)
+
     if documents is None:
-        parts.merge(count, metadata, sums)
+        merge()
     else:
         remove_leftovers(documents)
-        write_whole(documents, lambda path: _merge_with_lines(path, parts, count, metadata, sums))
-    if not sums.total["scored"]:
-        parts.remove()
-        for place in (config.place, documents):
-            if place is not None:
-                place.unlink(missing_ok=True)
-        if sums.not_finite:
-            models = " and ".join(f"--{name} {getattr(config, name)}" for name in sorted(sums.not_finite, reverse=True))
-            raise NotFiniteError(f"{models}: the scores of {plural(sums.documents, 'document')} are not finite")
-        first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
-        raise DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
+        write_whole(documents, merge)
     return {
         **options,
         "out": str(config.place),
@@ -147,9 +147,13 @@ def circumstances(config: TextOptions, scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def _merge_with_lines(path: Path, parts: Parts, count: int, metadata: dict[str, Any], sums: Sums) -> None:
-    with path.open("w", encoding="utf-8") as sums.lines:
-        parts.merge(count, metadata, sums)
+def _without_scores(config: TextOptions, sums: Sums) -> LogitlessError:
+    """Why there is no score: the model's numbers, or the text."""
+    if sums.not_finite:
+        models = " and ".join(f"--{name} {getattr(config, name)}" for name in sorted(sums.not_finite, reverse=True))
+        return NotFiniteError(f"{models}: the scores of {plural(sums.documents, 'document')} are not finite")
+    first = f"; {sums.listed[0]['name']}: {sums.listed[0]['why']}" if sums.listed else ""
+    return DataError(f"--data {config.data}: no token to score in {plural(sums.documents, 'document')}{first}")
 
 
 def numbers(known: Mapping[str, Any]) -> dict[str, Any]:
