@@ -1,6 +1,7 @@
 """`--store hidden`: the teacher's states and head against the model's own; kills, damage and what is refused."""
 
 import json
+import resource
 import signal
 
 import numpy as np
@@ -14,6 +15,7 @@ import logitless
 from logitless.errors import DataError, OptionError
 from logitless.sample import TeacherRecord, read_targets
 from logitless.sample.columns import packed_hidden, unpacked_hidden
+from logitless.workbench.common.space import OutOfSpace
 from logitless.workbench.scoring import parts
 from logitless.workbench.scoring.run import run
 from tests.support.workbench.damage import DEEP
@@ -125,6 +127,19 @@ def test_nothing_to_score_leaves_no_head(micro, tmp_path):
     with pytest.raises(DataError, match="no token to score in 1 document"):
         run(config(micro, tmp_path / "a.jsonl", tmp_path / "t.parquet", store="hidden"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_head_that_does_not_fit_is_one_line_and_the_run_goes_on(micro, tmp_path):
+    """safetensors says so by an error of its own, which is no OSError."""
+    given = config(micro, corpus(tmp_path / "a.jsonl", 1), tmp_path / "t.parquet", store="hidden")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # the head has 33,000
+        with pytest.raises(OutOfSpace, match=f"^a file at {tmp_path} is larger .*, then the same command goes on$"):
+            run(given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run(given)["tokens_scored_now"] == 0
 
 
 def test_a_head_with_softcap_and_bias_comes_back_with_them(tmp_path):

@@ -240,7 +240,7 @@ def explained(place: Path) -> Iterator[None]:
     try:
         with stoppable(same), lost(same):
             yield
-    except OSError as error:
-        if not (wanted := room_wanted(error, place)):
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        if not (wanted := room_wanted(error, place.parent)):  # the file itself is not there yet
             raise
         raise OutOfSpace(f"{wanted}, then the same command goes on") from error
