@@ -171,6 +171,17 @@ class TestShortRuns:
         with pytest.raises(OptionError, match="holds a run already: --resume"):
             run(replace(micro.config, output_dir=place), QUIET)
 
+    def test_runs_below_their_text_read_none_of_what_they_write(self, micro, tmp_path, monkeypatch):
+        """The lock of a run was a document of it, and the next one ended at the metrics of the one before."""
+        shutil.copytree(micro.data, tmp_path / "corpus")
+        monkeypatch.chdir(tmp_path / "corpus")
+        apart, *below = (
+            run(replace(micro.config, max_steps=1, data=data, output_dir=place), QUIET)["output_dir"]
+            for data, place in ((str(micro.data), tmp_path / "apart"), (".", None), (".", Path("deep/run")))
+        )
+        expected = (Path(apart) / "tokens.npz").read_bytes()
+        assert [(Path(place) / "tokens.npz").read_bytes() for place in below] == [expected, expected]
+
     def test_a_finished_run_goes_on_with_more_steps(self, micro, tmp_path):
         place = tmp_path / "more"
         run(replace(micro.config, max_steps=4, output_dir=place), QUIET)

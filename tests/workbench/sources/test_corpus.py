@@ -9,8 +9,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from logitless.errors import DataError
+from logitless.workbench.common.files import write_json
 from logitless.workbench.scoring.documents import Documents
 from logitless.workbench.sources.corpus import documents, standard_library, table
+from logitless.workbench.sources.identity import text_files
 from tests.support.workbench.damage import not_utf8
 
 
@@ -41,6 +43,26 @@ def test_a_folder_holds_documents_of_every_kind(tmp_path):
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "empty.txt").write_text("")
     assert read(tmp_path) == ["one", "two", "three", "four"]
+
+
+def test_what_runs_write_is_no_document(tmp_path):
+    """Not where a run has just begun or was killed, nor beside the text; a file of the same name is one."""
+    begun, ended, other = (tmp_path / name for name in ("begun", "deep/ended", "other"))
+    for folder in (begun / "model", ended, other):
+        folder.mkdir(parents=True)
+    (begun / "run.lock").write_text("process 1 on here")
+    write_json(ended / "run.json", {"schema": 2})
+    for written in (begun / "model/config.json", ended / "metrics.jsonl", ended / "notes.txt"):
+        written.write_text("written")
+    (other / "run.json").write_text("one")
+    (other / "summary.json").write_text("two")
+    (tmp_path / "metrics.jsonl").write_text('{"text": "three"}')
+    documents = [tmp_path / "metrics.jsonl", other / "run.json", other / "summary.json"]
+    assert read(tmp_path) == ["three", "one", "two"]
+    assert text_files(tmp_path) == Documents(tmp_path, 4).files == documents
+    (tmp_path / "run.lock").touch()  # of a run that writes into this very folder
+    assert read(tmp_path) == ["one", "two"]
+    assert text_files(tmp_path) == documents[1:]
 
 
 def test_jsonl_and_parquet(tmp_path):

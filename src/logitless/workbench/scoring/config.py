@@ -25,10 +25,10 @@ from ..common.options import (
     check_values,
     require,
 )
+from ..common.written import is_result
 
 MOST_CONTEXT = 4096  # unless asked for: attention over more costs more than it tells
 SUFFIXES = (".txt", ".text", ".md", ".json", ".jsonl", ".parquet")  # that say of a name that it is text
-RESULTS = (b'{\n  "schema": ', b'{"document": 0, "name": ')
 DECIDING = ("model", "data", "context_length", "stride", "bos", "batch_tokens", "dtype")
 
 
@@ -159,11 +159,3 @@ def named_after(data: str | None, ending: str) -> Path:
     path = Path(os.path.abspath(data or ""))  # `.` has a name, and a symlink keeps its own
     is_text = path.suffix.lower() in SUFFIXES and not path.is_dir()
     return Path(f"{path.stem if is_text else path.name}.{ending}")
-
-
-def is_result(path: Path) -> bool:
-    """Whether a file begins as what --json and --documents write."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(64).startswith(RESULTS)

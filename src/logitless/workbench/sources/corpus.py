@@ -6,6 +6,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ...errors import DataError
 from ...units import plural
 from ..common.files import arrow_file, parsed
+from ..common.written import OWN, marks_a_run
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
@@ -62,6 +64,26 @@ def documents(data: str | None, remark: Remark = ignored) -> tuple[Iterator[str]
     if is_arrow(path):
         return _datasets_directory(path, remark)
     return _folder(path, remark), None
+
+
+def files_below(root: Path, written: tuple[Path, ...] = ()) -> list[Path]:
+    """The files of a folder that hold its text, in the order of their names: no hidden ones, and none of runs.
+
+    These are all that is `written`, the directories of runs, and what a run writes where the folder itself is its own.
+    """
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    runs = {path.parent for path in files if marks_a_run(path)}
+    here, out, own = root.resolve(), {path.resolve() for path in written}, OWN if root in runs else ()
+    runs.discard(root)
+
+    def is_document(path: Path) -> bool:
+        name = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in name.parts)
+        of_a_run = not runs.isdisjoint(path.parents) or any(fnmatchcase(name.parts[0], entry) for entry in own)
+        place = here / name
+        return not hidden and not of_a_run and out.isdisjoint((place, *place.parents))
+
+    return [path for path in files if is_document(path)]
 
 
 def standard_library() -> Iterator[str]:
@@ -216,12 +238,9 @@ def _file(path: Path, remark: Remark) -> Iterator[str]:
 
 
 def _folder(root: Path, remark: Remark) -> Iterator[str]:
-    """Every readable file below `root`, in the order of their names; binary and hidden files are not documents."""
-    files = sorted(p for p in root.rglob("*") if p.is_file())
+    """The documents of every readable file of a folder; binary files are none."""
     found, strange = False, 0
-    for path in files:
-        if any(part.startswith(".") for part in path.relative_to(root).parts):
-            continue
+    for path in files_below(root):
         if ending(path) in (".jsonl", ".parquet"):
             found = True
             yield from _file(path, remark)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...hashes import hash_of
 from ..common.sealed import hashes_of, together
-from .corpus import is_arrow
+from .corpus import files_below, is_arrow
 from .model import ModelSource
 from .tokenizer import TextTokenizer
 
@@ -41,21 +41,9 @@ def text_files(path: Path, written: tuple[Path, ...] = ()) -> list[Path]:
     """The files below a path that hold its text, in one order on every machine; what is `written` there does not."""
     if path.is_file():
         return [path]
-    return sorted(f for f in path.rglob("*") if f.is_file()) if is_arrow(path) else _visible(path, written)
+    return sorted(f for f in path.rglob("*") if f.is_file()) if is_arrow(path) else files_below(path, written)
 
 
 def hash_of_text(path: Path, written: tuple[Path, ...] = ()) -> str:
     """What tells the text below a path from all others, whatever its files are called."""
     return together(hash_of(f) for f in text_files(path, written))
-
-
-def _visible(root: Path, written: tuple[Path, ...]) -> list[Path]:
-    """The files below a folder, but for hidden ones and those that are written."""
-    here, out = root.resolve(), {path.resolve() for path in written}
-
-    def is_document(name: Path) -> bool:
-        place = here / name
-        hidden = any(part.startswith(".") for part in name.parts)
-        return not hidden and out.isdisjoint((place, *place.parents)) and place.is_file()
-
-    return sorted(path for path in root.rglob("*") if is_document(path.relative_to(root)))
