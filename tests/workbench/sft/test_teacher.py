@@ -311,6 +311,22 @@ def test_the_text_of_the_record_may_be_named_and_another_not(scored, tmp_path):
         teacher_of(scored, "hidden", data=str(other))
 
 
+def test_results_that_lie_among_the_text_do_not_make_it_another(scored, tmp_path):
+    """Here of two records: what either run wrote beside its own was taken for text that the teacher had not read."""
+    data = micro_corpus(tmp_path / "data", 40)
+    given = ScoreConfig(model=str(scored.root / "teacher"), data=str(data), device="cpu", store="hidden")
+    score(replace(given, out=data / "first.parquet", documents=data / "d.jsonl", json=data / "s.json"), QUIET)
+    score(replace(given, out=data / "second.parquet", store="topk", keep=KEEP), QUIET)
+    student = pretrained(str(scored.root / "student"))
+    learned = [replace(scored.config, data=str(data), teacher=str(data / f"{x}.parquet")) for x in ("first", "second")]
+    for each in learned:
+        assert Teacher.of(each, student, V) is not None
+    (data / "more.txt").write_text("more")
+    for each in learned:
+        with pytest.raises(DataError, match=f"{each.teacher} is of another text than --data"):
+            Teacher.of(each, student, V)
+
+
 def test_a_head_that_is_not_there_ends_a_run_before_it_begins(scored, tmp_path):
     shutil.copy(scored.root / "hidden.parquet", tmp_path / "t.parquet")
     config = replace(scored.config, teacher=str(tmp_path / "t.parquet"), output_dir=tmp_path / "run")

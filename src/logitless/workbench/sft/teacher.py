@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -25,9 +26,11 @@ from ...units import plural
 from ...vocab.face import LMHead, TokenStats, linear_cross_entropy, token_loss, token_stats
 from ..common.files import check_ends, parsed
 from ..common.options import require
+from ..common.written import is_result
 from ..sources import chat
 from ..sources.chat import Example
-from ..sources.identity import hash_of_text, known_of
+from ..sources.corpus import ending
+from ..sources.identity import hash_of_text, known_of, text_files
 from ..sources.packing import IGNORED, PackedRows, Stream, collate
 from ..sources.tokenizer import TextTokenizer
 from .config import TrainConfig
@@ -353,15 +356,31 @@ def _check_kind(config: TrainConfig, record: TeacherRecord, vocab_size: int) -> 
 
 
 def _check_text(config: TrainConfig, record: TeacherRecord) -> None:
-    """DataError where --data is not the text of the record."""
+    """DataError where --data is not the text of the record, with or without the results that lie among it."""
     if config.data is None:
         return
-    written = (record.path, record.head_path) if record.kind == "hidden" else (record.path,)
-    if (found := hash_of_text(Path(config.data), written)) != record.text:
+    data, own = Path(config.data), _files_of(record)
+    found = hash_of_text(data, own)  # earlier results were text to the teacher, later ones were not there
+    if found != record.text and hash_of_text(data, (*own, *_results(data))) != record.text:
         raise DataError(
             f"--teacher {record.path} is of another text than --data {config.data} (hash {record.text}, now {found}): "
             "score that text, or leave out --data, since the record holds its tokens"
         )
+
+
+def _files_of(record: TeacherRecord) -> tuple[Path, ...]:
+    """A record's own files."""
+    return (record.path, record.head_path) if record.kind == "hidden" else (record.path,)
+
+
+def _results(data: Path) -> Iterator[Path]:
+    """The files below a folder that `logitless score` wrote."""
+    for path in text_files(data):
+        if is_result(path):
+            yield path
+        elif ending(path) == ".parquet":
+            with suppress(DataError):  # of a table that is no record
+                yield from _files_of(TeacherRecord(path))
 
 
 def _check_vocabulary(config: TrainConfig, record: TeacherRecord, tokenizer: TextTokenizer, vocab_size: int) -> None:
