@@ -18,7 +18,7 @@ from ..common.written import OWN, marks_a_run
 from .tokenizer import TextTokenizer
 
 TEXT_FIELDS = ("text", "content")
-REMEDIES = {  # by what is no text in a message, and what it is
+_REMEDIES = {  # by what is no text in a message, and what it is
     ("content", "list"): "; write its parts as one text",
     ("content", "null"): "; only a message with tool_calls may be without",
 }
@@ -174,7 +174,7 @@ def unsaid(value: Any, text: bool = True) -> str:
         for name in ("role",) if calls else ("role", "content"):
             if not isinstance(message.get(name), str):
                 got = _kind(message[name]) if name in message else "none"
-                return f"message {i}: {name} must be text, got {got}{REMEDIES.get((name, got), '')}"
+                return f"message {i}: {name} must be text, got {got}{_REMEDIES.get((name, got), '')}"
     return ""
 
 
