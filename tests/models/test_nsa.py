@@ -101,6 +101,18 @@ def test_rounding_is_that_of_the_dtype(dtype):
     assert (nsa(*rounded, 0.5, SMALL).double() - wanted).abs().max() < 8 * torch.finfo(dtype).eps * wanted.abs().max()
 
 
+def test_sums_over_chunks_are_no_less_exact_than_one_chunk(monkeypatch):
+    """Every chunk adds to the compressed values' gradients, here with one sign."""
+    *tensors, gates = (t.detach().bfloat16().requires_grad_() for t in problem(512, 512, 2, 1, SMALL))
+    gates = gates.detach().abs()
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    wanted = torch.autograd.grad(nsa(*exact, gates.double(), 0.1, SMALL).sum(), exact)
+    monkeypatch.setattr(attention, "CHUNK_BYTES", 1)  # one query a chunk
+    found = torch.autograd.grad(nsa(*tensors, gates, 0.1, SMALL).sum(), tensors)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).norm() < 0.01 * b.norm()
+
+
 def test_memory_is_linear_in_the_context(monkeypatch):
     monkeypatch.setattr(attention, "CHUNK_BYTES", 1 << 20)
     options, keys = NSAOptions(selected=4, window=64), 4096

@@ -33,7 +33,7 @@ def nsa(
     compressed ones; the selection itself has no gradient.
 
     Memory: the results, their gradients, and about 64 MiB for a chunk of queries; backward recomputes the chunks.
-    Softmax in fp32 (fp64 for fp64). Yuan et al., arXiv 2502.11089.
+    Softmax, and sums over chunks, in fp32 (fp64 for fp64). Yuan et al., arXiv 2502.11089.
     """
     tensors = query, key, value, compressed_key, compressed_value, gates
     result, blocks = _Streamed.apply(*tensors, scaling, options)  # pyright: ignore[reportGeneralTypeIssues]
@@ -61,7 +61,7 @@ class _Streamed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Any):
         tensors = ctx.saved_tensors
-        gradients = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        gradients = _zeros_like(tensors)
         for part in _chunks(tensors, ctx.scaling, ctx.options):
             operands = [t.detach().requires_grad_() for t in part.operands(tensors)]
             with torch.enable_grad():
@@ -70,7 +70,15 @@ class _Streamed(torch.autograd.Function):
             for into, gradient in zip(part.operands(gradients), found, strict=True):
                 into += gradient
             del operands, result, found, gradient  # before the next chunk's are made
-        return (*gradients, None, None)
+        return (*(g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)), None, None)
+
+
+def _zeros_like(tensors: Any) -> list[Tensor]:
+    """Where gradients add up: of keys and values, to which many chunks add, in fp32 (fp64 for fp64)."""
+    query, *keys, gates = tensors
+    wide = torch.promote_types(query.dtype, torch.float32)
+    dtypes = (query.dtype, *(wide for _ in keys), gates.dtype)
+    return [torch.zeros(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def _chunks(tensors: Any, scaling: float, options: NSAOptions) -> Any:
