@@ -181,6 +181,15 @@ def test_examples_of_before_are_the_policys_of_before(small, half_done, tmp_path
     assert len(list(place.glob("checkpoint-*"))) == 2  # the newest, as of every run
 
 
+def test_examples_are_of_the_entries_that_the_reward_model_has(small, tmp_path):
+    """A policy padded to more rows than the reward model does not draw those of them that it alone has."""
+    model = shutil.copytree(small.model, tmp_path / "model")
+    micro_model(vocab_size=4096, initializer_range=0.2).save_pretrained(model)
+    run(of(small, "padded", model=str(model), max_steps=1))
+    found = json.loads((small.root / "padded" / "completions.json").read_text())
+    assert all(0 < example["reward"] < 1 for when in ("before", "after") for example in found[when])
+
+
 def test_what_accumulates_is_the_mean_of_the_parts(small):
     config = of(small, "parts")
     model = micro_model(initializer_range=0.2).eval()

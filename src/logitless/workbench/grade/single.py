@@ -214,7 +214,9 @@ def _examples(state: Run, when: str) -> None:
         return float(task.reward.of_ids(ids[None], alive))
 
     prompts, length = state.prompts["validation"], config.completion_length
-    examples.keep(state.place, when, task.model, state.tokenizer, prompts, length, score=score, top_k=config.top_k)
+    padding = range(task.vocab_size, task.model.config.get_text_config().vocab_size)  # entries that no reward knows
+    sampling = {"top_k": config.top_k, "suppress_tokens": [*padding] or None}
+    examples.keep(state.place, when, task.model, state.tokenizer, prompts, length, score=score, **sampling)
 
 
 def _conclude(state: Run, before: dict[str, float], send: Send) -> dict[str, Any]:
