@@ -15,6 +15,8 @@ SIZES = {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LINEAR8 = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+NEAR = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def config(kind="qwen3", rope=None, **changes):
@@ -34,6 +36,8 @@ def config(kind="qwen3", rope=None, **changes):
         (config("llama", {**LLAMA3, "original_max_position_embeddings": 8}), 64),
         (AutoConfig.for_model("gpt2", n_positions=48), 48),
         (config("gemma3_text", layer_types=["sliding_attention", "full_attention"]), 64),
+        # as Gemma 3 4B writes it, of whose positions max_position_embeddings is the whole
+        (config("gemma3_text", {"full_attention": LINEAR8, "sliding_attention": NEAR}), 64),
         (AutoConfig.for_model("mamba"), None),
     ],
 )
@@ -62,6 +66,15 @@ def test_a_scaling_is_the_one_that_transformers_reads(kind):
     check_reach(ours, 256, "m")
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_a_scaling_of_layers_that_differ_reaches_as_far(kind):
+    ours = config("gemma3_text", layer_types=["sliding_attention", "full_attention"])
+    scale(ours, f"{kind}:4")
+    assert reach(ours) == 256
+    assert ours.rope_parameters["full_attention"]["rope_type"] == kind
+    assert ours.rope_parameters["sliding_attention"]["rope_type"] == "default"
+
+
 def test_a_context_past_the_positions_is_told_what_would_do():
     with pytest.raises(OptionError, match=r"200: m has positions up to 64; --rope-scaling yarn:4 stretches them"):
         check_reach(config(), 200, "m")
@@ -72,6 +85,9 @@ def test_a_context_past_the_positions_is_told_what_would_do():
     llama3 = config("llama", {**LLAMA3, "original_max_position_embeddings": 8})
     with pytest.raises(OptionError, match=r"no factor stretches llama3 positions further: .* max_position_embeddings"):
         check_reach(llama3, 200, "m")
+    gemma = config("gemma3_text", {"full_attention": LINEAR8, "sliding_attention": NEAR})
+    with pytest.raises(OptionError, match=r"up to 64; no factor stretches linear .* max_position_embeddings"):
+        check_reach(gemma, 200, "m")
     llama3.max_position_embeddings = 200
     check_reach(llama3, 200, "m")
     with pytest.raises(OptionError, match="a table of weights"):

@@ -15,8 +15,9 @@ def reach(config: Any) -> int | None:
     """The longest context that a transformers configuration stands for, in tokens; None where it does not say.
 
     linear and dynamic scaling stretch max_position_embeddings by their factor, yarn the positions before scaling;
-    llama3 and longrope are stretched already. Every kind of layer counts, but those with a sliding window. Raises
-    ConfigError where it says what is no length.
+    llama3 and longrope are stretched already, and so is linear where layers differ, as Gemma 3's do. Other models that
+    were published with linear scaling may count it in max_position_embeddings too: of them this is too much. Every kind
+    of layer counts, but those with a sliding window. Raises ConfigError where it says what is no length.
     """
     longest, parameters = getattr(config.get_text_config(), "max_position_embeddings", None), _parameters(config)
     if longest is None:
@@ -35,21 +36,31 @@ def reach(config: Any) -> int | None:
 
 def reached(longest: int, parameters: dict[str, Any] | None) -> int:
     """`reach` of max_position_embeddings and rope_parameters."""
-    return min((_reach(one, longest) for one in _rotary(parameters)), default=longest)
+    stated = _stated(parameters)
+    return min(
+        (longest if _kind(one) in stated else _reach(one, longest) for one in _rotary(parameters)), default=longest
+    )
 
 
 def plain(parameters: dict[str, Any] | None) -> bool:
     """Whether rope_parameters are of rotary embeddings that `scale` can stretch: none of them is scaled yet."""
     places = _rotary(parameters)
-    return bool(places) and all(one.get("rope_type", "default") == "default" for one in places)
+    return bool(places) and all(_kind(one) == "default" for one in places)
+
+
+def _kind(parameters: dict[str, Any]) -> str:
+    return parameters.get("rope_type", "default")
+
+
+def _stated(parameters: dict[str, Any] | None) -> tuple[str, ...]:
+    """The kinds of which max_position_embeddings says how far they reach."""
+    by_layer = any(isinstance(value, dict) for value in (parameters or {}).values())
+    return (*STATED, "linear") if by_layer else STATED
 
 
 def _reach(parameters: dict[str, Any], longest: int) -> int:
-    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
-    if kind in STATED:
-        return longest
-    before = parameters.get("original_max_position_embeddings") or longest
-    return max(longest, math.floor((before if kind == "yarn" else longest) * factor))
+    before, factor = parameters.get("original_max_position_embeddings") or longest, parameters.get("factor") or 1.0
+    return max(longest, math.floor((before if _kind(parameters) == "yarn" else longest) * factor))
 
 
 def _rotary(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -66,7 +77,7 @@ def _parameters(config: Any) -> dict[str, Any] | None:
 
 def changes_with_length(config: Any) -> str | None:
     """The kind of a configuration's rotary embeddings whose frequencies follow the longest position of a call."""
-    kinds = [parameters.get("rope_type", "default") for parameters in _rotary(_parameters(config))]
+    kinds = map(_kind, _rotary(_parameters(config)))
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
@@ -116,7 +127,7 @@ def scale(config: Any, scaling: str) -> None:
         parameters |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             parameters["original_max_position_embeddings"] = longest
-    if kind == "yarn":
+    if kind == "yarn" or kind in _stated(_parameters(config)):
         text.max_position_embeddings = math.floor(longest * factor)
 
 
@@ -136,7 +147,7 @@ def check_reach(
         remedy = f'"rope_type": "yarn", "factor": {factor} in the rope_parameters of its config.json stretches them'
     elif plain(parameters):
         remedy = f"--rope-scaling yarn:{factor} stretches them (another kind: linear)"
-    elif kinds := {one.get("rope_type", "default") for one in _rotary(parameters)}.intersection(STATED[1:]):
+    elif kinds := set(map(_kind, _rotary(parameters))).intersection(_stated(parameters)[1:]):
         remedy = (
             f"no factor stretches {min(kinds)} positions further: use a shorter context, or the "
             "max_position_embeddings in its config.json that they are known to reach"
